@@ -1,11 +1,11 @@
-"""A run with adapters, measured: step time against the prediction, kill and resume, merge and load.
+"""Measured runs with adapters: step time against the prediction, kill and resume, merge and load.
 
     python -m benchmarks.adapter_run > docs/benchmarks/adapter-run_cpu-2core_DATE.md
 
-The demo's model with weights of its own, on this computer, with half of the device memory that training all of it would be given:
-adapters beside a base in bf16 and in nf4, the last layer alone, and everything. Each is planned from a profile that is probed
-first, and run by the command; one is killed (SIGKILL) half-way, resumed, and compared file by file with the run that was not; its
-adapter is merged and loaded by transformers. Ten minutes of two cores.
+The demo's model with random weights on this computer. Device memory is half of what full training takes. Cases: adapters with a
+base in bf16 and in nf4, the last layer alone, and full training. A fresh probe gives the profile of each plan. One run is killed
+(SIGKILL) half-way, resumed, and compared file by file with an undisturbed run. Its adapter is merged and loaded by transformers.
+Ten minutes of two cores.
 """
 
 import hashlib
@@ -41,24 +41,24 @@ KILLED = "adapters beside nf4"
 
 
 def with_weights(folder: Path) -> int:
-    """The demo's model in its folder; its parameters."""
+    """Save the demo's model to a folder. Return its number of parameters."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 
 
-def command(home: Path, out: str, *more: str) -> list[str]:
-    asked = ["--data", str(home / "text.txt"), "--tokenizer", "bytes", "--steps", str(N_STEPS), "--save-every", str(SAVE_EVERY)]
-    return [sys.executable, "-m", "penstock", "run", *more, *asked, "--lr", "1e-3", "--out", str(home / out)]
+def command(home: Path, out: str, *options: str) -> list[str]:
+    flags = ["--data", str(home / "text.txt"), "--tokenizer", "bytes", "--steps", str(N_STEPS), "--save-every", str(SAVE_EVERY)]
+    return [sys.executable, "-m", "penstock", "run", *options, *flags, "--lr", "1e-3", "--out", str(home / out)]
 
 
-def run(home: Path, plan: Path, out: str, *more: str) -> None:
-    subprocess.run(command(home, out, str(plan), *more), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def run(home: Path, plan: Path, out: str, *options: str) -> None:
+    subprocess.run(command(home, out, str(plan), *options), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def kill(home: Path, plan: Path, out: str) -> int:
-    """Begin a run and kill it after some steps; how many its log holds."""
+    """Start a run and kill it after some steps. Return the number of lines in its log."""
     log = home / out / "metrics.jsonl"
     process = subprocess.Popen(command(home, out, str(plan)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and (not log.exists() or len(lines(log)) < KILL_AFTER):
@@ -77,7 +77,7 @@ def sums(checkpoint: Path) -> dict[str, str]:
 
 
 def row(name: str, predicted_s: float, steps_s: list[float], of_all: tuple[float, float], gap: float) -> str:
-    """Predicted and measured, median and spread of the steps after the warm-up; `of_all`: the same of training everything."""
+    """Format predicted and measured step time, median and spread after warm-up. `of_all`: both for full training."""
     low_s, *_, high_s = quantiles(steps_s, n=10)
     measured_s = median(steps_s)
     shares = predicted_s / of_all[0], measured_s / of_all[1]
@@ -105,12 +105,12 @@ def measured(home: Path) -> Iterator[str]:
         of_all = of_all or (planned.step_s, median(steps_s))
         yield row(name, planned.step_s, steps_s, of_all, planned.certificate.gap_fraction)
     yield ""
-    plan, whole = home / f"{KILLED}.json", home / KILLED.replace(" ", "-") / f"checkpoint-{N_STEPS}"
+    plan, checkpoint = home / f"{KILLED}.json", home / KILLED.replace(" ", "-") / f"checkpoint-{N_STEPS}"
     n_done = kill(home, plan, "killed")
     run(home, plan, "killed", "--resume")
-    same = sums(whole) == sums(home / "killed" / whole.name)
+    same = sums(checkpoint) == sums(home / "killed" / checkpoint.name)
     assert same, "a resumed run ended in other bits"
-    yield f"The run with {KILLED} was killed after step {n_done}, and resumed: all {len(sums(whole))} files of its last"
+    yield f"The run with {KILLED} was killed after step {n_done}, and resumed: all {len(sums(checkpoint))} files of its last"
     yield "checkpoint are the same bytes as those of the run that was not killed."
     yield ""
     adapters = home / "adapters-beside-bf16" / f"checkpoint-{N_STEPS}"
@@ -130,20 +130,20 @@ def main() -> None:
         body = list(measured(home))
     finally:
         shutil.rmtree(home)
-    print(f"""# Does a run with adapters take as long as predicted, and do they become a model?
+    print(f"""# Measured runs with adapters: step time, resume, merge
 
 Made with `python -m benchmarks.adapter_run`, torch {torch.__version__}, transformers {transformers.__version__}, Python
 {platform.python_version()}, on a shared machine of two cores. The demo's model with weights of its own, in steps of {BATCH_SIZE}
-sequences of {SEQ_LEN} tokens, with a device memory of half of what training all of it takes. Predicted from a profile probed just
-before; measured: the median of {N_STEPS - WARM_UP_STEPS} steps. A step of everything is the first row's: what a shared machine
-takes longer for all of them is not in that ratio.
+sequences of {SEQ_LEN} tokens, with half of the device memory of full training. Predicted from a profile probed just
+before; measured: the median of {N_STEPS - WARM_UP_STEPS} steps. A step of everything is the first row's. A slowdown
+of the shared machine cancels in that ratio.
 """)
     print("\n".join(body))
     print("""
-## What it does not show
+## Limits
 
-A GPU: there frozen weights are unpacked by kernels whose traffic is counted and not measured, and what is trained on the device
-spares a link that a CPU has not got.""")
+No GPU: there, frozen weights are unpacked by kernels with a predicted traffic, and training on the device saves transfers over a
+link that a CPU does not have.""")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m benchmarks.adapters > docs/benchmarks/adapters_DATE.md
 
-Each cell is searched as `penstock plan` does it, with adapters of rank 16 beside every projection and the base in bf16 or packed,
-and once more with all weights trained. What others published of adapters stands beside our plan of the same step. Nothing is
-measured. Two and a half minutes of one core.
+Each cell is a search like `penstock plan`, with adapters of rank 16 at every projection and the base in bf16 or packed, and a
+second search with all weights trained. Published adapter runs of other systems are listed next to our plan of the same step.
+Nothing is measured. Two and a half minutes of one core.
 """
 
 import sys
@@ -27,12 +27,12 @@ from penstock.runtime.units import GB, TB, show_bytes, show_seconds
 
 PUBLISHED = Path(__file__).parent / "published_adapters.json"
 SEQ_LEN = 4096
-DPO_BYTES, DPO_BEFORE_BYTES = 19.08 * GB, 31.09 * GB  # published of Qwen2.5-7B by LoRA; and with a reference computed before
+DPO_BYTES, DPO_BEFORE_BYTES = 19.08 * GB, 31.09 * GB  # published for LoRA of Qwen2.5-7B; with a precomputed reference
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is trained, and where; `host_bytes`: in place of the machine's."""
+    """A model, base and machine. `host_bytes` replaces the machine's memory."""
 
     model: str
     machine: str
@@ -65,7 +65,7 @@ CELLS = (
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """What another system did, as its authors measured it."""
+    """A measured run of another system."""
 
     id: str
     system: str
@@ -75,7 +75,7 @@ class PublishedRun:
     base: str
     seq: int
     batch: int
-    tokens_per_s: float | None  # None: not said, or of a card that has no profile here
+    tokens_per_s: float | None  # None: not published, or no profile of the card
     full_tokens_per_s: float | None
     host_bytes: int | None
     source: str
@@ -84,7 +84,7 @@ class PublishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """All of the file."""
+    """Contents of the file."""
 
     about: str
     runs: list[PublishedRun]
@@ -95,7 +95,7 @@ def read_published(path: Path = PUBLISHED) -> Published:
 
 
 def planned(cell: Cell, train: str) -> Planned | None:
-    """Our plan; None where it does not fit."""
+    """Return our plan, or None if it does not fit."""
     base = cell.base if train == "lora" else "bf16"
     try:
         return penstock.plan(
@@ -111,91 +111,92 @@ def _memory(answer: SearchResult) -> str:
 
 
 def _where(answer: SearchResult) -> str:
-    """Whether adapters are updated on the device."""
+    """Return where adapters are updated."""
     return "device" if answer.plan.policy.device_blocks else "host"
 
 
 def row(cell: Cell) -> str:
-    """A cell with adapters, and with everything trained on the machine as it is, or with as much host memory as that takes."""
-    found = planned(cell, "lora")
+    """Format a cell with adapters, and with all weights trained in sufficient host memory."""
+    lora = planned(cell, "lora")
     host = "" if cell.host_bytes is None else f", {cell.host_bytes // GB} GB"
     head = f"| {cell.model} | {cell.machine}{host} | {cell.batch_size * SEQ_LEN:,} | {cell.base} |"
-    if found is None:
+    if lora is None:
         return f"{head} does not fit | | | | | | | |"
-    whole = planned(Cell(cell.model, cell.machine, cell.batch_size, "bf16", 4 * TB), "all")
+    full_plan = planned(Cell(cell.model, cell.machine, cell.batch_size, "bf16", 4 * TB), "all")
     full = "does not fit | |"
-    if whole is not None:
-        ratio = found.tokens_per_s / whole.tokens_per_s
-        full = f"{whole.tokens_per_s:,.0f}, {show_bytes(whole.answer.needs.host_peak_bytes)} | {ratio:.2f} |"
-    proof = found.certificate
+    if full_plan is not None:
+        ratio = lora.tokens_per_s / full_plan.tokens_per_s
+        full = f"{full_plan.tokens_per_s:,.0f}, {show_bytes(full_plan.answer.needs.host_peak_bytes)} | {ratio:.2f} |"
+    proof = lora.certificate
     return (
-        f"{head} {show_seconds(found.step_s)} | {found.tokens_per_s:,.0f} | {proof.gap_fraction:.1%} | {proof.binding} | "
-        f"{_where(found.answer)} | {_memory(found.answer)} | {full}"
+        f"{head} {show_seconds(lora.step_s)} | {lora.tokens_per_s:,.0f} | {proof.gap_fraction:.1%} | {proof.binding} | "
+        f"{_where(lora.answer)} | {_memory(lora.answer)} | {full}"
     )
 
 
 def published_rows() -> Iterator[str]:
-    """What others measured, and our plan of the same step; another system, so no prediction of it."""
+    """Yield published measurements and our plan of the same step. The plan does not predict the other system."""
     yield "| system | machine | GPUs | model | base | a step | published | planned | ratio | gap | device | host |"
     yield "|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
-    for it in read_published().runs:
-        sizes: dict[str, Any] = {"gpus": it.gpus, "sum_groups": 8} if it.gpus > 1 or it.machine.startswith("8x") else {}
-        sizes |= {"seq_len": it.seq, "batch_size": it.batch, "device_memory_bytes": it.device_memory_bytes}
-        device = "" if it.device_memory_bytes is None else f", {show_bytes(it.device_memory_bytes)}"
-        said = "" if it.tokens_per_s is None else f"{it.tokens_per_s:,.1f}"
-        head = f"| {it.system} | {it.machine}{device} | {it.gpus} | {it.model} | {it.base} | {it.batch} x {it.seq:,} | {said} | "
+    for run in read_published().runs:
+        sizes: dict[str, Any] = {"gpus": run.gpus, "sum_groups": 8} if run.gpus > 1 or run.machine.startswith("8x") else {}
+        sizes |= {"seq_len": run.seq, "batch_size": run.batch, "device_memory_bytes": run.device_memory_bytes}
+        device = "" if run.device_memory_bytes is None else f", {show_bytes(run.device_memory_bytes)}"
+        step = f"{run.batch} x {run.seq:,}"
+        rate = "" if run.tokens_per_s is None else f"{run.tokens_per_s:,.1f}"
+        head = f"| {run.system} | {run.machine}{device} | {run.gpus} | {run.model} | {run.base} | {step} | {rate} | "
         try:
-            plan = penstock.plan(it.model, it.machine, train="lora", base=it.base, **sizes)
+            plan = penstock.plan(run.model, run.machine, train="lora", base=run.base, **sizes)
         except DoesNotFitError as error:
-            short = f"needs {show_bytes(error.short_device_bytes + (it.device_memory_bytes or 0))}"
+            short = f"needs {show_bytes(error.short_device_bytes + (run.device_memory_bytes or 0))}"
             yield f"{head}does not fit: {short} of the device | | | | |"
             continue
-        ratio = "" if it.tokens_per_s is None else f"{plan.tokens_per_s / it.tokens_per_s:.2f}"
-        found = f"{plan.tokens_per_s:,.1f} | {ratio} | {plan.certificate.gap_fraction:.1%} | {_memory(plan.answer)} |"
-        yield head + found
+        ratio = "" if run.tokens_per_s is None else f"{plan.tokens_per_s / run.tokens_per_s:.2f}"
+        figures = f"{plan.tokens_per_s:,.1f} | {ratio} | {plan.certificate.gap_fraction:.1%} | {_memory(plan.answer)} |"
+        yield head + figures
 
 
 def section() -> Iterator[str]:
-    """Of docs/accuracy.md."""
+    """Yield the section for docs/accuracy.md."""
     yield """
 ## Adapters
 
-Runs of other systems with adapters beside a frozen base that streams (`benchmarks/published_adapters.json`), and our plan of the
-same step on the same machine, with adapters of rank 16 beside every projection of attention, and of MLPs without experts. Another
-system is no prediction of it: a ratio far from one says that somebody does something else, not who is right. Soup computes one
-sequence of 512 tokens at a time, so a step of ours is that, too. Where nothing is published, or of a card without a profile, a row
-shows how fast ours would be in as much of a device's memory: Soup's 8B in 3.45 GB of an RTX 3050 (122.5 tokens/s there), and the
+Runs of other systems with adapters and a streamed frozen base (`benchmarks/published_adapters.json`), and our plan of the
+same step on the same machine, with adapters of rank 16 at every projection of attention, and of MLPs without experts. The plan
+does not predict another system: a ratio far from one shows different methods, not an error. Soup computes one sequence of
+512 tokens at a time, and so does our plan. If nothing is published, or the card has no profile, the row is the speed of our plan in
+the same amount of device memory: Soup's 8B in 3.45 GB of an RTX 3050 (122.5 tokens/s there), and the
 30B-A3B of Axolotl's pull request in about 7 GB of an RTX A2000. Device and host are of one GPU; all share one copy of the base.
-Of the 14 s of our 30B-A3B on the RTX 5090 21 % are recompute and 27 % what eager modules do, most of it to the rows of experts;
-without both it would do 9,000 tokens/s. How much of either FlexTrain's step has is not said.
+Of the 14 s of our 30B-A3B on the RTX 5090 21 % are recompute and 27 % eager modules, most of it on the rows of experts;
+without both it would reach 9,000 tokens/s. The same shares of FlexTrain's step are not published.
 """
     yield from published_rows()
     yield f"""
 Memory of DPO of Qwen2.5-7B by LoRA, as the data set `odyn-network/benchmark-finetune-dpo-v1` has it: {DPO_BYTES / GB:.2f} GB of a
-GPU, and {DPO_BEFORE_BYTES / GB:.2f} GB where the reference was computed before. Neither rank, length, batch nor what was recomputed
-is said. With all on the device, rank 16 and a pair at a time we count, with all layers recomputed and with none, and without the
-process's own memory:
+GPU, and {DPO_BEFORE_BYTES / GB:.2f} GB where the reference was computed before. Rank, length, batch and recompute
+are not published. With all on the device, rank 16 and a pair at a time we count, with all layers recomputed and with none, and
+without the process's own memory:
 
 | tokens of a sequence | all recomputed | nothing recomputed | 19.08 GB between |
 |---:|---:|---:|---|"""
     yield from dpo_rows()
     yield """
-The published figure is possible, which confirms little. What a reference computed before adds is nothing here, so the second one,
-another program's, is missed."""
+The published figure is possible, which confirms little. A precomputed reference adds nothing here, so the second figure,
+from another program, is missed."""
 
 
 def dpo_rows() -> Iterator[str]:
-    """Memory of DPO with all state on the device."""
+    """Yield the memory of DPO with all state on the device."""
     for seq_len in (256, 512, 1024, 2048):
         how = {"train": "lora:r=16", "loss": "dpo", "seq_len": seq_len, "batch_size": 2, "micro_batch": 2}
-        found = penstock.plan("qwen2.5-7b", "h100-sxm", **how)  # type: ignore[arg-type]
-        cost = CostModel(found.profile)
-        needs = resident(found.plan, cost)
+        result = penstock.plan("qwen2.5-7b", "h100-sxm", **how)  # type: ignore[arg-type]
+        cost = CostModel(result.profile)
+        needs = resident(result.plan, cost)
         assert needs is not None, "a GPU has memory of its own"
         state_bytes = needs.needs.device["state"]
-        kept = sorted(state_bytes + n_bytes for n_bytes, _ in tiers(found.plan, cost))
-        is_between = kept[0] <= DPO_BYTES <= kept[-1]
-        yield f"| {seq_len:,} | {show_bytes(kept[0])} | {show_bytes(kept[-1])} | {'yes' if is_between else 'no'} |"
+        sizes = sorted(state_bytes + n_bytes for n_bytes, _ in tiers(result.plan, cost))
+        is_between = sizes[0] <= DPO_BYTES <= sizes[-1]
+        yield f"| {seq_len:,} | {show_bytes(sizes[0])} | {show_bytes(sizes[-1])} | {'yes' if is_between else 'no'} |"
 
 
 def main() -> None:
@@ -203,12 +204,11 @@ def main() -> None:
     for i, cell in enumerate(CELLS, start=1):
         print(f"{i} of {len(CELLS)}: {cell.model} on {cell.machine}", file=sys.stderr, flush=True)
         rows.append(row(cell))
-    print(f"""# What does it take to train adapters beside a model that does not fit?
+    print(f"""# Predicted cost of adapters for models that do not fit their GPU
 
 {"".join((__doc__ or "").partition("Each cell")[1:]).strip()}
 
-"Updated" says where the adapters' AdamW runs; the plan chooses. "All trained": tokens/s with as much host memory as that takes, up
-to 4 TB.
+"Updated": where the plan runs the adapters' AdamW. "All trained": tokens/s with sufficient host memory, up to 4 TB.
 
 | model | machine | tokens a step | base | step | tokens/s | gap | binding | updated | device | host | all trained | times |
 |---|---|---:|---|---:|---:|---:|---|---|---:|---:|---|---:|""")

@@ -1,4 +1,4 @@
-"""Mutation score of the checker: how many broken plans it refuses, and its time on right ones.
+"""Mutation score of the checker: the share of broken plans that it rejects, and its time on correct ones.
 
 Prints a page in markdown: `python -m benchmarks.check_mutants` from the root of the repository, some minutes.
 """
@@ -11,7 +11,7 @@ from penstock.planner.check.check import check
 from tests.edits import small
 from tests.mutants import SAMPLES, tally
 
-MOST = 400  # mutants of a mutation and a plan
+MOST_MUTANTS = 400  # mutants per mutation and plan
 N_RUNS = 7
 PLANS: tuple[dict[str, Any], ...] = (
     {"n_layers": 24, "n_micro_batches": 1},
@@ -25,13 +25,13 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 def main() -> None:
-    """Mutants of every sample plan, then the time of the check on growing plans."""
-    found = tally(MOST)
-    print(f"Mutants of {len(SAMPLES)} plans, of each mutation and plan at most {MOST}:\n\n{found.table()}\n")
-    for what in found.condemned:
-        print(f"- WRONG: {what}")
+    """Test mutants of every sample plan, then time the check on growing plans."""
+    results = tally(MOST_MUTANTS)
+    print(f"Mutants of {len(SAMPLES)} plans, of each mutation and plan at most {MOST_MUTANTS}:\n\n{results.table()}\n")
+    for problem in results.condemned:
+        print(f"- WRONG: {problem}")
     print(f"\nTime of one check, median of {N_RUNS} (spread: slowest over fastest):\n")
-    print("| layers | micro-batches, group | besides | ops | check_s | spread |\n|---:|---|---|---:|---:|---:|")
+    print("| layers | micro-batches, group | features | ops | check_s | spread |\n|---:|---|---|---:|---:|---:|")
     for choices in PLANS:
         plan = small(**{"tied": True, "prefetch_depth": 2, "gradient_slots": 2} | choices)
         times_s = []
@@ -40,8 +40,8 @@ def main() -> None:
             check(plan)
             times_s.append(time.perf_counter() - start_s)
         sizes = f"{plan.workload.n_layers} | {plan.semantics.n_micro_batches}, {plan.policy.accumulation_group}"
-        besides = ", ".join({*choices} & {"boundary_stride", "speculate_blocks"}) or "nothing"
-        print(f"| {sizes} | {besides} | {len(plan.ops)} | {median(times_s):.3f} | {max(times_s) / min(times_s):.2f} |")
+        features = ", ".join({*choices} & {"boundary_stride", "speculate_blocks"}) or "nothing"
+        print(f"| {sizes} | {features} | {len(plan.ops)} | {median(times_s):.3f} | {max(times_s) / min(times_s):.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Cost of writing a checkpoint every ten steps of a run.
 
 `python -m benchmarks.checkpointing HOME` prints a page of Markdown: the demo's model, plan and data, in one process. Every other
-stretch of ten steps begins with a checkpoint that is due, and is held against the stretch without one that follows it: what else
-happens on the machine meets both alike. Checkpoints are written while training goes on and, in other runs of the same process, with
-lanes drained. As many bytes are then written and summed up plainly. Exit code 1 where a background write costs more than 3 %.
-`--tiny` only shows that all of it works.
+stretch of ten steps starts with a checkpoint and is compared with the next stretch without one, so that other load on the machine
+affects both. Checkpoints are written in the background and, in other runs of the same process, with lanes drained. The same number
+of bytes is then written and hashed without training. Exit code 1 if a background write costs more than 3 %. `--tiny` only tests
+that the benchmark works.
 """
 
 import argparse
@@ -31,17 +31,17 @@ from penstock.runtime.units import GB, show_bytes
 
 from .kills import CONFIG as TINY
 
-INTERVAL = 10  # steps between two checkpoints, of which the cost is asked
+INTERVAL = 10  # steps between checkpoints, for the reported cost
 TARGET_FRACTION = 0.03
 WAYS = ("background", "drained")
-LOOK_S = 0.02  # between two looks at what is being written: a watcher must not cost anything itself
+LOOK_S = 0.02  # polling interval, long enough to cost nothing
 PIECE_BYTES = 16 * 2**20
 N_PLAIN = 3
 
 
 @dataclass(slots=True)
-class Seen:
-    """When steps ended, and from when to when checkpoints were being written."""
+class Observed:
+    """End times of steps, and write intervals of checkpoints."""
 
     ends_s: list[float] = field(default_factory=list)
     written_s: dict[str, list[float]] = field(default_factory=dict)
@@ -54,28 +54,28 @@ class Seen:
 
 
 def stretches(ends_s: Sequence[float], interval: int) -> list[tuple[float, float]]:
-    """Seconds of each stretch that begins with a checkpoint, and of the one without that follows it. The first two warm up."""
+    """Pair the seconds of stretches with and without a checkpoint. The first two are warm-up."""
     marks_s = [ends_s[step - 1] for step in range(2 * interval, len(ends_s) + 1, interval)]
     times_s = [b - a for a, b in pairwise(marks_s)]
     return list(zip(times_s[::2], times_s[1::2], strict=False))
 
 
 def costs(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """What a checkpoint adds to a stretch, as a share of it: the median over pairs, the lowest and the highest."""
+    """Return the relative cost of a checkpoint per stretch: median over pairs, minimum, maximum."""
     shares = sorted(with_s / without_s - 1 for with_s, without_s in pairs)
     return median(shares), shares[0], shares[-1]
 
 
 @contextmanager
-def watched(out: Path, seen: Seen) -> Iterator[None]:
-    """Look all the while which checkpoint is being written."""
+def watched(out: Path, observed: Observed) -> Iterator[None]:
+    """Poll which checkpoint is being written, in a thread."""
     is_over = threading.Event()
 
     def look() -> None:
         while not is_over.wait(LOOK_S):
             for name in os.listdir(out):
                 if name.startswith("checkpoint-") and name.endswith(".partial"):
-                    seen.written_s.setdefault(name, []).append(time.perf_counter())
+                    observed.written_s.setdefault(name, []).append(time.perf_counter())
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -86,9 +86,9 @@ def watched(out: Path, seen: Seen) -> Iterator[None]:
         thread.join()
 
 
-def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen:
-    """`n_steps` more, with a checkpoint due after every second interval."""
-    seen = Seen()
+def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Observed:
+    """Train `n_steps` more, with a checkpoint after every second interval."""
+    observed = Observed()
     settings = {
         "tokenizer": "bytes",
         "optimizer.weight_decay": 0.1,
@@ -96,7 +96,7 @@ def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen
         "checkpoint.keep": 2,
         "checkpoint.background": way == "background",
     }
-    with watched(home / "run", seen):
+    with watched(home / "run", observed):
         penstock.train(
             plan,
             home / "chats.jsonl",
@@ -107,13 +107,13 @@ def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen
             resume=first_step > 0,
             from_scratch=True,
             settings=settings,
-            on_step=lambda metrics: seen.ends_s.append(time.perf_counter()),
+            on_step=lambda metrics: observed.ends_s.append(time.perf_counter()),
         )
-    return seen
+    return observed
 
 
 def planned(home: Path, is_tiny: bool) -> Path:
-    """The demo's plan: the machine is measured first."""
+    """Return the demo's plan for this machine, after probing it."""
     model = home / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(TINY if is_tiny else CONFIG))
@@ -121,12 +121,12 @@ def planned(home: Path, is_tiny: bool) -> Path:
     n_params = build_workload(read_model(str(model)), penstock.Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
     machine = "cpu-2core" if is_tiny else penstock.probe("cpu", quick=True)
     memory = None if is_tiny else n_params * STATE_BYTES_PER_PARAM // 4
-    found = penstock.plan(model, machine, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, device_memory_bytes=memory)
-    return found.save(home / "plan.json")
+    plan = penstock.plan(model, machine, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, device_memory_bytes=memory)
+    return plan.save(home / "plan.json")
 
 
 def plainly(folder: Path, n_bytes: int) -> tuple[float, float]:
-    """Bytes per second of writing `n_bytes` to a new file, until they are on the disk; and of their SHA-256."""
+    """Return bytes per second of a synced write of `n_bytes`, and of their SHA-256."""
     piece = os.urandom(min(PIECE_BYTES, n_bytes))
     n_pieces = -(-n_bytes // len(piece))
 
@@ -154,39 +154,39 @@ def _least_s(work: Callable[[], None]) -> float:
     return median(times_s)
 
 
-def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[dict[str, list[Seen]], int]:
-    """What was seen of runs of either way, in turns, each resumed from the last; and the bytes of a checkpoint."""
-    plan, out, n_steps, done = planned(home, is_tiny), home / "run", 2 * INTERVAL * (n_pairs + 1), 0
+def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[dict[str, list[Observed]], int]:
+    """Run both ways alternately, each resumed from the last. Return their times, and the size of a checkpoint."""
+    plan, out, n_steps, n_done = planned(home, is_tiny), home / "run", 2 * INTERVAL * (n_pairs + 1), 0
     out.mkdir()
-    found: dict[str, list[Seen]] = {way: [] for way in WAYS}
+    observations: dict[str, list[Observed]] = {way: [] for way in WAYS}
     for number in range(n_rounds):
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-            found[way].append(run(plan, home, way, done, n_steps))
-            done += n_steps
-            print(f"{done} steps", file=sys.stderr, flush=True)
-    return found, sum(path.stat().st_size for path in (out / f"checkpoint-{done}").iterdir())
+            observations[way].append(run(plan, home, way, n_done, n_steps))
+            n_done += n_steps
+            print(f"{n_done} steps", file=sys.stderr, flush=True)
+    return observations, sum(path.stat().st_size for path in (out / f"checkpoint-{n_done}").iterdir())
 
 
-def page(found: dict[str, list[Seen]], n_bytes: int, plain: tuple[float, float]) -> Iterator[str]:
-    """The figures as Markdown."""
+def page(observations: dict[str, list[Observed]], n_bytes: int, plain: tuple[float, float]) -> Iterator[str]:
+    """Yield the results as Markdown."""
     yield "| checkpoints | cost, median | lowest to highest | pairs | seconds to write | GB/s |\n|---|---:|---|---:|---:|---:|"
-    for way, runs in found.items():
-        share, low, high = costs([pair for seen in runs for pair in stretches(seen.ends_s, INTERVAL)])
-        n_pairs = sum(len(stretches(seen.ends_s, INTERVAL)) for seen in runs)
-        written_s = median([s for seen in runs for s in seen.durations_s()] or [LOOK_S])
+    for way, runs in observations.items():
+        share, low, high = costs([pair for observed in runs for pair in stretches(observed.ends_s, INTERVAL)])
+        n_pairs = sum(len(stretches(observed.ends_s, INTERVAL)) for observed in runs)
+        written_s = median([s for observed in runs for s in observed.durations_s()] or [LOOK_S])
         rate = n_bytes / written_s / GB
         yield f"| {way} | {share:+.1%} | {low:+.1%} to {high:+.1%} | {n_pairs} | {written_s:.2f} | {rate:.2f} |"
-    steps = [(b - a, seen.is_writing(a, b)) for seen in found["background"] for a, b in pairwise(seen.ends_s)]
-    beside, alone = ([s for s, is_writing in steps if is_writing is wanted] for wanted in (True, False))
+    steps = [(b - a, observed.is_writing(a, b)) for observed in observations["background"] for a, b in pairwise(observed.ends_s)]
+    during, alone = ([s for s, is_writing in steps if is_writing is wanted] for wanted in (True, False))
     yield f"\nA checkpoint holds {show_bytes(n_bytes)}."
-    if beside and alone:
+    if during and alone:
         yield (
-            f"A step while one is written in the background takes {median(beside):.3f} s (median of {len(beside)}), another "
+            f"A step while one is written in the background takes {median(during):.3f} s (median of {len(during)}), another "
             f"{median(alone):.3f} s (of {len(alone)})."
         )
     bound_s = n_bytes / plain[0], n_bytes / plain[1]
     yield (
-        f"As many bytes written plainly, until they are on the disk: {bound_s[0]:.2f} s ({plain[0] / GB:.2f} GB/s); their SHA-256: "
+        f"A plain synced write of the same bytes: {bound_s[0]:.2f} s ({plain[0] / GB:.2f} GB/s); their SHA-256: "
         f"{bound_s[1]:.2f} s ({plain[1] / GB:.2f} GB/s)."
     )
 
@@ -195,18 +195,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("home", type=Path)
     parser.add_argument("--rounds", type=int, default=2, help="runs of either way")
-    parser.add_argument("--pairs", type=int, default=4, help="of stretches with and without a checkpoint, in a run")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of stretches with and without a checkpoint, per run")
     parser.add_argument("--tiny", action="store_true")
-    asked = parser.parse_args()
-    home = asked.home.resolve()
+    options = parser.parse_args()
+    home = options.home.resolve()
     shutil.rmtree(home, ignore_errors=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    found, n_bytes = measured(home, asked.rounds, asked.pairs, asked.tiny)
+    observations, n_bytes = measured(home, options.rounds, options.pairs, options.tiny)
     print(f"commit {commit}; {machine}\n")
-    print("\n".join(page(found, n_bytes, plainly(home, n_bytes))))
-    share, _, _ = costs([pair for seen in found["background"] for pair in stretches(seen.ends_s, INTERVAL)])
-    if share > TARGET_FRACTION and not asked.tiny:
+    print("\n".join(page(observations, n_bytes, plainly(home, n_bytes))))
+    share, _, _ = costs([pair for observed in observations["background"] for pair in stretches(observed.ends_s, INTERVAL)])
+    if share > TARGET_FRACTION and not options.tiny:
         sys.exit(f"a checkpoint every {INTERVAL} steps costs {share:.1%} of the time, more than {TARGET_FRACTION:.0%}")
 
 

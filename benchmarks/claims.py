@@ -1,7 +1,7 @@
 """Published claims about other systems, against the same quantities in our model.
 
-Sentences of the sources that give no complete run, so nothing was ever fitted from them: ratios, ablations, limits, and times of
-single copies. Each is computed again with the shipped profiles and held against what the source says, misses included.
+Claims without a complete run, so no constant was fitted to them: ratios, ablations, limits, and times of single copies. Each is
+computed with the shipped profiles and compared with its source, misses included.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import GB, TB, GiB
 
 TFLOP = 10**12
-NEAR_FRACTION = 0.1  # a claim holds where we are within this of what the source says
+NEAR_FRACTION = 0.1  # a claim holds within this distance
 PAPER, FORK, FLEX = "arXiv 2604.05091", "bdqnghi/MegaTrain-Plus, its author's notes", "als244/flextrain"
 MOST_SEQUENCES = 512
 _read_profile = cache(read_profile)
@@ -26,41 +26,41 @@ _read_profile = cache(read_profile)
 
 @dataclass(frozen=True, slots=True)
 class PublishedClaim:
-    """A number that a source gives, from `low` to `high` (None: no limit on that side), and ours."""
+    """A published number, from `low` to `high` (None: unbounded), and our value."""
 
-    what: str
+    quantity: str
     source: str
     low: float | None
     high: float | None
-    ours: float
+    value: float
     unit: str
-    note: str = ""  # how it was read, or why we miss it
+    note: str = ""  # interpretation, or the reason of a miss
 
     @property
     def holds(self) -> bool:
-        """Whether ours lies in the range, or within a tenth of it."""
-        slack = NEAR_FRACTION * abs(self.ours)
-        return (self.low is None or self.ours >= self.low - slack) and (self.high is None or self.ours <= self.high + slack)
+        """True if our value is in the range, or within a tenth of it."""
+        slack = NEAR_FRACTION * abs(self.value)
+        return (self.low is None or self.value >= self.low - slack) and (self.high is None or self.value <= self.high + slack)
 
     def row(self) -> tuple[str, str, str, str, str, str]:
-        """What, who says it, what they say, what we say, the verdict, the note."""
+        """Return claim, source, published value, our value, verdict and note."""
         low, high = (None if x is None else f"{x:.4g}" for x in (self.low, self.high))
         words = (
             low if low == high else f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
         )
         return (
-            self.what,
+            self.quantity,
             self.source,
             f"{words} {self.unit}",
-            f"{self.ours:.4g} {self.unit}",
+            f"{self.value:.4g} {self.unit}",
             "holds" if self.holds else "misses",
             self.note,
         )
 
 
 def claims() -> list[PublishedClaim]:
-    """Every definite sentence of the sources that is not a run of the ledger."""
-    return [*_megatrain(), *_limits(), *_fork(), *_others()]
+    """Return all definite claims of the sources that are not runs of the ledger."""
+    return [*_megatrain(), *_limits(), *_fork(), *_other_systems()]
 
 
 def _megatrain() -> Iterator[PublishedClaim]:
@@ -80,13 +80,13 @@ def _megatrain() -> Iterator[PublishedClaim]:
         "with one buffer the gradient thread, at the page-fault rate taken for Grace, still keeps ahead of a layer's backward; in "
         "the paper the main thread seems to wait for it",
     )  # fmt: skip
-    kept = _largest(lambda batch: zero3_keeps_activations(_costs("gh200", "qwen2.5-14b", batch)))
-    zero3 = _claimed_rate(_outcome("zero3-offload", "gh200", "qwen2.5-14b", kept, 1024))
+    n = _largest(lambda batch: zero3_keeps_activations(_costs("gh200", "qwen2.5-14b", batch)))
+    zero3 = _claimed_rate(_outcome("zero3-offload", "gh200", "qwen2.5-14b", n, 1024))
     recomputing = _largest(lambda batch: zero3_device_bytes(_costs("gh200", "qwen2.5-14b", batch)) <= _usable_bytes("gh200"))
     better = _claimed_rate(_outcome("zero3-offload", "gh200", "qwen2.5-14b", recomputing, 1024))
     yield PublishedClaim(
         "GH200, 14B: MegaTrain over ZeRO-3 offload", PAPER, 1.84, 1.84, full / zero3, "times",
-        f"the batch of ZeRO-3 is not given: here {kept}, the largest that keeps all activations, as in the run on the MI355X; with "
+        f"the batch of ZeRO-3 is not given: here {n}, the largest that keeps all activations, as in the run on the MI355X; with "
         f"{recomputing} sequences and recompute we say {full / better:.2f}",
     )  # fmt: skip
     config = read_model("qwen2.5-7b").config
@@ -118,13 +118,13 @@ def _limits() -> Iterator[PublishedClaim]:
 
 
 def _fork() -> Iterator[PublishedClaim]:
-    """The fork's changes one by one, on its machine, with a 7B and no optimizer."""
+    """Yield the fork's changes one by one, on its machine, with a 7B and no optimizer."""
     costs = _costs("gb10", "qwen2.5-7b", 2, 512)
-    before, inputs, views, third = (
+    base, inputs, views, third = (
         _phases(costs, *changes) for changes in ((False, False, 2), (True, False, 2), (True, True, 2), (True, True, 3))
     )
-    step_s = {name: sum(phases) for name, phases in zip("biv3", (before, inputs, views, third), strict=True)}
-    yield PublishedClaim("one forward in backward: backward", FORK, -30, -27, 100 * (inputs[1] / before[1] - 1), "%")
+    step_s = {name: sum(phases) for name, phases in zip("biv3", (base, inputs, views, third), strict=True)}
+    yield PublishedClaim("one forward in backward: backward", FORK, -30, -27, 100 * (inputs[1] / base[1] - 1), "%")
     yield PublishedClaim("one forward in backward: tokens/s", FORK, 23, 28, 100 * (step_s["b"] / step_s["i"] - 1), "%")
     yield PublishedClaim("weights as views: step", FORK, -8, -8, 100 * (step_s["v"] / step_s["i"] - 1), "%")
     yield PublishedClaim("a third buffer: step", FORK, 0, 0, 100 * (step_s["3"] / step_s["v"] - 1), "%")
@@ -142,11 +142,11 @@ def _fork() -> Iterator[PublishedClaim]:
     yield PublishedClaim("a layer's forward: 5.7 ms and its bytes at 25 GB/s", FORK, formula_ms, formula_ms, forward_ms, "ms")
 
 
-def _others() -> Iterator[PublishedClaim]:
+def _other_systems() -> Iterator[PublishedClaim]:
     for model, rate in (("llama-3.1-8b", 3723), ("qwen3-8b", 3533)):
-        found = _outcome("slideformer", "rtx5090-server", model, 32, 1024)
+        outcome = _outcome("slideformer", "rtx5090-server", model, 32, 1024)
         yield PublishedClaim(
-            f"RTX 5090, {model}, full training", FLEX, rate, rate, found.n_tokens / found.step_s, "tokens/s",
+            f"RTX 5090, {model}, full training", FLEX, rate, rate, outcome.n_tokens / outcome.step_s, "tokens/s",
             "another system: here SlideFormer with 32 sequences of 1024, for the order of magnitude",
         )  # fmt: skip
 
@@ -159,8 +159,8 @@ def _outcome(
     return predict(run, read, _read_profile(machine), Software())
 
 
-def _claimed_rate(found: Outcome) -> float:
-    return found.claimed_flop / found.step_s / TFLOP
+def _claimed_rate(outcome: Outcome) -> float:
+    return outcome.claimed_flop / outcome.step_s / TFLOP
 
 
 def _costs(machine: str, model: str, batch: int, seq_len: int = 1024) -> SystemCosts:
@@ -169,7 +169,7 @@ def _costs(machine: str, model: str, batch: int, seq_len: int = 1024) -> SystemC
 
 
 def _phases(costs: SystemCosts, keeps_inputs: bool, views: bool, n_buffers: int) -> tuple[float, float, float]:
-    """Seconds of forward, backward and zeroing with some of the fork's changes."""
+    """Return seconds of forward, backward and zeroing with some of the fork's changes."""
     run = Run("megatrain", costs.profile.name, "", costs.semantics.batch_size, costs.semantics.seq_len, updates=False)
     m = MegaTrain(replace(costs), run)
     m.keeps_inputs, m.views, m.n_buffers = keeps_inputs, views, n_buffers
@@ -182,12 +182,12 @@ def _usable_bytes(machine: str) -> float:
     return device.memory_bytes.value - device.context_bytes.value
 
 
-def _fits_device(found: Outcome, profile: Profile) -> bool:
-    return found.device_peak_bytes <= _usable_bytes(profile.name)
+def _fits_device(outcome: Outcome, profile: Profile) -> bool:
+    return outcome.device_peak_bytes <= _usable_bytes(profile.name)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits; the smallest, 1, is taken to."""
+    """Return the largest batch that fits, at least 1."""
     low, high = 1, MOST_SEQUENCES
     while low < high:
         middle = (low + high + 1) // 2

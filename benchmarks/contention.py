@@ -1,8 +1,8 @@
-"""What ignoring contention costs a planner.
+"""Cost of ignoring contention in a planner.
 
-`python -m benchmarks.contention [MACHINE ...]` prints a page of Markdown. For each machine and workload the search runs twice: on
-the machine as its profile has it, and on a twin in which nothing is shared (both directions of the link at once, host DRAM and
-host cores without end). The plan that the second search picks is then costed on the real machine, by the same model as the first.
+`python -m benchmarks.contention [MACHINE ...]` prints a page of Markdown. Two searches per machine and workload: on the machine in
+its profile, and on a twin without shared resources (both directions of the link at once, unlimited host DRAM and host cores). The
+plan of the second search is then costed on the real machine, with the model of the first.
 """
 
 import os
@@ -30,9 +30,9 @@ from penstock.runtime.units import TB, show_seconds
 
 MACHINES = ("gb300", "gh200", "b200", "h200-pcie5", "a100-sxm", "rtx5090-server", "rtx5090-desktop", "rtx4090-desktop")
 SEQ_LEN = 4096
-HOST_MEMORY_BYTES = 2 * TB  # on every machine, so that what fits is not what decides
-ENDLESS = 1e6  # times what there is: nothing uses it up
-WORSE_FRACTION = 0.005  # five times the search's own tolerance (CLOSE_FRACTION): a worse plan, not another of equals
+HOST_MEMORY_BYTES = 2 * TB  # on every machine, so that memory is not decisive
+ENDLESS = 1e6  # factor on a capacity, so that it never binds
+WORSE_FRACTION = 0.005  # five times the search's tolerance (CLOSE_FRACTION): worse, and not merely tied
 HEAD = """
 | machine | model | tokens | clipped | step | blind | worse by | promised | gap | with contention it picks |
 |---|---|---:|---|---:|---:|---:|---:|---:|---|"""
@@ -40,7 +40,7 @@ HEAD = """
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is trained: without clipping, updates may run beside the backward, and everything shares everything."""
+    """A training job. Without clipping, updates may overlap with the backward pass and share all resources."""
 
     model: str
     tokens_per_step: int
@@ -57,14 +57,14 @@ WORKLOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One machine and workload: the step of the plan picked with contention, and of the one picked without."""
+    """One machine and workload: step times of the plans found with and without contention."""
 
     machine: str
     work: Work
     step_s: float
-    blind_step_s: float  # by the full model
-    promised_s: float  # by the model without contention, which picked it
-    gap_fraction: float  # of the search with contention: how much better than its plan some policy could still be
+    blind_step_s: float  # in the full model
+    promised_s: float  # in the model without contention
+    gap_fraction: float  # of the search with contention: upper bound on any further gain
     changed: tuple[str, ...]
 
     @property
@@ -76,7 +76,7 @@ class Row:
         return self.blind_step_s / self.promised_s - 1
 
     def __str__(self) -> str:
-        what = (
+        job = (
             self.machine,
             self.work.model,
             f"{self.work.tokens_per_step // 1024}k",
@@ -84,25 +84,25 @@ class Row:
         )
         seconds = (show_seconds(self.step_s), show_seconds(self.blind_step_s))
         shares = (f"{self.worse_fraction:+.1%}", show_seconds(self.promised_s), f"{self.gap_fraction:.1%}")
-        return "| " + " | ".join((*what, *seconds, *shares, "; ".join(self.changed) or "the same plan")) + " |"
+        return "| " + " | ".join((*job, *seconds, *shares, "; ".join(self.changed) or "the same plan")) + " |"
 
 
 def unshared(profile: Profile) -> Profile:
-    """The machine whose ops are as fast as ever and never in each other's way."""
+    """Return the machine without contention, at the same speed per op."""
     free = faster(profile, {Group.DUPLEX: ENDLESS, Group.DRAM: ENDLESS})
     none = Share(value=0.0, spread_fraction=0.0, source=profile.link.host_cores_per_copy.source)
     return free.model_copy(update={"link": free.link.model_copy(update={"host_cores_per_copy": none})})
 
 
 def compared(machine: str, work: Work) -> Row | None:
-    """None where it does not fit."""
+    """Return the comparison, or None if the model does not fit."""
     model, profile = read_model(work.model), with_any_memory(read_profile(machine), None, HOST_MEMORY_BYTES)
     attention = supported_attention(model)[0]
     n_sequences = work.tokens_per_step // SEQ_LEN
-    given = Semantics(SEQ_LEN, n_sequences, 1, clip_norm=work.clip_norm, attention=attention)  # type: ignore[arg-type]
+    request = Semantics(SEQ_LEN, n_sequences, 1, clip_norm=work.clip_norm, attention=attention)  # type: ignore[arg-type]
 
     try:
-        seeing = search(model, sizes_of(model, given, profile), profile, free=SIZES)
+        seeing = search(model, sizes_of(model, request, profile), profile, free=SIZES)
         semantics, workload = seeing.plan.semantics, seeing.plan.workload
         blind = search(model, [(semantics, workload)], unshared(profile), free=SIZES)
     except DoesNotFitError:
@@ -115,11 +115,11 @@ def compared(machine: str, work: Work) -> Row | None:
 
 
 def _differences(seeing: Policy, blind: Policy) -> Iterator[str]:
-    """What the first policy has and the second has instead; lists of blocks by their length."""
-    others = asdict(blind)
+    """Yield the fields that differ between two policies. Lists of blocks are shown by length."""
+    blind_fields = asdict(blind)
     for name, value in asdict(seeing).items():
-        if value != others[name]:
-            yield f"{name.replace('_', ' ')} {_short(value)}, not {_short(others[name])}"
+        if value != blind_fields[name]:
+            yield f"{name.replace('_', ' ')} {_short(value)}, not {_short(blind_fields[name])}"
 
 
 def _short(value: object) -> str:
@@ -128,15 +128,15 @@ def _short(value: object) -> str:
 
 def page(rows: list[Row], seconds: float) -> Iterator[str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    yield "# What does a planner lose that thinks nothing is shared?\n"
+    yield "# Cost of ignoring contention in a planner\n"
     yield "Command: `python -m benchmarks.contention > docs/benchmarks/contention_2026-11-20.md`.\n"
     yield f"Commit {commit}. Computed in {seconds:.0f} s of one of {os.cpu_count()} cores, {platform.machine()}, Python"
     yield f"{platform.python_version()}. Predicted on both sides: nothing here was measured on these machines.\n"
-    yield "The search runs twice: with contention, and on a twin of the machine whose ops take as long as ever and are never in"
-    yield "each other's way (both directions of the link at once, host DRAM and host cores without end). *Step* is the first plan;"
-    yield "*blind* is the second, costed by the full model on the real machine; *promised* is what the model without contention"
-    yield "said of it. *Gap* is the certificate of the search with contention: no policy of the space is better by more."
-    yield f"Sequences of {SEQ_LEN} tokens, 2 TB of host memory. Without clipping an update may run beside the backward."
+    yield "The search runs twice: with contention, and on a twin of the machine without shared resources, at the same"
+    yield "speed per op (both directions of the link at once, unlimited host DRAM and host cores). *Step* is the first plan;"
+    yield "*blind* is the second, costed by the full model on the real machine; *promised* is its prediction in the model"
+    yield "without contention. *Gap* is the certificate of the search with contention: no policy of the space is better by more."
+    yield f"Sequences of {SEQ_LEN} tokens, 2 TB of host memory. Without clipping an update may overlap with the backward."
     yield HEAD
     yield from map(str, rows)
     yield ""
@@ -152,10 +152,10 @@ def _summary(rows: list[Row]) -> Iterator[str]:
     n_same = sum(not row.changed for row in rows)
     yield f"- At worst it is {max(row.worse_fraction for row in rows):.1%} slower. In {n_same} cases it is the same plan."
     late = sorted(row.late_fraction for row in rows)
-    yield f"- What the model without contention promises is exceeded by {late[len(late) // 2]:.1%} in the median and"
+    yield f"- The prediction without contention is exceeded by {late[len(late) // 2]:.1%} in the median and"
     yield f"  {late[-1]:.1%} at worst, when its plan is run.\n"
-    yield "What this does not show: that the full model is right (the ledger does). And part of *worse by* is chance: plans that"
-    yield "differ only in what contention does are equal to the blind search, which takes the first of them."
+    yield "This page does not validate the full model (the ledger does). Part of *worse by* is chance: plans that only differ"
+    yield "under contention are equal to the blind search, which takes the first of them."
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Random damage to files: values, entries, lines and bytes that are cut, changed, repeated or put in; for `fuzz.py`."""
+"""Random damage to files, for `fuzz.py`: values, entries, lines and bytes are removed, changed, repeated or inserted."""
 
 import json
 from random import Random
@@ -20,7 +20,7 @@ SNIPPETS = (
 
 
 def damaged(data: bytes, rng: Random) -> bytes:
-    """The file with something wrong: a value, an entry, a line or some bytes."""
+    """Return the file with one damaged value, entry, line or range of bytes."""
     if rng.random() < 0.2:
         return _bytes(data, rng)
     header = int.from_bytes(data[:8], "little")
@@ -28,17 +28,17 @@ def damaged(data: bytes, rng: Random) -> bytes:
         changed = _tree(data[8 : 8 + header], rng)
         return len(changed).to_bytes(8, "little") + changed + data[8 + header :]
     lines = data.split(b"\n")
-    at = rng.randrange(len(lines))
+    i = rng.randrange(len(lines))
     if data[:1] == b"{" and data.count(b"\n{"):  # JSONL
-        return b"\n".join([*lines[:at], _tree(lines[at], rng), *lines[at + 1 :]])
+        return b"\n".join([*lines[:i], _tree(lines[i], rng), *lines[i + 1 :]])
     if data[:1] in b"{[":
         return _tree(data, rng)
-    name, mark, _ = lines[at].partition(rng.choice((b": ", b" = ", b",")))
-    return b"\n".join([*lines[:at], name + mark + rng.choice(SNIPPETS), *lines[at + 1 :]])
+    name, mark, _ = lines[i].partition(rng.choice((b": ", b" = ", b",")))
+    return b"\n".join([*lines[:i], name + mark + rng.choice(SNIPPETS), *lines[i + 1 :]])
 
 
 def _tree(data: bytes, rng: Random) -> bytes:
-    """JSON with one value or entry changed."""
+    """Return JSON with one value or entry changed."""
     try:
         root = [json.loads(data)]
     except ValueError:
@@ -67,12 +67,12 @@ def _tree(data: bytes, rng: Random) -> bytes:
             node[key] = rng.choice(VALUES)
     try:
         return json.dumps(root[0] if root else None).encode()
-    except ValueError:  # a part that now holds itself
+    except ValueError:  # the container now contains itself
         return data[:-1]
 
 
 def _bytes(data: bytes, rng: Random) -> bytes:
-    """Bytes cut off, cut out, changed, repeated or put in."""
+    """Return bytes truncated, cut out, changed, repeated or inserted."""
     a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     put_in = rng.choice((bytes([rng.randrange(256)]), rng.choice(SNIPPETS)))
     return rng.choice((data[:a], data[:a] + data[b:], data[:b] + data[a:], data[:a] + put_in + data[a + 1 :]))

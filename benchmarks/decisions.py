@@ -3,8 +3,8 @@
     python -m benchmarks.decisions -o after.json            # in this tree; in another one: the same, before.json
     python -m benchmarks.decisions before.json after.json > docs/benchmarks/decisions_DATE.md
 
-Five sizes of model on nine machines, 4096 tokens a sequence, 16 sequences on each GPU, 2 TB of host memory where none is soldered:
-the policy that is found and its speed, from each tree's own profiles and costs. Some five minutes of two cores a tree.
+Five model sizes on nine machines, 4096 tokens a sequence, 16 sequences per GPU, 2 TB of host memory unless it is soldered. Policy
+and speed are found with each tree's profiles and costs. Some five minutes of two cores per tree.
 """
 
 import argparse
@@ -31,21 +31,21 @@ Cell = dict[str, Any]
 
 
 def cell(name: str, machine: str) -> Cell:
-    """One plan: its speed and its policy, or why there is none."""
+    """Return one plan's speed and policy, or the reason without a plan."""
     profile = with_any_memory(read_profile(machine), None, 2 * TB)
     n = profile.n_devices if machine[0].isdigit() else 1
     where = {"model": name, "machine": machine}
     try:
-        found = penstock.plan(name, profile, seq_len=SEQ_LEN, batch_size=PER_GPU * n, gpus=n)
+        plan = penstock.plan(name, profile, seq_len=SEQ_LEN, batch_size=PER_GPU * n, gpus=n)
     except PenstockError as error:
         return where | {"why_not": str(error)}
-    gap, of = found.certificate.gap_fraction, found.plan.semantics
-    chosen = {"micro_batch": of.micro_batch, "attention": of.attention_kernel} | policy_in_numbers(asdict(found.plan.policy))
-    return where | {"tokens_per_s": of.whole.tokens_per_step / found.step_s, "gap_fraction": gap, "chosen": chosen}
+    gap, sizes = plan.certificate.gap_fraction, plan.plan.semantics
+    chosen = {"micro_batch": sizes.micro_batch, "attention": sizes.attention_kernel} | policy_in_numbers(asdict(plan.plan.policy))
+    return where | {"tokens_per_s": sizes.whole.tokens_per_step / plan.step_s, "gap_fraction": gap, "chosen": chosen}
 
 
 def policy_in_numbers(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy with its lists of blocks counted: how many, not which."""
+    """Return a policy with counts in place of lists of blocks."""
     counted: dict[str, Any] = {}
     for key, value in policy.items():
         if key == "save":
@@ -56,23 +56,23 @@ def policy_in_numbers(policy: Mapping[str, Any]) -> dict[str, Any]:
     return counted
 
 
-def page(before: list[Cell], after: list[Cell]) -> Iterator[str]:
-    """The table of both, and what changed in words."""
-    yield "| model | machine | tokens/s before | after | | gap before | after | what is chosen otherwise |"
+def page(old_cells: list[Cell], new_cells: list[Cell]) -> Iterator[str]:
+    """Yield a table of both trees with the changes."""
+    yield "| model | machine | tokens/s before | after | | gap before | after | changes |"
     yield "|---|---|--:|--:|--:|--:|--:|---|"
-    known = {(c["model"], c["machine"]): c for c in before}
-    for new in after:
+    known = {(c["model"], c["machine"]): c for c in old_cells}
+    for new in new_cells:
         old = known[new["model"], new["machine"]]
         head = f"| {new['model']} | {new['machine']} |"
         if "why_not" in new or "why_not" in old:
-            yield f"{head} {_said(old)} | {_said(new)} | | | | |"
+            yield f"{head} {_rate(old)} | {_rate(new)} | | | | |"
             continue
         change = new["tokens_per_s"] / old["tokens_per_s"] - 1
         gaps = f"{old['gap_fraction']:.1%} | {new['gap_fraction']:.1%}"
-        yield f"{head} {_said(old)} | {_said(new)} | {change:+.0%} | {gaps} | {'; '.join(_changes(old['chosen'], new['chosen']))} |"
+        yield f"{head} {_rate(old)} | {_rate(new)} | {change:+.0%} | {gaps} | {'; '.join(_changes(old['chosen'], new['chosen']))} |"
 
 
-def _said(c: Cell) -> str:
+def _rate(c: Cell) -> str:
     return "does not fit" if "why_not" in c else f"{c['tokens_per_s']:,.0f}"
 
 
@@ -88,8 +88,8 @@ def main() -> None:
     parser.add_argument("-o", dest="output", type=Path)
     arguments = parser.parse_args()
     if arguments.files:
-        before, after = (json.loads(path.read_text()) for path in arguments.files)
-        print("\n".join(page(before, after)))
+        old_cells, new_cells = (json.loads(path.read_text()) for path in arguments.files)
+        print("\n".join(page(old_cells, new_cells)))
         return
     names, machines = zip(*product(MODELS, MACHINES), strict=True)
     with ProcessPoolExecutor(os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()) as pool:

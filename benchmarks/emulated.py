@@ -1,8 +1,7 @@
 """Emulated runs against the simulator: step times, and the speed-up of searched plans.
 
-`python -m benchmarks.emulated` prints a page of Markdown: plans of models with 24 to 80 layers, for three machines that are not
-here, performed at their pace, slowed until the median op lasts 20 ms. A quarter of an hour on two quiet cores; `--only` takes some
-rows.
+`python -m benchmarks.emulated` prints a page of Markdown: plans of models with 24 to 80 layers, for three other machines, run at
+their pace, slowed until the median op lasts 20 ms. A quarter of an hour on two quiet cores; `--only` selects rows.
 """
 
 import argparse
@@ -27,14 +26,14 @@ from penstock.runtime.plan import Plan, Policy, saves
 from penstock.runtime.plan.workload import Saved
 from penstock.runtime.units import TB
 
-N_STEPS = 7  # the first two warm up: five steps, from one end to the next, are compared
+N_STEPS = 7  # two are warm-up: five steps, end to end, are compared
 MOST_OVER_PREDICTION, MOST_OFF_RATIO = 1.03, 0.05
 AGAINST = ("search", "megatrain")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A model on a machine, and the policies under which it is performed: names, or what a policy file holds."""
+    """A model on a machine, and policies to run: names, or fields of a policy file."""
 
     model: str
     machine: str
@@ -42,7 +41,7 @@ class Cell:
     policies: tuple[str | dict[str, object], ...] = AGAINST
 
 
-# Of the 66 blocks of qwen2.5-32b; what the search has no use for on these machines is performed too.
+# For the 66 blocks of qwen2.5-32b: also features that the search does not choose on these machines.
 SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*range(0, 66, 2)], "save": saves(all=range(1, 33))}
 SPILLS: dict[str, object] = {"update": "deferred", "spill_blocks": [*range(64)], "prefetch_depth": 2, "resident_blocks": [3, 9, 20]}
 EVERYTHING: dict[str, object] = {
@@ -66,20 +65,20 @@ CELLS = (
 
 
 def named(policy: str | dict[str, object]) -> str:
-    """A policy in a few words."""
+    """Return a policy in a few words."""
     if isinstance(policy, str):
         return policy
-    found = {
+    words = {
         "speculate_blocks": "speculates",
         "spill_blocks": "spills",
         "resident_blocks": "resident",
         "offload_blocks": "offloads",
     }
-    return ", ".join(word for field, word in found.items() if field in policy)
+    return ", ".join(word for field, word in words.items() if field in policy)
 
 
 def used(policy: Policy) -> str:
-    """What a plan makes use of, besides uploads and offloads."""
+    """Return the features of a plan, except uploads and offloads."""
     blocks = {
         "all saved": policy.saving(Saved.ALL),
         "spilled": policy.spill_blocks,
@@ -90,24 +89,24 @@ def used(policy: Policy) -> str:
         "products saved": policy.saving(Saved.PRODUCTS),
         "attention saved": policy.saving(Saved.ATTENTION),
     }
-    return ", ".join([str(policy.update), *(f"{len(found)} {name}" for name, found in blocks.items() if found)])
+    return ", ".join([str(policy.update), *(f"{len(listed)} {name}" for name, listed in blocks.items() if listed)])
 
 
 def time_scale(plan: Plan, profile: penstock.Profile) -> float:
-    """At which the median op lasts as long as it should; below 1 where the machine is slower than need be."""
+    """Return the slowdown that gives the median op its target duration. Below 1 for slow machines."""
     return MEDIAN_OP_S / median(demand.uncontended_s for demand in costs(plan, profile))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy of a cell, performed."""
+    """One measured policy of a cell."""
 
     cell: Cell
     policy: str
     n_layers: int
     n_ops: int
     scale: float
-    late_fraction: float  # of the ops, whose real work took longer than the emulated op
+    late_fraction: float  # share of ops with real work longer than the emulated op
     uses: str
     times: Compared
 
@@ -125,15 +124,15 @@ class Row:
 
 
 def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: int) -> Row:
-    """Plan, perform at the machine's pace, compare."""
+    """Plan, run at the machine's pace, and compare."""
     name = named(policy)
-    asked = Policy(**policy) if isinstance(policy, dict) else None if policy == "search" else policy
-    found = penstock.plan(cell.model, with_any_memory(read_profile(cell.machine), None, 2 * TB), policy=asked, **cell.sizes)
-    plan, scale = found.plan, time_scale(found.plan, found.profile)
+    requested = Policy(**policy) if isinstance(policy, dict) else None if policy == "search" else policy
+    planned = penstock.plan(cell.model, with_any_memory(read_profile(cell.machine), None, 2 * TB), policy=requested, **cell.sizes)
+    plan, scale = planned.plan, time_scale(planned.plan, planned.profile)
     out = home / "out"
     options = {"out": out, "steps": n_steps, "device": "emulated", "time_scale": scale}
-    trained = penstock.train(found, home / "data.jsonl", **options)
-    times = Compared(name, found.step_s, trained.timeline.step_times_s[1:])
+    trained = penstock.train(planned, home / "data.jsonl", **options)
+    times = Compared(name, planned.step_s, trained.timeline.step_times_s[1:])
     shutil.rmtree(out)
     uses, n_layers = used(plan.policy), len(plan.workload.blocks) - 2
     return Row(cell, name, n_layers, len(plan.ops), scale, trained.late_fraction, uses, times)
@@ -142,8 +141,8 @@ def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=N_STEPS)
-    parser.add_argument("--only", help="rows whose model, machine or policy holds this word")
-    asked = parser.parse_args()
+    parser.add_argument("--only", help="rows with this word in model, machine or policy")
+    options = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"commit {commit}; {machine}\n")
@@ -154,8 +153,8 @@ def main() -> None:
         standard_library(Path(folder) / "data.jsonl")
         for cell in CELLS:
             for policy in cell.policies:
-                if asked.only is None or asked.only in f"{cell.model} {cell.machine} {named(policy)}":
-                    rows.append(performed(cell, policy, Path(folder), asked.steps))
+                if options.only is None or options.only in f"{cell.model} {cell.machine} {named(policy)}":
+                    rows.append(performed(cell, policy, Path(folder), options.steps))
                     print(rows[-1].line(), flush=True)
     over = median(row.over_prediction for row in rows)
     print(f"\nMeasured over predicted: {over:.4f} in the median of {len(rows)} policies; asked: at most {MOST_OVER_PREDICTION}.")
@@ -164,12 +163,12 @@ def main() -> None:
 
 
 def ratio_off(rows: list[Row], cell: Cell) -> float:
-    """How far off, as a fraction, the predicted ratio of the two policies was; 0 where only one of them was performed."""
+    """Return the relative error of the predicted ratio of two policies; 0 if only one was run."""
     times = {row.policy: row.times for row in rows if row.cell == cell and row.policy in AGAINST}
     if len(times) < len(AGAINST):
         return 0.0
-    searched, other = (times[name] for name in AGAINST)
-    predicted, measured = other.predicted_s / searched.predicted_s, median(other.times_s) / median(searched.times_s)
+    searched, baseline = (times[name] for name in AGAINST)
+    predicted, measured = baseline.predicted_s / searched.predicted_s, median(baseline.times_s) / median(searched.times_s)
     off = measured / predicted - 1
     where = f"{cell.model} on {cell.machine}"
     print(f"{where}: searched {measured:.3f} times as fast as megatrain, predicted {predicted:.3f} ({off:+.2%}).")

@@ -1,7 +1,7 @@
 """Overhead of the executor per op.
 
-`python -m benchmarks.executor` prints a page of Markdown: plans of 24 and 80 layers performed by a machine that does nothing, in
-turns with bare hand-overs between two threads, which are what waking a lane costs at least. A minute on a quiet computer.
+`python -m benchmarks.executor` prints a page of Markdown: plans of 24 and 80 layers run on a machine that does nothing, interleaved
+with bare hand-overs between two threads, the minimal cost of waking a lane. A minute on a quiet computer.
 """
 
 import argparse
@@ -29,8 +29,8 @@ Wake, Sleep = Callable[[], object], Callable[[], object]
 
 
 def plans() -> dict[str, Plan]:
-    """Row-major and layer-major, by a name."""
-    profile, found = read_profile("h200-pcie5").to_json(), {}
+    """Return row-major and layer-major plans by name."""
+    profile, result = read_profile("h200-pcie5").to_json(), {}
     semantics = Semantics(seq_len=4096, batch_size=N_MICRO_BATCHES, micro_batch=1)
     for name in MODELS:
         model = read_model(name)
@@ -40,8 +40,8 @@ def plans() -> dict[str, Plan]:
             "layer-major": Policy(update=Update.DEFERRED, accumulation_group=N_MICRO_BATCHES),
         }
         for order, policy in policies.items():
-            found[f"{len(workload.blocks) - 2} layers, {order}"] = lower(model, workload, semantics, policy, profile)
-    return found
+            result[f"{len(workload.blocks) - 2} layers, {order}"] = lower(model, workload, semantics, policy, profile)
+    return result
 
 
 def by_condition() -> tuple[Wake, Sleep]:
@@ -76,11 +76,11 @@ HAND_OVERS = {"a condition": by_condition, "a queue, as the executor": by_queue,
 
 
 def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int] | None = None) -> float:
-    """One of n hand-overs, there and back between two threads; each on a core of its own, or where the system puts them."""
+    """Return the microseconds of one of n hand-overs between two threads: one per core, or unpinned."""
     (wake_there, sleep_there), (wake_here, sleep_here) = make(), make()
     ready = threading.Event()
 
-    def other() -> None:
+    def responder() -> None:
         if cores:
             os.sched_setaffinity(0, {cores[0]})
         ready.set()
@@ -99,7 +99,7 @@ def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int
         took_s.append(time.perf_counter() - began_s)
 
     took_s: list[float] = []
-    threads = [threading.Thread(target=other), threading.Thread(target=this)]
+    threads = [threading.Thread(target=responder), threading.Thread(target=this)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,7 +108,7 @@ def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int
 
 
 def op_us(plan: Plan, n_ops: int) -> float:
-    """An op, in a run of about `n_ops`. Threads are started and ended within the time."""
+    """Return the microseconds per op in a run of about `n_ops`, thread start and end included."""
     n_steps = max(2, n_ops // len(plan.ops))
     began_s = time.perf_counter()
     execute(plan, NullMachine(), n_steps)
@@ -119,27 +119,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--ops", type=int, default=10_000, help="ops, or hand-overs, in each run")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     named, cores = plans(), sorted(os.sched_getaffinity(0))[:2]
     jobs: dict[str, Callable[[], float]] = {}
     for name, make in HAND_OVERS.items():
-        jobs[f"hand-over by {name}"] = lambda make=make: hand_over_us(make, asked.ops)  # type: ignore[misc]
+        jobs[f"hand-over by {name}"] = lambda make=make: hand_over_us(make, options.ops)  # type: ignore[misc]
         if len(cores) == 2:
-            jobs[f"hand-over by {name}, between two cores"] = lambda make=make: hand_over_us(make, asked.ops, cores)  # type: ignore[misc]
+            jobs[f"hand-over by {name}, between two cores"] = lambda make=make: hand_over_us(make, options.ops, cores)  # type: ignore[misc]
     for name, plan in named.items():
-        jobs[f"an op: {name}, {len(plan.ops)} ops"] = lambda plan=plan: op_us(plan, asked.ops)  # type: ignore[misc]
+        jobs[f"an op: {name}, {len(plan.ops)} ops"] = lambda plan=plan: op_us(plan, options.ops)  # type: ignore[misc]
     times_us: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(asked.runs):  # in turns: what disturbs the computer for a while disturbs all of them
+    for _ in range(options.runs):  # interleaved, so that a disturbance affects all
         for name, job in jobs.items():
             times_us[name].append(job())
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    print(f"commit {commit}; {machine}; median of {asked.runs} interleaved runs of about {asked.ops}\n")
-    print("| what | µs, median | P10 to P90 |\n|---|---:|---|")
-    for name, found in times_us.items():
-        ordered = sorted(found)
-        print(f"| {name} | {median(found):.1f} | {ordered[len(ordered) // 10]:.1f} to {ordered[-1 - len(ordered) // 10]:.1f} |")
-    most_us = max(median(found) for name, found in times_us.items() if name.startswith("an op"))
+    print(f"commit {commit}; {machine}; median of {options.runs} interleaved runs of about {options.ops}\n")
+    print("| quantity | µs, median | P10 to P90 |\n|---|---:|---|")
+    for name, times in times_us.items():
+        ordered = sorted(times)
+        print(f"| {name} | {median(times):.1f} | {ordered[len(ordered) // 10]:.1f} to {ordered[-1 - len(ordered) // 10]:.1f} |")
+    most_us = max(median(times) for name, times in times_us.items() if name.startswith("an op"))
     print(f"\nThe dearest: {most_us:.1f} µs per op; asked: at most {MOST_US_PER_OP:.0f}.")
     sys.exit(most_us > MOST_US_PER_OP)
 

@@ -1,8 +1,8 @@
-"""Plans of four jobs on an H200 with 16 cores: by its shipped profile, and by a copy with the rates expected of new kernels.
+"""Plans of four jobs on an H200 with 16 cores: with its shipped profile, and with the rates expected of new kernels.
 
-`python -m benchmarks.expected_plans` prints a Markdown table. The expected rates are estimates (`docs/benchmarks/gpu_2026-11-27.md`
-accounts for the steps that they were derived from), not measurements, and the copy says so. `--write FILE` writes the copy, for
-`penstock plan --machine FILE`.
+`python -m benchmarks.expected_plans` prints a Markdown table. The expected rates are estimates, not measurements, and the profile
+is marked accordingly; `docs/benchmarks/gpu_2026-11-27.md` accounts for the steps behind them. `--write FILE` writes the profile,
+for `penstock plan --machine FILE`.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from .gpu.stages import ROOT
 
 SHIPPED = "h200-16core"
 GPU_RATES = {"fused_bytes_per_s": 3.5e12, "loss_bytes_per_s": 3.0e12, "unpack_bytes_per_s": 3.5e12}
-UPDATED_PER_S, SQUARED_BYTES_PER_S = 3.1e9, 40e9  # by all cores
+UPDATED_PER_S, SQUARED_BYTES_PER_S = 3.1e9, 40e9  # with all cores
 SPREAD = 0.15
 LORA = {"train": "lora:r=16"}
-# Model, sequences of 2,048 tokens, memory of the host, what is trained; seconds measured on 27 November, and the target
+# Model, sequences of 2,048 tokens, host memory, training; seconds measured on 27 November, and the target
 JOBS: dict[str, tuple[str, int, dict[str, Any], float, float]] = {
     "7B whole": ("qwen2.5-7b", 64, {}, 12.816, 11.0),
     "14B whole": ("qwen2.5-14b", 16, {}, 8.067, 6.5),
@@ -31,7 +31,7 @@ HOST_BYTES = 114 * 10**9
 
 
 def expected_profile() -> dict[str, Any]:
-    """The shipped profile with the expected rates, from a source of its own."""
+    """Return the shipped profile with the expected rates, under a separate source."""
     fields: dict[str, Any] = json.loads((ROOT / "hwprofiles" / "profiles" / f"{SHIPPED}.json").read_text(encoding="utf-8"))
     fields["name"] = f"{SHIPPED}-expected"
     detail = "expected of kernels and host loops that have not run on this machine; an estimate, no measurement"
@@ -42,9 +42,9 @@ def expected_profile() -> dict[str, Any]:
 
     fields["device"] |= {name: rate(value) for name, value in GPU_RATES.items()}
     points = fields["host"]["optimizer"]
-    by = UPDATED_PER_S / points[-1]["params_per_s"]["value"]
+    factor = UPDATED_PER_S / points[-1]["params_per_s"]["value"]
     for point in points:
-        point |= {name: rate(point[name]["value"] * by) for name in ("params_per_s", "params_per_s_under_copies")}
+        point |= {name: rate(point[name]["value"] * factor) for name in ("params_per_s", "params_per_s_under_copies")}
     fields["host"]["reduce_bytes_per_s"] = rate(SQUARED_BYTES_PER_S)
     return fields
 

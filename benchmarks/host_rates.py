@@ -1,8 +1,8 @@
 """Rates of the host's updates and sums of squares: a run against the probe, in pairs.
 
-`python -m benchmarks.host_rates` prints a table in Markdown. Each pair is the probe's own works on its slab of memory, and the ops
-of a plan by the runtime's `Updates` in the arenas of a model with layers of real size, on the same threads and cores; the order
-alternates. The target is a median ratio of run to probe within 5 %. Two minutes, 5 GB of memory.
+`python -m benchmarks.host_rates` prints a table in Markdown. A pair is the probe's kernels on their memory slab, and the ops of a
+plan run by the runtime's `Updates` in the arenas of a model with realistic layers, on the same threads and cores, in alternating
+order. The target is a median ratio of run to probe within 5 %. Two minutes, 5 GB of memory.
 """
 
 import argparse
@@ -36,11 +36,11 @@ N_PAIRS = 7
 MODEL, N_LAYERS, VOCAB = "qwen2.5-1.5b", 4, 1024  # layers of 46.8 M parameters
 WORKS = ("update", "squares")
 MOST_OFF = 0.05
-Rates = dict[str, float]  # parameters per second, by work
+Rates = dict[str, float]  # parameters per second, by kernel
 
 
 def plan_of() -> Plan:
-    """A plan whose layers are of real size, and whose vocabulary and batch are small."""
+    """Return a plan with layers of realistic size, and a small vocabulary and batch."""
     model = read_model(MODEL)
     model = Model(model.config | {"num_hidden_layers": N_LAYERS, "vocab_size": VOCAB})
     semantics = Semantics(seq_len=16, batch_size=1, micro_batch=1)
@@ -48,7 +48,7 @@ def plan_of() -> Plan:
 
 
 class Run:
-    """State and gradients of a plan in its arenas, and the runtime's updates of it."""
+    """State and gradients of a plan in arenas, with the runtime's updates."""
 
     def __init__(self, plan: Plan, workers: Workers[Scratch], n_threads: int) -> None:
         self.plan, self.step = plan, 0
@@ -67,17 +67,17 @@ class Run:
         return [op for op in self.plan.ops if op.kind is kind]
 
     def rates(self, seconds: float) -> Rates:
-        """Medians over steps of about that many seconds in all: parameters of layers over the time of their ops."""
-        found: dict[str, list[float]] = {work: [] for work in WORKS}
+        """Return median rates over about `seconds`: parameters of layers over the time of their ops."""
+        samples: dict[str, list[float]] = {work: [] for work in WORKS}
         until_s = time.perf_counter() + seconds
-        while time.perf_counter() < until_s or len(found["update"]) < 3:
-            found["squares"].append(self._rate(Kind.NORM, self.updates.norm))
+        while time.perf_counter() < until_s or len(samples["update"]) < 3:
+            samples["squares"].append(self._rate(Kind.NORM, self.updates.norm))
             (clip,) = self._ops(Kind.CLIP)
             self.updates.clip(clip, self.step, list)
-            found["update"].append(self._rate(Kind.UPDATE, partial(self.updates.update, step=self.step)))
+            samples["update"].append(self._rate(Kind.UPDATE, partial(self.updates.update, step=self.step)))
             self.updates.taken(self.step)
             self.step += 1
-        return {work: median(rates) for work, rates in found.items()}
+        return {work: median(rates) for work, rates in samples.items()}
 
     def _rate(self, kind: Kind, perform: Callable[[Op], None]) -> float:
         spent_s, n = 0.0, 0
@@ -90,7 +90,7 @@ class Run:
 
 
 def probed(device: CpuDevice, effort: Effort) -> tuple[Rates, dict[str, Use]]:
-    """The probe's rates of the same works on as many threads, and their circumstances."""
+    """Return the probe's rates of the same kernels on the same number of threads, with their CPU use."""
     n_threads, n_bytes = len(device.host_cores), host_works.slab_bytes(device.free_bytes, effort.host_bytes)
     rates, uses = Rates(), dict[str, Use]()
     works = host_works.updates(n_threads, n_bytes), host_works.squares(n_threads, n_bytes)
@@ -103,8 +103,8 @@ def probed(device: CpuDevice, effort: Effort) -> tuple[Rates, dict[str, Use]]:
 
 
 def pairs(n_pairs: int, effort: Effort) -> list[tuple[Rates, Rates, dict[str, Use], float]]:
-    """Of each pair: rates of the probe and of the run, circumstances of the probe's, and the load average."""
-    device, found = CpuDevice(), []
+    """Return per pair: rates of probe and run, CPU use of the probe, and load average."""
+    device, results = CpuDevice(), []
     workers = Workers(len(device.host_cores), Scratch)
 
     def all_pairs() -> None:
@@ -112,13 +112,13 @@ def pairs(n_pairs: int, effort: Effort) -> list[tuple[Rates, Rates, dict[str, Us
             run = Run(plan_of(), workers, len(device.host_cores))
             run.rates(0.0)  # compiles
             for pair in range(n_pairs):
-                before = run.rates(effort.sustained_s) if pair % 2 else None
+                early = run.rates(effort.sustained_s) if pair % 2 else None
                 of_probe, uses = probed(device, effort)
-                of_run = before or run.rates(effort.sustained_s)
-                found.append((of_probe, of_run, uses, os.getloadavg()[0]))
+                of_run = early or run.rates(effort.sustained_s)
+                results.append((of_probe, of_run, uses, os.getloadavg()[0]))
 
     device.pool(device.host_cores).submit(all_pairs).result()
-    return found
+    return results
 
 
 def main() -> None:
@@ -128,19 +128,19 @@ def main() -> None:
     arguments = parser.parse_args()
     effort = CPU if arguments.thorough else CPU.quick()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    found = pairs(arguments.pairs, effort)
+    results = pairs(arguments.pairs, effort)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(f"commit {commit}; {platform.machine()}, {os.cpu_count()} cores, {versions}\n")
     print("| pair | work | probe, Gparam/s | run, Gparam/s | run / probe | cores used | steal | last third | load |")
     print("|---:|---|---:|---:|---:|---:|---:|---:|---:|")
-    for i, (of_probe, of_run, uses, load) in enumerate(found, start=1):
+    for i, (of_probe, of_run, uses, load) in enumerate(results, start=1):
         for work in WORKS:
             a, b, use = of_probe[work], of_run[work], uses[work]
             circumstances = f"{use.cores:.2f} | {use.steal_fraction:.0%} | {use.last_third:.2f} | {load:.1f}"
             print(f"| {i} | {work} | {a / 1e9:.3f} | {b / 1e9:.3f} | {b / a:.3f} | {circumstances} |")
     print()
     for work in WORKS:
-        ratios = [of_run[work] / of_probe[work] for of_probe, of_run, _, _ in found]
+        ratios = [of_run[work] / of_probe[work] for of_probe, of_run, _, _ in results]
         middle = Timing.of(ratios)
         verdict = "within" if abs(middle.value - 1) <= MOST_OFF else "not within"
         print(f"{work}: median ratio {middle.value:.3f}, {min(ratios):.3f} to {max(ratios):.3f}: {verdict} {MOST_OFF:.0%}")

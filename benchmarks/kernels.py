@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels > docs/benchmarks/kernels_DATE.md
 
-Every cell is planned twice: with `--kernels eager`, which are transformers' own modules and FlashAttention-2, and with the fastest
-set that the machine's profile has rates for. 2 TB of host memory everywhere; nothing is measured. Some ten minutes on two cores.
+Every cell is planned twice: with `--kernels eager` (modules of transformers and FlashAttention-2), and with the fastest set for
+which the machine's profile has rates. 2 TB of host memory everywhere; nothing is measured. Some ten minutes on two cores.
 """
 
 import os
@@ -26,20 +26,20 @@ from penstock.runtime.units import show_seconds
 
 MODELS = ("qwen2.5-7b", "qwen3-8b", "qwen2.5-14b", "llama-3.1-70b")
 MACHINES = ("h100-sxm", "h200-pcie5", "rtx4090-server", "gh200")
-SHAPES = ((64, 2048), (4, 16384), (1, 65536))  # sequences of a step, tokens of each
+SHAPES = ((64, 2048), (4, 16384), (1, 65536))  # sequences per step, tokens per sequence
 HOST_BYTES = 2 * 10**12
 WANTED = {
     ("qwen2.5-7b", 64): 1.2, ("qwen2.5-7b", 4): 1.28, ("qwen2.5-7b", 1): 1.4, ("qwen3-8b", 4): 1.37,
 }  # fmt: skip  # on an H100
-BEST_PUBLISHED_TOKENS_PER_S = (10_700, 11_400)  # of an 8B on one H100 by resident stacks, at 8k tokens a sequence
+BEST_PUBLISHED_TOKENS_PER_S = (10_700, 11_400)  # 8B on one H100 with resident state, 8k tokens a sequence
 
 
 def planned(model_name: str, profile: Profile, shape: tuple[int, int], **kernels: Any) -> SearchResult | None:
-    """The best plan with these kernels; None where none fits. `pointwise` overrides what the set has."""
+    """Return the best plan with these kernels, or None if none fits. `pointwise` overrides the set."""
     model, (n_sequences, seq_len) = read_model(model_name), shape
-    asked = Semantics(seq_len, n_sequences, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+    request = Semantics(seq_len, n_sequences, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     pointwise = kernels.pop("pointwise", None)
-    semantics = with_kernels(model, asked, profile, **kernels)
+    semantics = with_kernels(model, request, profile, **kernels)
     semantics = replace(semantics, pointwise=pointwise or semantics.pointwise)
     try:
         return search(model, sizes_of(model, semantics, profile), profile, None, SIZES)
@@ -52,24 +52,24 @@ def tokens_per_s(answer: SearchResult) -> float:
 
 
 def row(model: str, machine: str, shape: tuple[int, int]) -> str:
-    """One cell, before and after; where a figure is wanted also with activation and rotary embedding call by call."""
+    """Format one cell with both kernel sets; for target figures also with eager activation and rotary embedding."""
     profile = with_any_memory(read_profile(machine), None, HOST_BYTES)
-    before, after = planned(model, profile, shape, kernels="eager"), planned(model, profile, shape)
+    eager, fused = planned(model, profile, shape, kernels="eager"), planned(model, profile, shape)
     name = f"| {model} | {machine} | {shape[0]} x {shape[1]:,} |"
-    if before is None or after is None:
-        speeds = ("does not fit" if answer is None else f"{tokens_per_s(answer):,.0f}" for answer in (before, after))
+    if eager is None or fused is None:
+        speeds = ("does not fit" if answer is None else f"{tokens_per_s(answer):,.0f}" for answer in (eager, fused))
         return f"{name} | | {' | '.join(speeds)} | | |"
-    ratio, wanted = before.step_s / after.step_s, WANTED.get((model, shape[0])) if machine == "h100-sxm" else None
+    ratio, wanted = eager.step_s / fused.step_s, WANTED.get((model, shape[0])) if machine == "h100-sxm" else None
     call_by_call = planned(model, profile, shape, pointwise="eager") if wanted else None
-    of_these = "" if call_by_call is None else f"{before.step_s / call_by_call.step_s:.2f}"
+    of_these = "" if call_by_call is None else f"{eager.step_s / call_by_call.step_s:.2f}"
     return (
-        f"{name} {show_seconds(before.step_s)} | {show_seconds(after.step_s)} | {tokens_per_s(before):,.0f} | "
-        f"{tokens_per_s(after):,.0f} | {ratio:.2f}{f' (wanted {wanted})' if wanted else ''} | {of_these} |"
+        f"{name} {show_seconds(eager.step_s)} | {show_seconds(fused.step_s)} | {tokens_per_s(eager):,.0f} | "
+        f"{tokens_per_s(fused):,.0f} | {ratio:.2f}{f' (wanted {wanted})' if wanted else ''} | {of_these} |"
     )
 
 
 def rests_on() -> Iterator[str]:
-    """For each machine, where the rates come from that its fused plans use and its eager ones do not."""
+    """Yield the sources of rates that only the fused plans use, per machine."""
     for machine in MACHINES:
         profile, model = read_profile(machine), read_model(MODELS[0])
         semantics = with_kernels(model, Semantics(16384, 4, 4), profile)
@@ -80,8 +80,8 @@ def rests_on() -> Iterator[str]:
 
 
 def main() -> None:
-    print("# What do fused kernels change in what is planned?\n")
-    print("**Predicted, not measured: none of these kernels has run on a GPU of ours.**\n")
+    print("# Effect of fused kernels on plans\n")
+    print("**Predicted, not measured: we have run none of these kernels on a GPU.**\n")
     print((__doc__ or "").split("\n\n", 1)[1])
     print("| model | machine | sequences x tokens | eager | fused | tokens/s | tokens/s, fused | times as fast | call by call |")
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
@@ -90,20 +90,20 @@ def main() -> None:
         for line in pool.map(row, *zip(*cells, strict=True)):
             print(line, flush=True)
     print(
-        "\n*Call by call*: as many times as fast if activation and rotary embedding are not compiled there: they are where every\n"
-        "bit stays eager's, which a run finds out on its own GPU and no plan can know.\n"
+        "\n*Call by call*: speed-up without compiled activation and rotary embedding. A run compiles them only if the result\n"
+        "is bitwise identical to eager modules on its GPU, which no plan can predict.\n"
     )
     low, high = BEST_PUBLISHED_TOKENS_PER_S
     print(
         f"The best published stacks that keep an 8B resident on one H100 reach {low:,} to {high:,} tokens/s at 8k tokens a\n"
         "sequence.\n"
     )
-    print("What the fused figures rest on, beside what the eager ones rest on:\n")
+    print("Sources of the fused figures, in addition to those of the eager ones:\n")
     print("\n".join(rests_on()))
     print(
-        "- **Everywhere**: a fused norm, loss, activation and rotary embedding read and write what they must once, at the rate of\n"
-        "  an isolated pointwise kernel (the profile's); the 0.841 that eager modules reach of it, fitted from published eager\n"
-        "  systems, still holds for residual additions and for products."
+        "- **Everywhere**: a fused norm, loss, activation and rotary embedding read and write their operands once, at the rate\n"
+        "  of an isolated pointwise kernel (in the profile); the 0.841 of it for eager modules, fitted to published eager\n"
+        "  systems, is still used for residual additions and for products."
     )
 
 

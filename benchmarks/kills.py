@@ -1,9 +1,9 @@
-"""A hundred random kills of a run, each resumed to the same bits.
+"""A hundred random kills of a run, each resumed to bitwise identical results.
 
-`python -m benchmarks.kills HOME` trains a tiny model on chats in processes of their own, kills them with SIGKILL at random moments,
-again and again, and lets each run go on until it is done. What it leaves must be what a run leaves that nobody disturbed: every
-file of the last checkpoint, every loss, evaluation and sample. HOME/kills.jsonl takes a line for each run, and is gone on from; at
-the end a page of Markdown is printed, and the exit code is 1 where anything differed.
+`python -m benchmarks.kills HOME` trains a tiny model on chats in separate processes, kills them with SIGKILL at random moments,
+repeatedly, and resumes each run to its end. The results must equal those of an undisturbed run: all files of the last checkpoint,
+all losses, evaluations and samples. HOME/kills.jsonl gets a line per run and allows continuing; at the end a page of Markdown is
+printed. Exit code 1 for any difference.
 """
 
 import argparse
@@ -58,53 +58,53 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"accumulation_group": 2, "update": "deferred", "spill_blocks": [0, 1]},
 )
 SAVE_EVERY, KEEP = 2, 3
-# How checkpoints are written: while training goes on, with memory for copies or without, and with lanes drained.
+# Checkpoint writes: in the background with or without memory for copies, or with lanes drained.
 WAYS: dict[str, dict[str, Any]] = {"copies": {}, "waits": {"copy_bytes": 0}, "drained": {"background": False}}
 MOST_KILLS = 4  # of one run, before it is left alone
-Left = dict[str, Any]
-Command = Callable[[Path, Path, str], Sequence[str]]  # of a plan, an --out and a way of writing
+Results = dict[str, Any]
+Command = Callable[[Path, Path, str], Sequence[str]]  # (plan, --out, way of writing) -> command line
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What an undisturbed run leaves, and what takes how long in it."""
+    """Results and durations of an undisturbed run."""
 
-    left: Left
+    results: Results
     checkpoints: dict[str, dict[str, str]]  # SHA-256 of every file of each
     pace: Pace
 
 
-# -- what a run leaves --------------------------------------------------------------------------------------------------
+# -- results of a run ----------------------------------------------------------------------------------------------------
 
 
 def sums(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def left_by(out: Path) -> Left:
-    """What must not depend on what befell a run: the last checkpoint's bytes, and what was logged that no clock was asked for."""
+def results_of(out: Path) -> Results:
+    """Return the results that must not depend on kills: the last checkpoint's digests, and logged values without times."""
     checkpoints = complete_checkpoints(out)
-    left: Left = {} if not checkpoints else dict(sums(checkpoints[-1][1]))
-    left["last checkpoint"] = checkpoints[-1][1].name if checkpoints else None
+    results: Results = {} if not checkpoints else dict(sums(checkpoints[-1][1]))
+    results["last checkpoint"] = checkpoints[-1][1].name if checkpoints else None
     for name in ("metrics.jsonl", "samples.jsonl"):
-        for number, said in enumerate(lines(out / name)):
-            kind = "evaluation" if "eval_loss" in said else "step" if "loss" in said else "sample"
-            told = {key: value for key, value in said.items() if not key.endswith("_s")}
-            count = sum(key.startswith(f"{name}: {kind} {said.get('step')} ") for key in left)
-            left[f"{name}: {kind} {said.get('step')} no. {count}"] = (number, told)
-    return left
+        for number, row in enumerate(lines(out / name)):
+            kind = "evaluation" if "eval_loss" in row else "step" if "loss" in row else "sample"
+            fields = {key: value for key, value in row.items() if not key.endswith("_s")}
+            count = sum(key.startswith(f"{name}: {kind} {row.get('step')} ") for key in results)
+            results[f"{name}: {kind} {row.get('step')} no. {count}"] = (number, fields)
+    return results
 
 
-def differences(found: Left, expected: Left) -> list[str]:
-    """Names of what is not as it was left undisturbed."""
-    return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+def differences(actual: Results, expected: Results) -> list[str]:
+    """Return the names of results that differ."""
+    return sorted(name for name in {*actual, *expected} if actual.get(name) != expected.get(name))
 
 
 def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
-    """The step that who goes on must go on from, how many checkpoints look whole, and what is wrong with them: each must be, to the
-    last byte, the one that an undisturbed run wrote."""
-    wrong, last, found = list[str](), 0, complete_checkpoints(out)
-    for step, path in found:
+    """Return the step to resume from, the number of checkpoints that look complete, and errors. Each checkpoint must equal the
+    undisturbed run's, byte by byte."""
+    wrong, last, checkpoints = list[str](), 0, complete_checkpoints(out)
+    for step, path in checkpoints:
         try:
             load_state(path)
         except CheckpointError as error:
@@ -112,7 +112,7 @@ def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
             continue
         last = step
         wrong += [f"{path.name}/{name}" for name in differences(sums(path), usual.checkpoints.get(path.name, {}))]
-    return last, len(found), wrong
+    return last, len(checkpoints), wrong
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------
@@ -120,30 +120,30 @@ def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One SIGKILL of a process that was alive."""
+    """One SIGKILL of a live process."""
 
     aim: str
     phases: list[str]
     plan: str
     way: str
-    after_step: int  # that it had said
-    whole_checkpoint: int  # the step of the last whole one it left; 0: none
-    resumed: bool  # whether the next process went on from exactly there
+    after_step: int  # last printed step
+    whole_checkpoint: int  # step of the last complete one; 0: none
+    resumed: bool  # True if the next process resumed exactly there
 
 
 @dataclass(slots=True)
 class Story:
-    """One run from its beginning to its end, however often it was killed."""
+    """One run from start to end, with all its kills."""
 
     number: int
     kills: list[Kill] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
-    n_checkpoints: int = 0  # whole ones that were found after kills and compared
+    n_checkpoints: int = 0  # complete ones, found after kills and compared
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is run, and what it is held against."""
+    """Inputs of a trial and the expected results."""
 
     home: Path
     command: Command
@@ -151,14 +151,14 @@ class Trial:
     usual: Usual
 
     def story(self, number: int, seed: int, budget: threading.Semaphore) -> Story:
-        """Train once, be killed up to `MOST_KILLS` times as far as the budget goes, and see what is left in the end."""
+        """Train one run with up to `MOST_KILLS` kills, within the budget, and compare the results."""
         rng, story, out = random.Random(f"{seed} {number}"), Story(number), self.home / f"run-{number}"
         shutil.rmtree(out, ignore_errors=True)
-        most, stands_at = rng.randint(1, MOST_KILLS), 0
+        max_kills, stands_at = rng.randint(1, MOST_KILLS), 0
         while stands_at < self.usual.pace.n_steps:
-            plan, way, aim = rng.choice(self.plans), rng.choice(list(WAYS)), Aim.drawn(rng)
+            plan, way, aim = rng.choice(self.plans), rng.choice(list(WAYS)), Aim.sampled(rng)
             process = Process(self.command(plan, out, way))
-            is_meant = len(story.kills) < most and budget.acquire(blocking=False)
+            is_meant = len(story.kills) < max_kills and budget.acquire(blocking=False)
             is_killed = is_meant and aim.wait(process, out, self.usual.pace) and process.kill()
             code = process.end()
             if is_meant and not is_killed:
@@ -166,29 +166,29 @@ class Trial:
             self._went_on(story, process, stands_at)
             if not is_killed:
                 if code:
-                    story.mismatches.append(f"left with exit code {code}: {' / '.join(process.said[-2:])}")
+                    story.mismatches.append(f"left with exit code {code}: {' / '.join(process.lines[-2:])}")
                 break
             about = phases(out, process)
             stands_at, n_whole, wrong = stands(out, self.usual)
             story.kills.append(
-                Kill(aim.at, about, plan.name, way, process.last_step, stands_at, stands_at == self.usual.pace.n_steps)
+                Kill(aim.event, about, plan.name, way, process.last_step, stands_at, stands_at == self.usual.pace.n_steps)
             )
             story.n_checkpoints += n_whole
             story.mismatches += wrong
-        if stands_at == self.usual.pace.n_steps and differences(left_by(out), self.usual.left):
-            # Killed while the last state, which is on the disk, was looked at: going on makes up for that.
+        if stands_at == self.usual.pace.n_steps and differences(results_of(out), self.usual.results):
+            # Killed during evaluation of the saved last state: resuming repeats it.
             process = Process(self.command(self.plans[0], out, next(iter(WAYS))))
             if code := process.end():
-                story.mismatches.append(f"left with exit code {code}: {' / '.join(process.said[-2:])}")
-        story.mismatches += differences(left_by(out), self.usual.left)
+                story.mismatches.append(f"left with exit code {code}: {' / '.join(process.lines[-2:])}")
+        story.mismatches += differences(results_of(out), self.usual.results)
         if not story.mismatches:
             shutil.rmtree(out)
         return story
 
     def _went_on(self, story: Story, process: Process, stands_at: int) -> None:
-        """Whether a process began where it should: at the last whole checkpoint, or, without one, at the beginning."""
+        """Check that a process started at the last complete checkpoint, or at the beginning without one."""
         if process.first_step != stands_at:
-            story.mismatches.append(f"began after step {process.first_step}, not {stands_at}: {' / '.join(process.said[-2:])}")
+            story.mismatches.append(f"began after step {process.first_step}, not {stands_at}: {' / '.join(process.lines[-2:])}")
         elif story.kills:
             story.kills[-1] = replace(story.kills[-1], resumed=True)
 
@@ -207,25 +207,25 @@ def undisturbed(home: Path, command: Command, plan: Path, n_steps: int) -> Usual
         time.sleep(LOOK_S)
     ended_s = time.monotonic()
     if process.end() or process.started_s is None:
-        raise SystemExit(f"the undisturbed run failed: {' / '.join(process.said[-2:])}")
-    evaluations_s = [said["eval_s"] for said in lines(out / "metrics.jsonl") if "eval_s" in said]
+        raise SystemExit(f"the undisturbed run failed: {' / '.join(process.lines[-2:])}")
+    evaluations_s = [row["eval_s"] for row in lines(out / "metrics.jsonl") if "eval_s" in row]
     written_s = [times_s[-1] - times_s[0] for times_s in seen_s.values()]
     pace = Pace(n_steps, ended_s - process.started_s, median(written_s or [0.0]), median(evaluations_s or [0.0]))
-    return Usual(left_by(out), {path.name: sums(path) for _, path in complete_checkpoints(out)}, pace)
+    return Usual(results_of(out), {path.name: sums(path) for _, path in complete_checkpoints(out)}, pace)
 
 
 # -- the trial ------------------------------------------------------------------------------------------------------------
 
 
 def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLICIES) -> tuple[Command, list[Path]]:
-    """A model, chats, plans that share no habit, and a file of settings for each way of writing; how they become a command."""
+    """Write a model, chats, diverse plans, and settings for each way of writing. Return a command builder and the plans."""
     (home / "model").mkdir(parents=True, exist_ok=True)
     (home / "model" / "config.json").write_text(json.dumps(CONFIG))
     write_chats(home / "chats.jsonl", home / "held-out.jsonl")
     plans = []
     for number, policy in enumerate(policies):
-        found = penstock.plan(home / "model", "cpu-2core", policy=penstock.Policy(**policy), **SIZES)
-        plans.append(found.save(home / f"plan-{number}.json"))
+        planned = penstock.plan(home / "model", "cpu-2core", policy=penstock.Policy(**policy), **SIZES)
+        plans.append(planned.save(home / f"plan-{number}.json"))
     for way, checkpoint in {**WAYS, "undisturbed": {"keep": None}}.items():
         settings = {
             "data": {"path": str(home / "chats.jsonl")},
@@ -251,21 +251,21 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
     return command, plans
 
 
-def told(path: Path) -> list[Story]:
-    """The stories that were told before."""
-    return [Story(**{**said, "kills": [Kill(**kill) for kill in said["kills"]]}) for said in lines(path)]
+def read_stories(path: Path) -> list[Story]:
+    """Return the stories of an earlier call."""
+    return [Story(**{**row, "kills": [Kill(**kill) for kill in row["kills"]]}) for row in lines(path)]
 
 
 def trial(home: Path, n_kills: int, n_steps: int, seed: int, n_jobs: int) -> list[Story]:
-    """Kill so often in all, those of a trial that was stopped included."""
+    """Kill this many times in total, including an interrupted earlier trial."""
     command, plans = prepared(home, n_steps)
     return perform(Trial(home, command, plans, undisturbed(home, command, plans[0], n_steps)), n_kills, seed, n_jobs)
 
 
 def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
-    """Run after run until there have been `n_kills`; each is written down when it is over."""
+    """Run stories until `n_kills` are reached. Each is logged at its end."""
     path = trial.home / "kills.jsonl"
-    stories = told(path)
+    stories = read_stories(path)
     budget = threading.Semaphore(max(0, n_kills - sum(len(story.kills) for story in stories)))
     numbers, lock = count(max((story.number for story in stories), default=-1) + 1), threading.Lock()
 
@@ -286,18 +286,18 @@ def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
                 )
 
     with ThreadPoolExecutor(n_jobs) as pool:
-        for done in [pool.submit(work) for _ in range(n_jobs)]:
-            done.result()
+        for future in [pool.submit(work) for _ in range(n_jobs)]:
+            future.result()
     return stories
 
 
 def page(stories: Sequence[Story]) -> Iterator[str]:
-    """The tally as Markdown."""
+    """Yield the tally as Markdown."""
     kills = [kill for story in stories for kill in story.kills]
     n_resumed, n_mismatches = sum(kill.resumed for kill in kills), sum(len(story.mismatches) for story in stories)
     yield "| kills | resumed | mismatches |\n|---:|---:|---:|"
     yield f"| {len(kills)} | {n_resumed} | {n_mismatches} |\n"
-    yield "| what the run was about when it was killed (may be several things) | kills |\n|---|---:|"
+    yield "| activity of the run when it was killed (several are possible) | kills |\n|---|---:|"
     struck = Counter(phase for kill in kills for phase in kill.phases)
     yield from (f"| {phase} | {struck[phase]} |" for phase in PHASES)
     yield "\n| how its checkpoints were written | kills |\n|---|---:|"
@@ -306,7 +306,7 @@ def page(stories: Sequence[Story]) -> Iterator[str]:
     n_checkpoints, n_anew = sum(story.n_checkpoints for story in stories), sum(kill.whole_checkpoint == 0 for kill in kills)
     yield (
         f"\n{len(stories)} runs to the end, each killed up to {MOST_KILLS} times. After kills {n_checkpoints} checkpoints looked "
-        f"whole and were compared with those of the undisturbed run; after {n_anew} kills there was none yet: the run began anew."
+        f"whole and were compared with those of the undisturbed run; after {n_anew} kills none existed yet: the run started again."
     )
     yield from (f"\nrun {story.number}: {mismatch}" for story in stories for mismatch in story.mismatches)
 
@@ -318,11 +318,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     began_s = time.monotonic()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    stories = trial(asked.home.resolve(), asked.kills, asked.steps, asked.seed, asked.jobs)
+    stories = trial(options.home.resolve(), options.kills, options.steps, options.seed, options.jobs)
     print(f"commit {commit}; {machine}; {(time.monotonic() - began_s) / 60:.1f} minutes\n")
     print("\n".join(page(stories)))
     if not all(kill.resumed for story in stories for kill in story.kills) or any(story.mismatches for story in stories):

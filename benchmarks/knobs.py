@@ -1,11 +1,11 @@
-"""Ablation: what each choice of the search is worth.
+"""Ablation: the value of each choice of the search.
 
     python -m benchmarks.knobs > docs/benchmarks/knobs_DATE.md
 
-Each cell is searched as `penstock plan` does it, and once more without each of the choices that were suspected of giving nothing:
-then no plan that makes it is suggested, bounded or climbed to. Cells are those of `grid.py`, and machines that are short of memory:
-host memory 2 % above the least with which anything fits, with boundaries that are shared and with boundaries that are not. Nothing
-is measured. An hour of one core. (Transfers of layers in parts were a choice, too, until this was asked of them.)
+Each cell is a search like `penstock plan`, repeated without each of the choices suspected to gain nothing: such plans are then
+neither suggested, bounded nor reached by a climb. Cells are those of `grid.py`, and machines short of memory: 2 % more host memory
+than the smallest plan needs, with and without shared boundaries. Nothing is measured. An hour of one core. (Transfers of layers in
+parts were a choice, too, until this ablation.)
 """
 
 import statistics
@@ -30,7 +30,7 @@ from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Block, Saved
 from penstock.runtime.units import TB, show_bytes, show_count, show_seconds
 
-KNOBS: dict[str, Callable[[Policy], bool]] = {  # whether a policy makes the choice
+KNOBS: dict[str, Callable[[Policy], bool]] = {  # choice -> True if a policy makes it
     "boundary_stride": lambda policy: policy.boundary_stride > 1,
     "save: attention": lambda policy: Saved.ATTENTION in policy.save,
     "offload_blocks": lambda policy: bool(policy.offload_blocks),
@@ -42,7 +42,7 @@ ENOUGH = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A model, a machine with so much host memory, and a step."""
+    """A model, a machine with this host memory, and a step."""
 
     model: str
     machine: str
@@ -50,20 +50,20 @@ class Cell:
     n_tokens: int
     host_bytes: int = 2 * TB
 
-    def row(self, found: dict[str, float | None]) -> str:
-        known = found[""]
+    def row(self, times: dict[str, float | None]) -> str:
+        known = times[""]
         sizes = f"{show_count(self.n_tokens)} of {show_count(self.seq_len)} | {show_bytes(self.host_bytes)}"
         head = f"| {self.model} | {self.machine} | {sizes} |"
         if known is None:
             return f"{head} does not fit |" + " |" * len(KNOBS)
         worth = (
-            "does not fit" if without is None else f"{without / known - 1:+.2%}" for knob in KNOBS for without in [found[knob]]
+            "does not fit" if ablated is None else f"{ablated / known - 1:+.2%}" for knob in KNOBS for ablated in [times[knob]]
         )
         return f"{head} {show_seconds(known)} | {' | '.join(worth)} |"
 
 
 def step_s(cell: Cell, knob: str) -> float | None:
-    """Seconds of a step of the best plan found without a choice ("": with all of them); None where none fits."""
+    """Return the step time of the best plan without a choice ("": all choices), or None if none fits."""
     model, profile = read_model(cell.model), with_any_memory(read_profile(cell.machine), None, cell.host_bytes)
     semantics = Semantics(cell.seq_len, cell.n_tokens // cell.seq_len, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     with ExitStack() as stack:
@@ -76,8 +76,8 @@ def step_s(cell: Cell, knob: str) -> float | None:
             stack.enter_context(patch.object(space, "STRIDES", (1,)))
         if knob == "save: attention":
             recompute = Block.recompute
-            others = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
-            stack.enter_context(patch.object(Block, "recompute", others))
+            without_attention = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
+            stack.enter_context(patch.object(Block, "recompute", without_attention))
         if knob == "offload_blocks":
             ways_of = space.ways_of
             stay = lambda block, stride: [way for way in ways_of(block, stride) if not way.away]  # noqa: E731
@@ -96,12 +96,12 @@ def step_s(cell: Cell, knob: str) -> float | None:
 
 
 def searched(cell: Cell) -> dict[str, float | None]:
-    """With all choices, and without each of them."""
+    """Search with all choices, and without each of them."""
     return {knob: step_s(cell, knob) for knob in ("", *KNOBS)}
 
 
 def tight() -> Iterator[Cell]:
-    """Machines with hardly more host memory than a step needs."""
+    """Yield machines with barely more host memory than a step needs."""
     for model_name, machine, seq_len in product(TIGHT_MODELS, TIGHT_MACHINES, TIGHT_SEQ_LENS):
         model, profile = read_model(model_name), with_any_memory(read_profile(machine), None, 2 * TB)
         semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
@@ -119,9 +119,9 @@ def main() -> None:
     cells = list(dict.fromkeys([*tight(), *cells]))
     rows: list[tuple[Cell, dict[str, float | None]]] = []
     with ProcessPoolExecutor(int(sys.argv[1]) if len(sys.argv) > 1 else 2) as processes:
-        for cell, found in zip(cells, processes.map(searched, cells), strict=True):
-            rows.append((cell, found))
-            print(cell.row(found), file=sys.stderr, flush=True)
+        for cell, times in zip(cells, processes.map(searched, cells), strict=True):
+            rows.append((cell, times))
+            print(cell.row(times), file=sys.stderr, flush=True)
     print("# What is each choice of the search worth?\n")
     print((__doc__ or "").split("\n\n", 2)[2])
     for knob in KNOBS:
@@ -131,7 +131,7 @@ def main() -> None:
         print(f"- Without `{knob}`: {spread}; {n_unfit} fit no more.")
     print(f"\n| model | machine | tokens | host memory | step | {' | '.join(f'no `{knob}`' for knob in KNOBS)} |")
     print("|---" * 4 + "|---:" * (1 + len(KNOBS)) + "|")
-    print("\n".join(cell.row(found) for cell, found in rows))
+    print("\n".join(cell.row(times) for cell, times in rows))
 
 
 if __name__ == "__main__":

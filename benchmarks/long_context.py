@@ -1,8 +1,7 @@
-"""Device memory of a long context, planned and measured, with tiles and spilled boundaries.
+"""Device memory of a long context, planned and measured, with tiles and offloaded boundaries.
 
-`python -m benchmarks.long_context` prints two tables of Markdown: a narrow model trained on this CPU, where every byte that the
-allocator hands to the gpu lane is seen; and what `penstock plan` and `penstock check` say of a large model and half a million
-tokens.
+`python -m benchmarks.long_context` prints two tables of Markdown: a narrow model trained on this CPU, with every allocation of the
+gpu lane recorded; and the results of `penstock plan` and `penstock check` for a large model with half a million tokens.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 
 N_LAYERS = 6
-# An MLP 5.3 times as wide as the model, as in Qwen2.5-7B
+# MLP 5.3 times the model's width, like Qwen2.5-7B
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 344, "vocab_size": 1024}
 TILE_TOKENS = 256
 SPILLED = Policy(spill_blocks=tuple(range(N_LAYERS)))
@@ -36,16 +35,16 @@ MACHINES = ("gh200", "h200-pcie5")
 
 
 def plan_of(seq_len: int, tile: int | None, policy: Policy) -> Plan:
-    """One sequence in a micro-batch, in fp32: with bf16 a CPU's products and sums lay operands aside that a GPU's do not."""
+    """Return a plan with one fp32 sequence per micro-batch. In bf16, products and sums on a CPU copy operands, unlike on a GPU."""
     model = Model(tiny_config("llama", **SHAPE, num_hidden_layers=N_LAYERS))
-    of = Semantics(seq_len, 1, 1, compute_dtype="fp32", loss_tile_tokens=TILE_TOKENS, mlp_tile_tokens=tile)
-    plan = lower(model, build_workload(model, of), of, policy, PROFILE)
+    semantics = Semantics(seq_len, 1, 1, compute_dtype="fp32", loss_tile_tokens=TILE_TOKENS, mlp_tile_tokens=tile)
+    plan = lower(model, build_workload(model, semantics), semantics, policy, PROFILE)
     check(plan)
     return plan
 
 
 def measured_row(seq_len: int, way: str) -> str:
-    """Arenas are allocated as planned; the rest is the most that two steps of the gpu lane held in the allocator."""
+    """Format planned and measured memory. Arenas are allocated as planned; the rest is the gpu lane's peak in two steps."""
     plan = plan_of(seq_len, *WAYS[way])
     planned_bytes = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
     measured_bytes = plan.device_arena_bytes + device_bytes(plan)[1]
@@ -54,13 +53,13 @@ def measured_row(seq_len: int, way: str) -> str:
 
 
 def predicted_row(machine: str) -> str:
-    found = penstock.plan(LARGE, machine, seq_len=LARGE_SEQ_LEN, batch_size=1)
-    penstock.check(found)  # fails unless the plan is right
-    tile, n_spilled = found.plan.semantics.mlp_tile_tokens, len(found.plan.policy.spill_blocks)
-    sizes_of = f"{show_bytes(found.answer.needs.device_peak_bytes)} | {show_bytes(found.answer.needs.host_peak_bytes)}"
+    planned = penstock.plan(LARGE, machine, seq_len=LARGE_SEQ_LEN, batch_size=1)
+    penstock.check(planned)  # raises if the plan is wrong
+    tile, n_spilled = planned.plan.semantics.mlp_tile_tokens, len(planned.plan.policy.spill_blocks)
+    sizes_of = f"{show_bytes(planned.answer.needs.device_peak_bytes)} | {show_bytes(planned.answer.needs.host_peak_bytes)}"
     return (
-        f"| {machine} | {tile or 'none'} | {n_spilled} | {sizes_of} | {show_seconds(found.step_s)} | "
-        f"{found.tokens_per_s:.0f} | {found.certificate.gap_fraction:.1%} |"
+        f"| {machine} | {tile or 'none'} | {n_spilled} | {sizes_of} | {show_seconds(planned.step_s)} | "
+        f"{planned.tokens_per_s:.0f} | {planned.certificate.gap_fraction:.1%} |"
     )
 
 

@@ -1,9 +1,8 @@
-"""Planning, checking and performing steps of thousands of micro-batches.
+"""Planning, checking and running steps of thousands of micro-batches.
 
-`python -m benchmarks.long_steps` prints two tables of Markdown: what `penstock plan -o` and `penstock check` take for
-steps of one to four million tokens, each in a fresh process, start-up included, with the process's peak memory; and one step of
-a tiny model in thousands of micro-batches, planned, checked and trained on this CPU, as the plan stands and with every
-repetition written out.
+`python -m benchmarks.long_steps` prints two tables of Markdown. First, time and peak memory of `penstock plan -o` and `penstock
+check` for steps of one to four million tokens, each in a fresh process, start-up included. Second, one step of a tiny model in
+thousands of micro-batches, planned, checked and trained on this CPU, with the plan folded and unrolled.
 """
 
 import argparse
@@ -33,8 +32,8 @@ from penstock.runtime.units import MB, show_seconds
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 
-MILLION = 2**20  # tokens, as steps are counted
-ENOUGH = ("--host-memory", "1.5TB")  # 512 GB are too few for a step of several groups: the host adds up gradients in fp32
+MILLION = 2**20  # tokens
+ENOUGH = ("--host-memory", "1.5TB")  # 512 GB are too few for several groups: the host accumulates gradients in fp32
 CELLS: tuple[tuple[str, str, int, int | None, tuple[str, ...]], ...] = (  # model, machine, million tokens, micro-batch, more
     *(("qwen2.5-32b", "rtx4090-server", n, b, ENOUGH) for n in (1, 2, 4) for b in (1, 2)),
     ("qwen2.5-72b", "rtx4090-server", 1, 1, ENOUGH),
@@ -53,30 +52,30 @@ finally:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What a command took, and what it printed."""
+    """Time, memory and output of a command."""
 
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    said: str
+    output: str
 
 
 def took(*words: object) -> Took:
     start_s = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", CHILD, *map(str, words)], capture_output=True, text=True, check=False)
+    process = subprocess.run([sys.executable, "-c", CHILD, *map(str, words)], capture_output=True, text=True, check=False)
     wall_s = time.perf_counter() - start_s
-    *said, last = done.stdout.splitlines() or ["0 0"]
+    *lines, last = process.stdout.splitlines() or ["0 0"]
     peak_kib, cpu_s = last.split()
-    return Took(wall_s, float(cpu_s), int(peak_kib) * 1024, "\n".join(said) if done.returncode == 0 else done.stderr)
+    return Took(wall_s, float(cpu_s), int(peak_kib) * 1024, "\n".join(lines) if process.returncode == 0 else process.stderr)
 
 
-def row(model: str, machine: str, millions: int, micro_batch: int | None, more: tuple[str, ...], folder: Path) -> str:
+def row(model: str, machine: str, millions: int, micro_batch: int | None, flags: tuple[str, ...], folder: Path) -> str:
     path = folder / "plan.json"
     sizes = ("--tokens-per-step", millions * MILLION, *(() if micro_batch is None else ("--micro-batch", micro_batch)))
-    planned = took("plan", model, "--machine", machine, *sizes, *more, "-o", path)
-    name = f"| {model} | {machine}{' ' + ' '.join(more) if more else ''} | {millions} M "
-    if not planned.said or planned.said.startswith("error"):
-        return f"{name}| {planned.said.strip()} |"
+    planned = took("plan", model, "--machine", machine, *sizes, *flags, "-o", path)
+    name = f"| {model} | {machine}{' ' + ' '.join(flags) if flags else ''} | {millions} M "
+    if not planned.output or planned.output.startswith("error"):
+        return f"{name}| {planned.output.strip()} |"
     checked = took("check", path)
     file = PlanFile.read(path)
     claim = file.claim or {}
@@ -97,7 +96,7 @@ def tiny(n_micro_batches: int) -> Plan:
 
 
 def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
-    """Seconds of a step, and a digest of all masters, moments and losses."""
+    """Return seconds per step, and a digest of all masters, moments and losses."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 64, (plan.semantics.batch_size, plan.semantics.seq_len), generator=generator)
     machine = CpuMachine(plan, lambda step: Batch(tokens, tokens), lambda step: AdamW(1e-3, 0.9, 0.95, 1e-8, 0.1))
@@ -109,8 +108,8 @@ def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
     digest = hashlib.sha256(json.dumps([(result.loss, result.grad_norm) for result in results if result is not None]).encode())
     for block in range(len(plan.workload.blocks)):
         for p in machine.host.owned[block]:
-            of = machine.host.param_state(p)
-            for tensor in (of.master.whole(), *of.moments):
+            state = machine.host.param_state(p)
+            for tensor in (state.master.whole(), *state.moments):
                 digest.update(tensor.contiguous().numpy().tobytes())
     return step_s, digest.hexdigest()[:16]
 
@@ -118,17 +117,17 @@ def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="*", default=list(range(len(CELLS))), help="Which of the cells, counted from 0.")
-    parser.add_argument("--micro-batches", type=int, default=4096, help="Of the step that is performed; 0: none is.")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--micro-batches", type=int, default=4096, help="Micro-batches of the measured step; 0: skip it.")
+    options = parser.parse_args(arguments)
     print("| model | machine | step | micro-batches | group | ops a step | ops in the plan | plan, s (CPU s) | peak, MB |", end="")
     print(" check, s (CPU s) | peak, MB | predicted step | gap |")
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
-        for n in asked.cells:
+        for n in options.cells:
             print(row(*CELLS[n], Path(folder)), flush=True)
-    if asked.micro_batches:
+    if options.micro_batches:
         torch.set_num_threads(1)
-        plan = tiny(asked.micro_batches)
+        plan = tiny(options.micro_batches)
         print("\n| performed | ops in the plan | ops a step | check, s | a step, s | state after two steps |")
         print("|---|---:|---:|---:|---:|---|")
         for name, one in (("as it stands", plan), ("written out", unrolled(plan))):

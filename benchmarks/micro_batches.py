@@ -2,9 +2,9 @@
 
     python -m benchmarks.micro_batches > docs/benchmarks/micro-batches_DATE.md
 
-Every figure is a search, as `penstock plan` does it, with 2 TB of host memory; nothing is measured. *Before* is the rule that the
-choice replaced, kept here alone: the largest divisor of the batch whose least working set takes 60 % of the device. Kernels are
-each machine's fastest, before and after. Half an hour of one core.
+Every figure is a search like `penstock plan`, with 2 TB of host memory; nothing is measured. *Before* is an earlier rule, kept here
+for comparison: the largest divisor of the batch with a least working set of at most 60 % of the device. Kernels are each machine's
+fastest in both. Half an hour of one core.
 """
 
 import os
@@ -47,87 +47,87 @@ BEFORE_FRACTION = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A model, and what its steps are to be, on a machine."""
+class Job:
+    """A model, its semantics, and a machine."""
 
     model: Model
     semantics: Semantics
     profile: Profile
 
     @staticmethod
-    def of(model_name: str, machine: str, batch: int, seq_len: int, device_bytes: int | None = None) -> "Asked":
+    def named(model_name: str, machine: str, batch: int, seq_len: int, device_bytes: int | None = None) -> "Job":
         model, profile = read_model(model_name), with_any_memory(read_profile(machine), device_bytes, 2 * TB)
         semantics = Semantics(seq_len, batch, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
-        return Asked(model, with_kernels(model, semantics, profile), profile)
+        return Job(model, with_kernels(model, semantics, profile), profile)
 
-    def before(self) -> int:
-        """The micro-batch of the rule of before; one sequence where nothing leaves room, for no cell here needs tiles."""
+    def earlier_rule(self) -> int:
+        """Return the micro-batch of the earlier rule; 1 if no divisor fits, because no cell here needs tiles."""
         batch = self.semantics.batch_size
         room_bytes = BEFORE_FRACTION * self.profile.device.memory_bytes.value
         for n in (n for n in range(batch, 0, -1) if batch % n == 0):
-            of = replace(self.semantics, micro_batch=n, loss_tile_tokens=LOSS_TILE[self.semantics.loss])
-            plan = frame(self.model, build_workload(self.model, of), of, Policy())
+            semantics = replace(self.semantics, micro_batch=n, loss_tile_tokens=LOSS_TILE[self.semantics.loss])
+            plan = frame(self.model, build_workload(self.model, semantics), semantics, Policy())
             if footprint(plan, self.profile).device_peak_bytes <= room_bytes:
                 return n
         return 1
 
     def chosen(self) -> tuple[int, float]:
-        """The micro-batch that is chosen now, and the seconds of this process that the search over all of them takes."""
+        """Return the chosen micro-batch, and the CPU seconds of the search."""
         start_s = time.process_time()
         answer = search(self.model, sizes_of(self.model, self.semantics, self.profile), self.profile, free=SIZES)
         return answer.plan.semantics.micro_batch, time.process_time() - start_s
 
     def searched(self, micro_batch: int) -> SearchResult:
-        """The best plan with this micro-batch, its tiles chosen as ever."""
-        of = replace(self.semantics, micro_batch=micro_batch)
+        """Return the best plan with this micro-batch and free tiles."""
+        semantics = replace(self.semantics, micro_batch=micro_batch)
         free = SIZES - {"micro_batch"}
-        return search(self.model, sizes_of(self.model, of, self.profile, free), self.profile, free=free)
+        return search(self.model, sizes_of(self.model, semantics, self.profile, free), self.profile, free=free)
 
 
 def cell(model: str, machine: str, batch: int, seq_len: int) -> str:
-    """One cell: before, now, and the best power of two up to four times as large or small, each searched in full."""
-    asked = Asked.of(model, machine, batch, seq_len)
-    before, (now, seconds) = asked.before(), asked.chosen()
+    """Format one cell: the earlier rule, the choice, and the best power of two within a factor of four, each searched."""
+    job = Job.named(model, machine, batch, seq_len)
+    earlier, (now, seconds) = job.earlier_rule(), job.chosen()
     powers = [n for k in range(batch.bit_length()) if now / 4 <= (n := 1 << k) <= 4 * now]
     steps_s = {}
-    for n in sorted({*powers, before, now}):
+    for n in sorted({*powers, earlier, now}):
         try:
-            steps_s[n] = asked.searched(n).step_s
-        except ValueError:  # it does not fit
+            steps_s[n] = job.searched(n).step_s
+        except ValueError:  # does not fit
             continue
     best = min((n for n in powers if n in steps_s), key=lambda n: steps_s[n])
     return (
-        f"| {model} | {machine} | {batch} x {seq_len} | {before} | {show_seconds(steps_s[before])} | {now} | "
-        f"{show_seconds(steps_s[now])} | {1 - steps_s[now] / steps_s[before]:.1%} | {best} | {show_seconds(steps_s[best])} | "
+        f"| {model} | {machine} | {batch} x {seq_len} | {earlier} | {show_seconds(steps_s[earlier])} | {now} | "
+        f"{show_seconds(steps_s[now])} | {1 - steps_s[now] / steps_s[earlier]:.1%} | {best} | {show_seconds(steps_s[best])} | "
         f"{steps_s[now] / steps_s[best] - 1:+.2%} | {seconds:.1f} |"
     )
 
 
 def rung(model: str, machine: str, batch: int, seq_len: int, device_bytes: int) -> tuple[str, float, float]:
-    """With so much device memory: the row, the step now, and the gap that is printed with it."""
-    asked = Asked.of(model, machine, batch, seq_len, device_bytes)
-    before, (now, _) = asked.before(), asked.chosen()
-    old, new = asked.searched(before), asked.searched(now)
+    """Return the row for a device memory, the step time, and its gap."""
+    job = Job.named(model, machine, batch, seq_len, device_bytes)
+    earlier, (now, _) = job.earlier_rule(), job.chosen()
+    old, new = job.searched(earlier), job.searched(now)
     gap = new.certificate.gap_fraction
-    steps = f"{before} | {show_seconds(old.step_s)} | {now} | {show_seconds(new.step_s)}"
+    steps = f"{earlier} | {show_seconds(old.step_s)} | {now} | {show_seconds(new.step_s)}"
     return f"| {model} | {device_bytes // GB} GB | {steps} | {gap:.2%} |", new.step_s, gap
 
 
 def batch_row(model: str, batch: int) -> str:
-    asked = Asked.of(model, BATCH_MACHINE, batch, BATCH_SEQ_LEN)
-    before, (now, _) = asked.before(), asked.chosen()
-    speeds = [asked.semantics.tokens_per_step / asked.searched(n).step_s for n in (before, now)]
+    job = Job.named(model, BATCH_MACHINE, batch, BATCH_SEQ_LEN)
+    earlier, (now, _) = job.earlier_rule(), job.chosen()
+    speeds = [job.semantics.tokens_per_step / job.searched(n).step_s for n in (earlier, now)]
     n_left = batch % now
     last = f", the last {n_left}" if n_left else ""
-    return f"| {model} | {batch} | {before} | {speeds[0]:,.0f} | {now}{last} | {speeds[1]:,.0f} |"
+    return f"| {model} | {batch} | {earlier} | {speeds[0]:,.0f} | {now}{last} | {speeds[1]:,.0f} |"
 
 
 def _slower(rungs: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Each row, and by how much its step is longer than that of a smaller device."""
+    """Append to each row its slowdown against a smaller device."""
     rows, fastest_s = [], float("inf")
     for row, step_s, gap in rungs:
-        more = step_s / fastest_s - 1
-        rows.append(f"{row} {f'{more:+.2%}' if more > 0 else ''}{' beyond the gap' if more > gap else ''} |")
+        excess = step_s / fastest_s - 1
+        rows.append(f"{row} {f'{excess:+.2%}' if excess > 0 else ''}{' beyond the gap' if excess > gap else ''} |")
         fastest_s = min(fastest_s, step_s)
     return rows
 

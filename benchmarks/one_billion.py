@@ -1,7 +1,7 @@
 """Memory and speed of a model of a billion parameters on a small computer.
 
-`python -m benchmarks.one_billion` probes this machine, plans a model of 1.1 G parameters (random weights, split masters), takes a
-few steps, and prints a page of Markdown: tokens/s, what binds, and the process's memory, sampled all along, beside the plan's.
+`python -m benchmarks.one_billion` probes this machine, plans a model of 1.1 G parameters (random weights, split masters), runs a
+few steps, and prints a page of Markdown: tokens/s, the binding resource, and sampled process memory next to the plan's.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SIZES = {"seq_len": 512, "batch_size": 4, "device_memory_bytes": 3 * GB, "host_m
 
 
 def watched(words: list[str]) -> tuple[str, list[int]]:
-    """A command's standard output, and samples of its resident set in bytes."""
+    """Run a command. Return its standard output, and samples of its resident set in bytes."""
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     samples: list[int] = []
     status = Path(f"/proc/{process.pid}/status")
@@ -54,10 +54,10 @@ def watched(words: list[str]) -> tuple[str, list[int]]:
             break
         time.sleep(SAMPLE_S)
     assert process.stdout is not None
-    said = process.stdout.read()
+    output = process.stdout.read()
     if process.wait():
         sys.exit(f"{' '.join(words)} left with exit code {process.returncode}")
-    return said, samples
+    return output, samples
 
 
 def main() -> None:
@@ -71,9 +71,9 @@ def main() -> None:
         (home / "model").mkdir()
         (home / "model" / "config.json").write_text(json.dumps(CONFIG))
         standard_library(home / "stdlib.jsonl")
-        found = penstock.plan(home / "model", penstock.probe("cpu"), **SIZES)
-        plan, path, proof = found.plan, found.save(home / "plan.json"), found.certificate
-        runtime_bytes = found.profile.host.runtime_bytes.value
+        planned = penstock.plan(home / "model", penstock.probe("cpu"), **SIZES)
+        plan, path, proof = planned.plan, planned.save(home / "plan.json"), planned.certificate
+        runtime_bytes = planned.profile.host.runtime_bytes.value
         planned_bytes = sum(arena.n_bytes for arena in plan.arenas) + plan.kept_bytes + plan.transient_bytes + runtime_bytes
         print(f"{plan.workload.n_params:,} parameters; binding: {proof.binding}; gap {proof.gap_fraction:.1%}\n")
         words = [

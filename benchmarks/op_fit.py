@@ -1,8 +1,8 @@
 """Fit of the profiles' cost laws to published measurements of single ops.
 
-Laws (`hwprofiles/laws.py`) are fitted to the rows of `benchmarks/published_ops.csv` that are marked `fit`, those of one
-architecture together: shapes of curves are an architecture's, rates a GPU's. Least squares over logarithms with a robust loss,
-each constant held by what is believed of it. What `benchmarks/op_profiles.py` makes of them is what profiles hold.
+Laws (`hwprofiles/laws.py`) are fitted to the `fit` rows of `benchmarks/published_ops.csv`, per architecture: curve shapes belong to
+an architecture, rates to a GPU. Least squares over logarithms with a robust loss and a prior on each constant.
+`benchmarks/op_profiles.py` converts the results to profiles.
 """
 
 import hashlib
@@ -22,29 +22,29 @@ from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Collective, read_profile, shipped_profiles
 
 ROWS = Path(__file__).with_name("published_ops.csv")
-TOLERANCE = 0.04  # a difference of logarithms that a row is trusted to, beyond which the loss grows slowly
-N_FOLDS = 4  # of shape classes, each left out once
-COVERED = 0.8  # of errors that a spread covers
+TOLERANCE = 0.04  # trusted difference of logarithms of a row; the loss flattens beyond
+N_FOLDS = 4  # of shape classes, for cross-validation
+COVERED = 0.8  # share of errors within a spread
 LEAST_SPREAD = 0.02
-FEW, FEW_SPREAD = 8, 0.12  # errors of rows left out, below which others' count too; and the least spread where those are few
+FEW, FEW_SPREAD = 8, 0.12  # least number of held-out errors to use alone; least spread with fewer
 BF16 = 2
-SEARCHED = "best shape of a search"  # of hundreds: no row of products as they come
+SEARCHED = "best shape of a search"  # of hundreds: not typical products
 
 Values = Mapping[str, float]
-Groups = Mapping[str, Sequence[OpRow]]  # rows by machine
+Groups = Mapping[str, Sequence[OpRow]]  # machine -> rows
 Fit = Callable[[Groups], dict[str, dict[str, float]]]
-Seconds = Callable[[str, Values, OpRow], float]  # of a row on a machine, by a law with these constants
+Seconds = Callable[[str, Values, OpRow], float]  # (machine, constants, row) -> seconds by a law
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What datasheets say of a GPU that a law needs; of one without rows, whose law it has, and the rate that it is scaled to."""
+    """Datasheet facts for a law. For a GPU without rows: the GPU with its law, and its own rate to scale to."""
 
     architecture: str
     n_processors: int
-    like: str | None = None  # the measured GPU whose law it has
-    flop_per_s: float | None = None  # of the 8192-cubed product in bf16
-    spread_fraction: float = 0.0  # of that rate
+    like: str | None = None  # measured GPU with the same law
+    flop_per_s: float | None = None  # 8192-cubed product in bf16
+    spread_fraction: float = 0.0  # of `flop_per_s`
     why: str = ""
 
 
@@ -84,34 +84,34 @@ GPUS: dict[str, Gpu] = {
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Something to fit: where it is believed to be, and how surely, as a standard deviation of its logarithm."""
+    """A constant to fit: prior, and standard deviation of its logarithm."""
 
     name: str
     prior: float
     deviation: float
     least: float = 0.0
-    most: float = math.inf
+    upper: float = math.inf
 
 
 def fitted(
-    groups: Groups, own: Callable[[str], Sequence[Constant]], shared: Sequence[Constant], seconds: Seconds
+    groups: Groups, per_machine: Callable[[str], Sequence[Constant]], shared: Sequence[Constant], seconds: Seconds
 ) -> dict[str, dict[str, float]]:
-    """Constants by machine: its own, and those that all share."""
-    names = [(machine, c) for machine in groups for c in own(machine)] + [("", c) for c in shared]
+    """Return constants by machine, both per-machine and shared ones."""
+    names = [(machine, c) for machine in groups for c in per_machine(machine)] + [("", c) for c in shared]
 
     def values(steps: Sequence[float]) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {machine: {} for machine in ("", *groups)}
+        result: dict[str, dict[str, float]] = {machine: {} for machine in ("", *groups)}
         for (machine, c), step in zip(names, steps, strict=True):
-            found[machine][c.name] = min(c.most, max(c.least, c.prior * math.exp(step)))
-        return {machine: found[""] | found[machine] for machine in groups}
+            result[machine][c.name] = min(c.upper, max(c.least, c.prior * math.exp(step)))
+        return {machine: result[""] | result[machine] for machine in groups}
 
-    @lru_cache(maxsize=2 * len(groups))  # differences by a constant of one machine's own leave the errors of all others
+    @lru_cache(maxsize=2 * len(groups))  # a step in one machine's constant leaves the errors of others cached
     def errors(machine: str, v: tuple[tuple[str, float], ...]) -> list[float]:
         return [error / TOLERANCE for error in errors_of(machine, dict(v), groups[machine], seconds)]
 
     def residuals(steps: Sequence[float]) -> list[float]:
-        of = values(steps)
-        off = [error for machine in groups for error in errors(machine, (*of[machine].items(),))]
+        constants = values(steps)
+        off = [error for machine in groups for error in errors(machine, (*constants[machine].items(),))]
         return [*off, *(step / c.deviation for (_, c), step in zip(names, steps, strict=True))]
 
     solved = least_squares(residuals, [0.0] * len(names), loss="soft_l1", diff_step=1e-3, max_nfev=200)
@@ -119,42 +119,42 @@ def fitted(
 
 
 def errors_of(machine: str, v: Values, rows: Iterable[OpRow], seconds: Seconds) -> list[float]:
-    """Logarithms of predicted over measured time."""
+    """Return logarithms of predicted over measured time."""
     return [math.log(seconds(machine, v, row) / row.value) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Constants of a law by machine, and how far rows are off that were left out: each predicted without its shape class."""
+class FitResult:
+    """Constants of a law by machine, and cross-validation errors: predictions without a row's shape class."""
 
     values: dict[str, dict[str, float]]
     rows: Groups
     errors: dict[str, list[float]]
 
     @staticmethod
-    def of(groups: Groups, fit: Fit, seconds: Seconds) -> "Found":
+    def validated(groups: Groups, fit: Fit, seconds: Seconds) -> "FitResult":
         errors: dict[str, list[float]] = {machine: [] for machine in groups}
         for fold in range(N_FOLDS):
-            kept = {m: [row for row in rows if fold_of(row) != fold] for m, rows in groups.items()}
-            found = fit({m: rows for m, rows in kept.items() if rows})
-            for machine in found:
+            training = {m: [row for row in rows if fold_of(row) != fold] for m, rows in groups.items()}
+            result = fit({m: rows for m, rows in training.items() if rows})
+            for machine in result:
                 left_out = [row for row in groups[machine] if fold_of(row) == fold]
-                errors[machine] += errors_of(machine, found[machine], left_out, seconds)
-        return Found(fit(groups), groups, errors)
+                errors[machine] += errors_of(machine, result[machine], left_out, seconds)
+        return FitResult(fit(groups), groups, errors)
 
     def spread(self, machine: str) -> float:
-        """Of the rates of a machine; where it has few rows, of those of all that were fitted with it."""
+        """Return the spread of a machine's rates; with few rows, of all machines in the fit."""
         rows, errors = self.rows[machine], self.errors[machine]
         if len(errors) >= FEW:
             return spread_of(errors, rows)
-        pooled = [error for of in self.errors.values() for error in of]
+        pooled = [error for group in self.errors.values() for error in group]
         return max(spread_of(pooled, rows), 0.0 if len(pooled) >= FEW else FEW_SPREAD)
 
-    def words(self, machine: str, what: str) -> str:
-        """What was fitted to what, how far off it is, and a mark of the very rows."""
+    def words(self, machine: str, subject: str) -> str:
+        """Describe the fit: its rows, held-out error, and a digest of the rows."""
         rows, errors = self.rows[machine], [abs(math.expm1(error)) for error in self.errors[machine]]
         off = f", off by {statistics.median(errors):.1%} in the median where left out" if len(errors) >= N_FOLDS else ""
-        return f"{what} fitted to {counted_sets(rows)}{off} (docs/ops.md; rows {digest_of(rows)})"
+        return f"{subject} fitted to {counted_sets(rows)}{off} (docs/ops.md; rows {digest_of(rows)})"
 
 
 def fold_of(row: OpRow) -> int:
@@ -162,47 +162,47 @@ def fold_of(row: OpRow) -> int:
 
 
 def spread_of(errors: Sequence[float], rows: Sequence[OpRow]) -> float:
-    """What four of five errors lie within, and no less than half of what versions of software differ by, in the median."""
+    """Return the bound on 80 % of the errors, and at least half of the median difference between software versions."""
     versions = [math.log(row.high / row.low) / 2 for row in rows if row.low and row.high and row.high > row.low]
-    at = sorted(map(abs, errors))
-    within = at[math.ceil(COVERED * len(at)) - 1] if at else 0.0
+    ordered = sorted(map(abs, errors))
+    within = ordered[math.ceil(COVERED * len(ordered)) - 1] if ordered else 0.0
     return max(LEAST_SPREAD, math.expm1(max(within, statistics.median(versions) if versions else 0.0)))
 
 
 @cache
 def rows_to_fit() -> tuple[OpRow, ...]:
-    """The rows that profiles may rest on: trusted ones, and no search's best."""
+    """Return rows to fit: trusted ones, without best-of-search results."""
     rows = read_ops(str(ROWS), frozenset(shipped_profiles()))
     return tuple(row for row in rows if row.share == "fit" and row.trust < 3 and row.kernel != SEARCHED)
 
 
 def rows_of(kind: str, kernels: Collection[str] | None = None) -> dict[str, list[OpRow]]:
-    """By machine, the rows of a kind, and of these kernels if named."""
-    found: dict[str, list[OpRow]] = {}
+    """Return rows of a kind, and of these kernels, by machine."""
+    groups: dict[str, list[OpRow]] = {}
     for row in rows_to_fit():
         if row.kind == kind and (kernels is None or row.kernel in kernels):
-            found.setdefault(row.machine, []).append(row)
-    return found
+            groups.setdefault(row.machine, []).append(row)
+    return groups
 
 
 def counted_sets(rows: Iterable[OpRow]) -> str:
-    """`48 rows of aiconfigurator, 28 of llmservingsim`."""
+    """Return for example `48 rows of aiconfigurator, 28 of llmservingsim`."""
     names = [row.set for row in rows]
     counts = [f"{names.count(name)} {'row' if names.count(name) == 1 else 'rows'} of {name}" for name in sorted(set(names))]
     return ", ".join(counts)
 
 
 def digest_of(rows: Iterable[OpRow]) -> str:
-    """Tells sets of rows apart: what a profile's source repeats of those that it rests on."""
+    """Return a digest of rows, stored in the source of a profile."""
     text = "\n".join(sorted(f"{r.machine} {r.kind} {r.kernel} {r.shape} {r.set} {r.value!r}" for r in rows))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def by_architecture(groups: Groups) -> Iterator[Groups]:
-    """The GPUs with rows, those of an architecture together."""
+    """Yield the GPUs with rows, grouped by architecture."""
     for architecture in dict.fromkeys(gpu.architecture for gpu in GPUS.values()):
-        if of := {m: rows for m, rows in groups.items() if m in GPUS and GPUS[m].architecture == architecture}:
-            yield of
+        if group := {m: rows for m, rows in groups.items() if m in GPUS and GPUS[m].architecture == architecture}:
+            yield group
 
 
 def _rate(value: float) -> Quantity:
@@ -211,7 +211,7 @@ def _rate(value: float) -> Quantity:
 
 @cache
 def memory_of(machine: str) -> float:
-    """Bytes a second of a device's memory, as its profile has it."""
+    """Return a device's memory bandwidth from its profile, in bytes per second."""
     return read_profile(machine).device.memory_bytes_per_s.value
 
 
@@ -233,53 +233,54 @@ def product_s(machine: str, v: Values, row: OpRow) -> float:
 
 
 def fit_products(groups: Groups) -> dict[str, dict[str, float]]:
-    def own(machine: str) -> list[Constant]:
+    def per_machine(machine: str) -> list[Constant]:
         best = max(2 * r.sizes["m"] * r.sizes["k"] * r.sizes["n"] / r.value for r in groups[machine])
         rate = Constant("flop_per_s", 1.2 * best, 1.0)
-        return [rate, Constant("heat", 0.005, 1.0, most=0.2), Constant("kernel_overhead_s", 2e-6, 0.7)]
+        return [rate, Constant("heat", 0.005, 1.0, upper=0.2), Constant("kernel_overhead_s", 2e-6, 0.7)]
 
     shared = [
-        Constant("short_k", 100.0, 1.0), Constant("reload", 0.3, 1.0), Constant("rounding", 0.67, 1.0, most=1.0),
+        Constant("short_k", 100.0, 1.0), Constant("reload", 0.3, 1.0), Constant("rounding", 0.67, 1.0, upper=1.0),
         Constant("split_s", 1e-6, 1.5), Constant("overlap", 4.0, 1.0, 1.0, 100.0), Constant("memory_fraction", 0.95, 0.3),
     ]  # fmt: skip
-    return fitted(groups, own, shared, product_s)
+    return fitted(groups, per_machine, shared, product_s)
 
 
 @cache
-def products() -> dict[str, Found]:
-    """By GPU, what was found together with its architecture."""
-    return {m: found for of in by_architecture(rows_of("matmul")) for found in [Found.of(of, fit_products, product_s)] for m in of}
+def products() -> dict[str, FitResult]:
+    """Fit products per architecture. Return the fit of each GPU."""
+    fits = [(group, FitResult.validated(group, fit_products, product_s)) for group in by_architecture(rows_of("matmul"))]
+    return {m: result for group, result in fits for m in group}
 
 
 def overhead_of(machine: str) -> float:
-    """Seconds that a kernel takes to begin."""
-    at = machine if machine in products() else GPUS[machine].like or machine
-    return products()[at].values[at]["kernel_overhead_s"]
+    """Return the launch time of a kernel in seconds."""
+    measured = machine if machine in products() else GPUS[machine].like or machine
+    return products()[measured].values[measured]["kernel_overhead_s"]
 
 
 def large_rate(machine: str) -> float:
-    """FLOP/s of the 8192-cubed product, by which GPUs are compared."""
-    if (given := GPUS[machine].flop_per_s) is not None:
-        return given
+    """Return FLOP/s of the 8192-cubed product, for comparisons of GPUs."""
+    if (rate := GPUS[machine].flop_per_s) is not None:
+        return rate
     law = product_law(machine, products()[machine].values[machine])
     return 2 * 8192**3 / law.seconds(8192, 8192, 8192, BF16, memory_of(machine))
 
 
 def scaled_spread(architecture: str) -> float:
-    """How far another GPU's law is off once it is scaled to the right rate for large products: over all pairs of measured GPUs of
-    the architecture, or of any where it has but one."""
+    """Return the error of another GPU's law, scaled to the rate of large products, over all pairs of measured GPUs of the
+    architecture, or of any architecture for a single GPU."""
     pairs = [(a, b) for a in products() for b in products() if a != b and GPUS[a].architecture == GPUS[b].architecture]
     errors: list[float] = []
-    for measured, other in [pair for pair in pairs if GPUS[pair[0]].architecture == architecture] or pairs:
-        v = products()[other].values[other]
-        scaled = v | {"flop_per_s": v["flop_per_s"] * large_rate(measured) / large_rate(other)}
+    for measured, source in [pair for pair in pairs if GPUS[pair[0]].architecture == architecture] or pairs:
+        v = products()[source].values[source]
+        scaled = v | {"flop_per_s": v["flop_per_s"] * large_rate(measured) / large_rate(source)}
         errors += errors_of(measured, scaled, products()[measured].rows[measured], product_s)
     return spread_of(errors, [])
 
 
 # ---- attention
 
-ONE_CODE = ("flash",)  # kernels that are written once for all architectures
+ONE_CODE = ("flash",)  # kernels with the same code on all architectures
 PASS = ("short_tokens", "unmasked", "narrow", "grouped", "paged_passes")
 
 
@@ -288,7 +289,7 @@ def pass_law(v: Values) -> PassLaw:
 
 
 def flop_of(row: OpRow) -> float:
-    """Of a call of attention, the causal half where it is masked; those of a backward are 2.5 times the forward's."""
+    """Return FLOP of an attention call: the causal half if masked; 2.5 times the forward for a backward."""
     d = row.sizes
     n_pairs = d["seq"] * (d["seq"] + 1) / 2 if d.get("causal", 1) else d["seq"] ** 2
     return 4 * d["batch"] * d["heads"] * d["head_dim"] * n_pairs * (BACKWARD_ATTENTION if row.kind == "attention_backward" else 1.0)
@@ -305,37 +306,37 @@ def attention_s(machine: str, v: Values, row: OpRow) -> float:
 
 
 def fit_attention(groups: Groups) -> dict[str, dict[str, float]]:
-    def own(machine: str) -> list[Constant]:
+    def per_machine(machine: str) -> list[Constant]:
         return [Constant("flop_per_s", 1.15 * max(flop_of(row) / row.value for row in groups[machine]), 0.5)]
 
     shared = [
-        Constant("short_tokens", 350.0, 0.5), Constant("unmasked", 0.3, 0.5, most=1.0), Constant("narrow", 0.85, 0.2),
-        Constant("grouped", 1.0, 0.05), Constant("deterministic_fraction", 0.8, 0.5, most=1.0), Constant("paged_passes", 1.8, 0.3),
+        Constant("short_tokens", 350.0, 0.5), Constant("unmasked", 0.3, 0.5, upper=1.0), Constant("narrow", 0.85, 0.2),
+        Constant("grouped", 1.0, 0.05), Constant("deterministic_fraction", 0.8, 0.5, upper=1.0), Constant("paged_passes", 1.8, 0.3),
     ]  # fmt: skip
-    return fitted(groups, own, shared, attention_s)
+    return fitted(groups, per_machine, shared, attention_s)
 
 
-def attention(kernel: str, way: str) -> dict[str, Found]:
-    """By GPU, what was found of a kernel together with its architecture, or with all that run the same code; `way`: forward or
+def attention(kernel: str, way: str) -> dict[str, FitResult]:
+    """Fit a kernel per architecture, or jointly if all run the same code. Return the fit of each GPU. `way`: forward or
     backward."""
     groups = rows_of(f"attention_{way}", (kernel, f"{kernel}-deterministic"))
-    alike = [groups] if kernel in ONE_CODE else by_architecture(groups)
-    return {m: found for of in alike for found in [Found.of(of, fit_attention, attention_s)] for m in of}
+    partitions = [groups] if kernel in ONE_CODE else by_architecture(groups)
+    return {m: result for group in partitions for result in [FitResult.validated(group, fit_attention, attention_s)] for m in group}
 
 
 # ---- norms, eager modules, memory
 
-PIECES = ("rms_norm", "rope", "swiglu")  # of a layer, whose eager modules have one rate
-LARGE_BYTES = 150e6  # that no cache keeps
+PIECES = ("rms_norm", "rope", "swiglu")  # of a layer, with one rate for their eager modules
+LARGE_BYTES = 150e6  # larger than any cache
 
 
 def moved_bytes(row: OpRow) -> float:
-    """What the cost model counts of a piece of a layer, backward twice the forward."""
+    """Return the bytes that the cost model counts for a piece of a layer. Backward: twice the forward."""
     return block_of(row).pointwise_bytes * (2.0 if row.kind.endswith("_backward") else 1.0)
 
 
 def pointwise_s(machine: str, v: Values, row: OpRow) -> float:
-    """`share`: of the memory's rate; `factor`: by which one GPU differs from the others."""
+    """`share`: of memory bandwidth; `factor`: deviation of one GPU."""
     n_kernels = block_of(row).n_kernels * (2 if row.kind.endswith("_backward") else 1)
     return moved_bytes(row) / (v["share"] * v["factor"] * memory_of(machine)) + n_kernels * overhead_of(machine)
 
@@ -344,48 +345,48 @@ def fit_pointwise(groups: Groups) -> dict[str, dict[str, float]]:
     return fitted(groups, lambda machine: [Constant("factor", 1.0, 0.2)], [Constant("share", 0.7, 1.0)], pointwise_s)
 
 
-def norms(kernel: str, way: str) -> Found:
-    """Rates of RMS norms in one kernel."""
-    return Found.of(rows_of(f"rms_norm_{way}", (kernel,)), fit_pointwise, pointwise_s)
+def norms(kernel: str, way: str) -> FitResult:
+    """Fit the rates of RMS norms in one kernel."""
+    return FitResult.validated(rows_of(f"rms_norm_{way}", (kernel,)), fit_pointwise, pointwise_s)
 
 
-def bytes_per_s(found: Found, machine: str) -> float:
-    v = found.values[machine]
+def bytes_per_s(result: FitResult, machine: str) -> float:
+    v = result.values[machine]
     return v["share"] * v["factor"] * memory_of(machine)
 
 
 def eager_rates() -> dict[str, tuple[float, list[OpRow]]]:
-    """By GPU, the mean over pieces of a layer, each way, of what their eager modules reach; and the rows."""
-    found: dict[str, tuple[float, list[OpRow]]] = {}
+    """Return by GPU the mean rate of eager modules over pieces of a layer and directions, and the rows."""
+    results: dict[str, tuple[float, list[OpRow]]] = {}
     for machine in GPUS:
         kinds = (rows_of(f"{piece}_{way}", ("eager",)).get(machine) for piece in PIECES for way in ("forward", "backward"))
         known = [rows for rows in kinds if rows]
-        rates = [bytes_per_s(Found(fit_pointwise({machine: rows}), {}, {}), machine) for rows in known]
+        rates = [bytes_per_s(FitResult(fit_pointwise({machine: rows}), {}, {}), machine) for rows in known]
         if rates:
-            found[machine] = statistics.geometric_mean(rates), [row for rows in known for row in rows]
-    return found
+            results[machine] = statistics.geometric_mean(rates), [row for rows in known for row in rows]
+    return results
 
 
 def memory_rates() -> dict[str, tuple[float, list[OpRow]]]:
-    """By GPU, the median over copies on the device, and over kernels that only move, of what no cache keeps; and the rows."""
-    found = {}
+    """Return by GPU the median memory bandwidth of device copies and pure copy kernels beyond cache size, and the rows."""
+    results = {}
     for machine in GPUS:
         moved = [(row.value, row) for row in rows_of("device_copy").get(machine, [])]
         for kind, kernel in (("swiglu_forward", "triton-fused"), ("add_forward", "torch")):
             rows = rows_of(kind, (kernel,)).get(machine, [])
             moved += [(moved_bytes(row) / row.value, row) for row in rows if moved_bytes(row) >= LARGE_BYTES]
         if moved:
-            found[machine] = statistics.median(rate for rate, _ in moved), [row for _, row in moved]
-    return found
+            results[machine] = statistics.median(rate for rate, _ in moved), [row for _, row in moved]
+    return results
 
 
 # ---- collectives
 
-JOINED = {  # machines whose devices are joined alike
+JOINED = {  # interconnect -> machines
     "NVLink 3": ("a100-sxm",), "NVLink 4": ("8xh100", "h200-pcie5"), "NVLink 5": ("b200", "gb200", "gb300"),
     "PCIe of L40S": ("l40s-server",), "PCIe of RTX PRO 6000": ("rtxpro6000-workstation",),
 }  # fmt: skip
-ALIKE: dict[str, tuple[Collective, ...]] = {
+EQUAL_COST: dict[str, tuple[Collective, ...]] = {
     "ring": ("all_gather", "reduce_scatter"), "all_reduce": ("all_reduce",), "alltoall": ("alltoall",),
 }  # fmt: skip
 COLLECTIVE = ("growth", "fill_s", "fill_bytes", "fill_growth", "crowding", "here")
@@ -399,7 +400,7 @@ def collective_s(machine: str, v: Values, row: OpRow) -> float:
 
 
 def fit_collectives(groups: Groups) -> dict[str, dict[str, float]]:
-    def own(machine: str) -> list[Constant]:
+    def per_machine(machine: str) -> list[Constant]:
         large = [row for row in groups[machine] if row.sizes["bytes"] >= 2**26] or groups[machine]
         return [Constant("bytes_per_s", max(row.sizes["bytes"] / row.value for row in large), 1.0)]
 
@@ -409,15 +410,15 @@ def fit_collectives(groups: Groups) -> dict[str, dict[str, float]]:
         Constant("fill_bytes", 8 * 2**20, 0.7), Constant("fill_growth", 1.0, 0.5), Constant("here", 0.4, 1.5),
         Constant("crowding", 0.3 if crowded else 1e-4, 1.0),
     ]  # fmt: skip
-    return fitted(groups, own, shared, collective_s)
+    return fitted(groups, per_machine, shared, collective_s)
 
 
-def collectives() -> dict[str, dict[str, Found]]:
-    """By what joins devices, and by collectives that take alike."""
-    found: dict[str, dict[str, Found]] = {}
+def collectives() -> dict[str, dict[str, FitResult]]:
+    """Fit collectives. Return fits by interconnect, and by groups of collectives with equal cost."""
+    results: dict[str, dict[str, FitResult]] = {}
     for joined, machines in JOINED.items():
-        for alike, kinds in ALIKE.items():
+        for name, kinds in EQUAL_COST.items():
             rows = rows_of("collective", [f"nccl-{kind}" for kind in kinds])
-            of = {m: rows[m] for m in machines if m in rows}
-            found.setdefault(joined, {})[alike] = Found.of(of, fit_collectives, collective_s)
-    return found
+            group = {m: rows[m] for m in machines if m in rows}
+            results.setdefault(joined, {})[name] = FitResult.validated(group, fit_collectives, collective_s)
+    return results

@@ -2,8 +2,8 @@
 
     python -m benchmarks.op_ledger > docs/ops.md
 
-The op ledger of `benchmarks/published_ops.csv` as a page: what holds within a tenth, what does not and why, what nobody has
-measured, and why laws stand where grids could. Half a minute of one core.
+The op ledger of `benchmarks/published_ops.csv` as a page: predictions within a tenth, misses with their reasons, unmeasured ops,
+and a comparison of laws with grids. Half a minute of one core.
 """
 
 import math
@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from benchmarks.op_fit import GPUS, N_FOLDS, ROWS, Found, fold_of, products
+from benchmarks.op_fit import GPUS, N_FOLDS, ROWS, FitResult, fold_of, products
 from benchmarks.published.op_rows import OpRow
 from benchmarks.published.ops import Errors, Op, OpLedger, validate_ops
 from benchmarks.published.validate import quantile
@@ -19,11 +19,11 @@ from penstock.hwprofiles.curves import interpolated, rows_of
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.predict.provenance import standard
 
-HOLDS_FRACTION = 0.1  # a group whose median error is no larger holds
+HOLDS_FRACTION = 0.1  # a group holds up to this median error
 HOPPER_AND_ADA = ("h100-sxm", "8xh100", "h200-pcie5", "gh200", "l40s-server", "rtx4090-server")
 NVLINK = ("a100-sxm", "8xh100", "h100-sxm", "h200-pcie5", "b200", "gb200", "gb300")
-WHOLE = ("layer_forward", "layer_backward", "step_compute", "model_attention_step", "model_rest_step")
-# What was wanted of rows of the test: median and 90th percentile of errors.
+WHOLE_KINDS = ("layer_forward", "layer_backward", "step_compute", "model_attention_step", "model_rest_step")
+# Targets on test rows: median and 90th percentile of errors.
 WANTED: dict[str, tuple[Callable[[OpRow], bool], float, float]] = {
     "products": (lambda r: r.kind == "matmul" and r.kernel != "best shape of a search", 0.05, 0.15),
     "attention by cuDNN": (lambda r: r.kind.startswith("attention") and r.kernel.startswith("cudnn"), 0.08, 0.2),
@@ -33,25 +33,25 @@ WANTED: dict[str, tuple[Callable[[OpRow], bool], float, float]] = {
         0.2,
     ),
     "fused norms": (lambda r: r.kind.startswith("rms_norm") and r.kernel in ("torch-fused", "torch-compile"), 0.12, 0.3),
-    "whole layers and steps": (lambda r: r.kind in WHOLE, 0.05, 0.1),
+    "whole layers and steps": (lambda r: r.kind in WHOLE_KINDS, 0.05, 0.1),
     "collectives over NVLink": (lambda r: r.kind == "collective" and r.machine in NVLINK, 0.05, 0.1),
 }
-TEST_COVERAGE = (0.75, 0.9)  # of rows of the test that P10 to P90 should hold
-STREAM = "STREAM on one host of its kind; others' figures for such hosts are as far apart as this"
-L2 = "8 to 50 MB, of which most stays in the L2: in a step it does not"
-COMPILED = "what a compiler makes of a norm differs by width and version, up to three times; one rate stands for all of it"
+TEST_COVERAGE = (0.75, 0.9)  # target share of test rows within P10 to P90
+STREAM = "STREAM on one host of its kind; figures of other hosts of this kind differ by the same factor"
+L2 = "8 to 50 MB, mostly cached in the L2, unlike in a step"
+COMPILED = "compiled norms differ by width and version, up to three times; one rate is used for all"
 ALONE = "two shapes of one module alone; the rate of eager modules is that of whole runs (docs/accuracy.md)"
 WHY: dict[tuple[str, str, str], str] = {
     ("h100-sxm", "layer_forward_attention", "transformers eager"): (
-        "559 tokens, heads 64 wide, 0.1 ms: rows of so short sequences are few, and this one took twice what they did"
+        "559 tokens, heads 64 wide, 0.1 ms: rows of so short sequences are few, and this one took twice their time"
     ),
-    ("h100-sxm", "layer_forward", "transformers eager"): "the same layer: its attention, above, and its eager modules, below",
+    ("h100-sxm", "layer_forward", "transformers eager"): "this layer's attention, above, and its eager modules, below",
     (
         "h100-sxm",
         "layer_forward_pointwise",
         "transformers eager",
     ): "width 1024: small kernels; the rate is larger models'",
-    ("8xrtx4090", "host_dram", "stream triad"): "STREAM counts 24 B an element where 32 move; the profile has what moves",
+    ("8xrtx4090", "host_dram", "stream triad"): "STREAM counts 24 B an element where 32 move; the profile counts 32",
     **{(machine, "host_dram", "stream triad"): STREAM for machine in ("mi355x", "gh200", "8xh100")},
     ("a100-sxm", "head_forward_backward", "eager"): (
         "three products at the best rate that this GPU ever showed leave 30 B a logit for all passes; the model counts 66, with "
@@ -64,7 +64,7 @@ WHY: dict[tuple[str, str, str], str] = {
         "h100-sxm",
         "swiglu_backward",
         "triton-fused",
-    ): "two shapes, slower than what they move would take: not explained",
+    ): "two shapes, slower than their memory traffic: not explained",
     ("h100-sxm", "swiglu_forward", "eager"): ALONE,
     ("h100-sxm", "add_forward", "torch"): L2,
     ("gb300", "rms_norm_backward", "torch-compile"): COMPILED,
@@ -73,7 +73,7 @@ WHY: dict[tuple[str, str, str], str] = {
     ("a100-sxm", "rms_norm_backward", "eager"): ALONE,
     ("mi300x", "matmul", "best shape of a search"): "slower than three other sets' rows on this GPU, which the law meets",
     ("b200", "matmul", "best shape of a search"): "the best of hundreds of shapes: faster than products as they come in a layer",
-    ("mi300x", "matmul", "hipblaslt (torch)"): "two sets measured the same product 37 % apart; the law lies between",
+    ("mi300x", "matmul", "hipblaslt (torch)"): "two sets measured the same product 37 % apart; the law is between",
     ("gh200", "copy_h2d", "copy engine"): "one host of its kind: others show 335 to 375 GB/s where this showed 300",
     (
         "h200-pcie5",
@@ -84,9 +84,9 @@ WHY: dict[tuple[str, str, str], str] = {
         "rtx4090-server",
         "mlp_forward",
         "eager",
-    ): "width 2048: its products reach more than the law of wider rows says",
+    ): "width 2048: its products are faster than the law of wider rows",
 }
-# Licences of the sets. Figures and sources are here; no text and no code of theirs is.
+# Licences of the sets. We use their figures and cite the sources, but no text and no code.
 LICENCES = {
     "aiconfigurator": "Apache-2.0",
     "cudnn-frontend": "MIT",
@@ -109,13 +109,13 @@ def page(ledger: OpLedger) -> Iterator[str]:
     yield ""
     yield f"""The op ledger: {len(ledger.ops):,} published measurements of products, attention, norms, other modules, layers, copies
 and collectives, each predicted by the cost model that plans are made with. `python -m benchmarks.op_ledger > docs/ops.md` writes
-this page, never a hand; `python -m benchmarks.validate benchmarks/published_ops.csv` prints the same predictions, and those of any
+this page; `python -m benchmarks.validate benchmarks/published_ops.csv` prints the same predictions, and those of any
 file with such columns. Ratios are predicted over measured time. Runs of whole systems are on [the run ledger's page](accuracy.md).
 
-A hash of machine, kind and shape class says whether a row is of the *fit* or of the *test*, so that nobody chooses. Profiles may
-rest on rows of the fit ({sum(op.row.share == "fit" for op in counted):,}); the first table is of those of the test
-({len(test):,}). Tokens of products, heads and batch of attention decide nothing, so that what is tested are other widths and
-lengths. Rows of trust 3, whose geometry or GPU is partly unknown, are listed and never counted."""
+A hash of machine, kind and shape class assigns a row to the *fit* or the *test*, so that nobody chooses. Profiles may
+use rows of the fit ({sum(op.row.share == "fit" for op in counted):,}); the first table is of those of the test
+({len(test):,}). Tokens of products, and heads and batch of attention, are not hashed, so that the test has other widths and
+lengths. Rows of trust 3, with a partly unknown geometry or GPU, are listed and never counted."""
     yield ""
     yield "| rows of the test | n | median error | 90th percentile | wanted | P10 to P90 hold |"
     yield "|---|--:|--:|--:|---|--:|"
@@ -129,16 +129,16 @@ lengths. Rows of trust 3, whose geometry or GPU is partly unknown, are listed an
 
 
 def _errors_row(name: str, ops: list[Op], wanted: str) -> str:
-    errors = Errors.of(ops)
+    errors = Errors.from_ops(ops)
     assert errors is not None, name
     held = f"{errors.coverage_fraction:.0%}" if errors.coverage_fraction is not None else "-"
     return f"| {name} | {errors.n} | {errors.median_error_fraction:.1%} | {errors.p90_error_fraction:.1%} | {wanted} | {held} |"
 
 
 def misses(ledger: OpLedger) -> list[tuple[tuple[str, str, str], Errors]]:
-    """Groups whose median error is beyond HOLDS_FRACTION, the worst first."""
-    found = [(key, errors) for key, ops in ledger.groups().items() if (errors := Errors.of(ops)) and not _holds(errors)]
-    return sorted(found, key=lambda item: -item[1].median_error_fraction)
+    """Return groups with a median error beyond HOLDS_FRACTION, worst first."""
+    results = [(key, errors) for key, ops in ledger.groups().items() if (errors := Errors.from_ops(ops)) and not _holds(errors)]
+    return sorted(results, key=lambda item: -item[1].median_error_fraction)
 
 
 def _holds(errors: Errors) -> bool:
@@ -147,10 +147,10 @@ def _holds(errors: Errors) -> bool:
 
 def _groups(ledger: OpLedger) -> Iterator[str]:
     missed = misses(ledger)
-    groups = {key: Errors.of(ops) for key, ops in ledger.groups().items()}
+    groups = {key: Errors.from_ops(ops) for key, ops in ledger.groups().items()}
     held = {key: errors for key, errors in groups.items() if errors is not None and _holds(errors)}
     yield ""
-    yield f"## What does not hold within {HOLDS_FRACTION:.0%}, and why"
+    yield f"## Errors above {HOLDS_FRACTION:.0%}, with reasons"
     yield ""
     yield f"The worst of {len(held) + len(missed)} groups first, by median error over all of a group's rows."
     yield ""
@@ -159,7 +159,7 @@ def _groups(ledger: OpLedger) -> Iterator[str]:
     for key, errors in missed:
         yield f"{_group_row(key, errors)} {WHY.get(key, 'not explained')} |"
     yield ""
-    yield f"## What holds within {HOLDS_FRACTION:.0%}"
+    yield f"## Errors up to {HOLDS_FRACTION:.0%}"
     yield ""
     yield "| machine | kind | kernel | n | median ratio | median error | 90th percentile |"
     yield "|---|---|---|--:|--:|--:|--:|"
@@ -177,41 +177,41 @@ def _group_row(key: tuple[str, str, str], errors: Errors) -> str:
 
 def _nobody() -> Iterator[str]:
     yield ""
-    yield "## What nobody has measured"
+    yield "## Unmeasured quantities"
     yield ""
-    yield "What the device's seconds of a standard step (qwen3-8b, four sequences of 4096 tokens) rest on: what is listed rests on"
-    yield "other GPUs' rows, scaled by datasheets, or on assumptions, and has a spread that shows it. `penstock probe` would tell."
+    yield "Sources of the device's seconds of a standard step (qwen3-8b, four sequences of 4096 tokens). Listed parts are based on"
+    yield "other GPUs' rows, scaled by datasheets, or on assumptions, with wide spreads. `penstock probe` measures them."
     yield ""
     yield "| machine | this device | another | assumed | most of all |"
     yield "|---|--:|--:|--:|---|"
     for name in shipped_profiles():
-        found = standard(read_profile(name))
-        shares = " | ".join(f"{found.fraction(basis):.0%}" for basis in ("this device", "another device", "assumptions"))
-        yield f"| {name} | {shares} | {', '.join(f'{part.what} {part.fraction:.1%}' for part in found.worst)} |"
+        provenance = standard(read_profile(name))
+        shares = " | ".join(f"{provenance.fraction(basis):.0%}" for basis in ("this device", "another device", "assumptions"))
+        yield f"| {name} | {shares} | {', '.join(f'{part.what} {part.fraction:.1%}' for part in provenance.worst)} |"
     yield ""
-    yield "Of no machine: copies while an optimizer works, AdamW of a CPU by threads, the rate of first touches of host memory, the"
+    yield "Unmeasured on all machines: copies while an optimizer works, AdamW of a CPU by threads, page faults of the host, the"
     yield "driver's context, and hand-overs between lanes; profiles of machines that were probed have them."
 
 
-def _laws(found: dict[str, Found]) -> Iterator[str]:
-    of = {m: each.rows[m] for m, each in found.items()}
-    law = {m: [abs(math.expm1(error)) for error in each.errors[m]] for m, each in found.items() if each.errors[m]}
-    grid = {m: _grid_errors(list(of[m])) for m in law}
+def _laws(fits: dict[str, FitResult]) -> Iterator[str]:
+    rows = {m: result.rows[m] for m, result in fits.items()}
+    law = {m: [abs(math.expm1(error)) for error in result.errors[m]] for m, result in fits.items() if result.errors[m]}
+    grid = {m: _grid_errors(list(rows[m])) for m in law}
     better = sum(statistics.median(law[m]) <= statistics.median(grid[m]) for m in law)
     surer = sum(_p90(law[m]) <= _p90(grid[m]) for m in law)
     yield ""
-    yield "## Why products are a law and not a grid"
+    yield "## Comparison of laws with grids for products"
     yield ""
-    yield f"""Errors of rows left out: each of {N_FOLDS} parts of the widths is predicted by what the others give, by a law of few
+    yield f"""Errors of rows left out: each of {N_FOLDS} parts of the widths is predicted from the others, by a law of few
 constants (tiles, waves, memory; shapes are an architecture's, rates a GPU's), and by a grid of the same rows, interpolated over
 tokens and width as probed profiles are. By the median the law is off by less on {better} of {len(law)} GPUs, by the 90th percentile
-on {surer}. So profiles hold laws: one form for all, in which more work never takes less time, and which a GPU without rows can have
-scaled. A profile that `penstock probe` measured holds its grid."""
+on {surer}. So profiles hold laws: they share one form, more work never takes less time, and they can be scaled to a GPU without
+rows. A profile that `penstock probe` measured holds its grid."""
     yield ""
     yield "| machine | rows | law: median | 90th percentile | grid: median | 90th percentile |"
     yield "|---|--:|--:|--:|--:|--:|"
     for m in law:
-        yield f"| {m} | {len(of[m])} | {_figures(law[m])} | {_figures(grid[m])} |"
+        yield f"| {m} | {len(rows[m])} | {_figures(law[m])} | {_figures(grid[m])} |"
     yield ""
     yield "GPUs without rows have the law of another of their architecture, scaled:"
     yield ""
@@ -219,14 +219,14 @@ scaled. A profile that `penstock probe` measured holds its grid."""
 
 
 def _grid_errors(rows: list[OpRow]) -> list[float]:
-    """Of rows left out, by interpolation between the others."""
-    found = []
+    """Return errors of held-out rows, interpolated between the others."""
+    errors = []
     for fold in range(N_FOLDS):
-        kept = [row for row in rows if fold_of(row) != fold]
-        grid = rows_of((row.sizes["m"], _width(row), _flop(row) / row.value) for row in kept)
+        training = [row for row in rows if fold_of(row) != fold]
+        grid = rows_of((row.sizes["m"], _width(row), _flop(row) / row.value) for row in training)
         left_out = [row for row in rows if fold_of(row) == fold and grid]
-        found += [abs(_flop(row) / interpolated(grid, row.sizes["m"], _width(row)).value / row.value - 1) for row in left_out]
-    return found
+        errors += [abs(_flop(row) / interpolated(grid, row.sizes["m"], _width(row)).value / row.value - 1) for row in left_out]
+    return errors
 
 
 def _width(row: OpRow) -> float:
@@ -247,16 +247,16 @@ def _figures(errors: list[float]) -> str:
 
 def _sets(ledger: OpLedger) -> Iterator[str]:
     yield ""
-    yield "## Whose measurements these are"
+    yield "## Sources of the measurements"
     yield ""
     yield "Figures and their sources; where a set has no licence of its own, figures alone were taken. `where` names a row's file."
     yield ""
     yield "| set | rows | machines | licence |"
     yield "|---|--:|---|---|"
-    of: dict[str, list[Op]] = {}
+    by_set: dict[str, list[Op]] = {}
     for op in ledger.ops:
-        of.setdefault(op.row.set, []).append(op)
-    for name, ops in sorted(of.items(), key=lambda item: -len(item[1])):
+        by_set.setdefault(op.row.set, []).append(op)
+    for name, ops in sorted(by_set.items(), key=lambda item: -len(item[1])):
         machines = ", ".join(sorted({op.row.machine for op in ops}))
         yield f"| {name} | {len(ops)} | {machines} | {LICENCES.get(name, 'figures only')} |"
 

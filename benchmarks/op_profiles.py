@@ -1,11 +1,10 @@
 """Profiles rebuilt from the fitted laws.
 
-    python -m benchmarks.op_profiles            # the laws of products that would be written
+    python -m benchmarks.op_profiles            # print the laws of products
     python -m benchmarks.op_profiles --write    # all laws, into hwprofiles/profiles; then: python benchmarks/ledger.py RUNS --write
 
-Each shipped profile of a GPU gets the laws that `benchmarks/op_fit.py` finds: its own, or those of the nearest GPU of its
-architecture, scaled to a rate that datasheets or single measurements give. Each source says what it rests on, and of which device.
-Half a minute of one core.
+Each shipped GPU profile gets the laws of `benchmarks/op_fit.py`: from its rows, or from the nearest GPU of its architecture, scaled
+to a rate from datasheets or single measurements. Each source names its data and device. Half a minute of one core.
 """
 
 import argparse
@@ -18,13 +17,13 @@ from functools import cache
 from typing import Any
 
 from benchmarks.op_fit import (
-    ALIKE,
     COLLECTIVE,
+    EQUAL_COST,
     GPUS,
     JOINED,
     PASS,
     PRODUCT,
-    Found,
+    FitResult,
     attention,
     bytes_per_s,
     collectives,
@@ -46,15 +45,15 @@ from penstock.hwprofiles.schema import FOLDER, Profile, read_profile
 SAME_GPU = {"h100-sxm": ("8xh100",), "rtx4090-server": ("8xrtx4090", "rtx4090-desktop", "rtx4090-threadripper")}
 MEMORY_LIKE = {"rtx5090-desktop": "rtx5090-server", "rtx5090-threadripper": "rtx5090-server"}
 KERNELS = ("flash", "cudnn", "fa3", "aiter")
-ONLY_MEASURED = ("fa3", "aiter")  # kernels that no plan asks for: for GPUs with rows alone
-# Whose torch attention stands for an architecture of which nobody published any, or not both ways
+ONLY_MEASURED = ("fa3", "aiter")  # kernels that plans never choose: only for GPUs with rows
+# Substitutes for architectures without published torch attention in both directions
 STANDING = {"Blackwell GeForce": "Ada", "Blackwell": "Hopper", "Ampere": "Hopper", "CDNA": "Hopper"}
-ATTENTION_SPREAD, NORM_SPREAD, EAGER_SPREAD, MEMORY_SPREAD = 0.25, 0.4, 0.25, 0.05  # of what other GPUs' rows stand for
+ATTENTION_SPREAD, NORM_SPREAD, EAGER_SPREAD, MEMORY_SPREAD = 0.25, 0.4, 0.25, 0.05  # of values from other GPUs
 OVERHEAD_SPREAD, ORDER_SPREAD = 0.5, 0.1
-EAGER_SHARE = 0.65  # of memory's rate: between 0.58, which single modules of A100 and H100 show, and 0.7 to 0.76, which runs do
-WIDEST = 3.0  # of exchanges by way of a host: as far as hosts of one card were found apart
+EAGER_SHARE = 0.65  # of memory bandwidth: between 0.58 (single modules on A100 and H100) and 0.7 to 0.76 (runs)
+WIDEST = 3.0  # of exchanges through a host: the spread between hosts of one card
 
-# What products keep of a burst's rate in a step, by architecture; runs say it of some GPUs (`benchmarks/run_fit.py`).
+# Rate of products in a step relative to a burst, by architecture; runs give it for some GPUs (`benchmarks/run_fit.py`).
 AS_HOPPER = "as on Hopper, whose clocks fall under load, too; nobody published a step of this architecture"
 SUSTAINED: dict[str, tuple[float, float, SourceKind, str | None, str]] = {
     "Ampere": (1.0, 0.04, "published", "a100-sxm", "whole MLPs run at the rate of isolated products (Liger-Kernel's benchmarks)"),
@@ -81,7 +80,7 @@ def device_of(machine: str) -> str:
 
 
 def source(kind: SourceKind, detail: str, machine: str | None = None, scaled: bool = False) -> Fields:
-    """Fields of a source; `machine`: whose device was measured."""
+    """Return the fields of a source. `machine`: the measured device."""
     device = None if machine is None else device_of(machine)
     fields: Fields = {"kind": kind, "detail": detail, "date": None, "device": device, "driver": None}
     return fields | ({"scaled": True} if scaled else {})
@@ -96,19 +95,19 @@ def rounded(value: float) -> float:
 
 
 def nearest(gpu: str, measured: Collection[str], kernel: str) -> str | None:
-    """Itself, the GPU whose law it has, or the one of its architecture with the nearest products; of torch's own attention, which
-    every GPU has, one of another."""
+    """Return the GPU with the law to use: itself, its `like`, or the one of its architecture with the nearest products. For torch's
+    attention, which every GPU has, another architecture is accepted."""
     if gpu in measured or (like := GPUS[gpu].like) in measured:
         return gpu if gpu in measured else like
-    own = [m for m in measured if GPUS[m].architecture == GPUS[gpu].architecture]
-    if not own and kernel == "flash":
-        own = [m for m in measured if GPUS[m].architecture == STANDING.get(GPUS[gpu].architecture)]
-    return min(own, key=lambda m: abs(math.log(large_rate(m) / large_rate(gpu))), default=None)
+    candidates = [m for m in measured if GPUS[m].architecture == GPUS[gpu].architecture]
+    if not candidates and kernel == "flash":
+        candidates = [m for m in measured if GPUS[m].architecture == STANDING.get(GPUS[gpu].architecture)]
+    return min(candidates, key=lambda m: abs(math.log(large_rate(m) / large_rate(gpu))), default=None)
 
 
 @dataclass(slots=True)
 class Writing:
-    """A profile's fields while laws are put into them; `gpu`: the machine whose rows are those of its device."""
+    """Fields of a profile under construction. `gpu`: the machine with the rows of its device."""
 
     machine: str
     gpu: str
@@ -118,33 +117,34 @@ class Writing:
     def device(self) -> Fields:
         return self.fields["device"]  # type: ignore[no-any-return]
 
-    def put(self, key: str, of: Fields) -> str:
-        """The source under its key, which is returned."""
-        self.fields["sources"][key] = of
+    def put(self, key: str, fields: Fields) -> str:
+        """Store a source and return its key."""
+        self.fields["sources"][key] = fields
         return key
 
-    def memory(self, found: Mapping[str, tuple[float, list[OpRow]]]) -> None:
-        at = MEMORY_LIKE.get(self.gpu, self.gpu)
-        if at in found:
-            rate, rows = found[at]
-            said = f"copies on the device and kernels that only move: {counted_sets(rows)} (docs/ops.md; rows {digest_of(rows)})"
-            self.device["memory_bytes_per_s"] = quantity(rate, MEMORY_SPREAD, self.put("ops_memory", source("fitted", said, at)))
+    def memory(self, rates: Mapping[str, tuple[float, list[OpRow]]]) -> None:
+        gpu = MEMORY_LIKE.get(self.gpu, self.gpu)
+        if gpu in rates:
+            rate, rows = rates[gpu]
+            detail = f"copies on the device and kernels that only move: {counted_sets(rows)} (docs/ops.md; rows {digest_of(rows)})"
+            self.device["memory_bytes_per_s"] = quantity(rate, MEMORY_SPREAD, self.put("ops_memory", source("fitted", detail, gpu)))
 
     def products(self) -> None:
         gpu = GPUS[self.gpu]
-        at = gpu.like or self.gpu
-        found, v = products()[at], products()[at].values[at]
-        factor = large_rate(self.gpu) / large_rate(at)
+        base = gpu.like or self.gpu
+        result, v = products()[base], products()[base].values[base]
+        factor = large_rate(self.gpu) / large_rate(base)
         if gpu.like is None:
-            of, spread = source("fitted", found.words(at, "a law of bf16 products"), at), found.spread(at)
+            fields, spread = source("fitted", result.words(base, "a law of bf16 products"), base), result.spread(base)
         else:
-            said = (
-                f"the law of bf16 products of {at}, with this device's multiprocessors and memory, scaled to "
+            detail = (
+                f"the law of bf16 products of {base}, with this device's multiprocessors and memory, scaled to "
                 f"{large_rate(self.gpu) / 1e12:.4g} TFLOP/s at 8192 cubed ({gpu.why}); nobody published other sizes"
             )
-            of, spread = source("fitted", said, at, scaled=True), math.hypot(scaled_spread(gpu.architecture), gpu.spread_fraction)
-        key = self.put("ops_products", of)
-        sizes = [row.sizes for row in found.rows[at]]
+            fields = source("fitted", detail, base, scaled=True)
+            spread = math.hypot(scaled_spread(gpu.architecture), gpu.spread_fraction)
+        key = self.put("ops_products", fields)
+        sizes = [row.sizes for row in result.rows[base]]
         widths = [round(math.sqrt(d["k"] * d["n"])) for d in sizes]
         self.device["matmul"]["bf16"] = {
             "flop_per_s": quantity(v["flop_per_s"] * factor, spread, key),
@@ -155,52 +155,52 @@ class Writing:
         }
         self.device["kernel_overhead_s"] = quantity(v["kernel_overhead_s"], OVERHEAD_SPREAD, key)
 
-    def attention(self, kernel: str, found: Mapping[str, Mapping[str, Found]]) -> None:
-        """The law of a kernel, both ways; none of one that nobody measured on its architecture."""
-        ats = {way: nearest(self.gpu, of, kernel) for way, of in found.items()}
-        if None in ats.values() or (kernel in ONLY_MEASURED and self.gpu not in found["forward"]):
+    def attention(self, kernel: str, results: Mapping[str, Mapping[str, FitResult]]) -> None:
+        """Add the law of a kernel in both directions, unless it was not measured on this architecture."""
+        ats = {way: nearest(self.gpu, fits, kernel) for way, fits in results.items()}
+        if None in ats.values() or (kernel in ONLY_MEASURED and self.gpu not in results["forward"]):
             return
         law: Fields = {}
         lengths: list[int] = []
-        for way, at in ats.items():
-            assert at is not None
-            of, v, factor = found[way][at], found[way][at].values[at], 1.0
-            lengths += [row.sizes["seq"] for row in of.rows[at]]
-            if at == self.gpu:
-                said = source("fitted", of.words(at, f"a law of {kernel} attention, {way},"), at)
+        for way, gpu in ats.items():
+            assert gpu is not None
+            fit, v, factor = results[way][gpu], results[way][gpu].values[gpu], 1.0
+            lengths += [row.sizes["seq"] for row in fit.rows[gpu]]
+            if gpu == self.gpu:
+                origin = source("fitted", fit.words(gpu, f"a law of {kernel} attention, {way},"), gpu)
             else:
-                # A backward whose forward was measured is to it as where both were
-                by_forward = way == "backward" and ats["forward"] == self.gpu and at in found["forward"]
-                factor = large_rate(self.gpu) / large_rate(at)
+                # Scale a backward like its forward, if that was measured
+                by_forward = way == "backward" and ats["forward"] == self.gpu and gpu in results["forward"]
+                factor = large_rate(self.gpu) / large_rate(gpu)
                 if by_forward:
-                    factor = law["forward"]["flop_per_s"]["value"] / found["forward"][at].values[at]["flop_per_s"]
+                    factor = law["forward"]["flop_per_s"]["value"] / results["forward"][gpu].values[gpu]["flop_per_s"]
                 as_what = "its forward" if by_forward else "large products"
-                text = f"the law of {kernel} attention of {at}, {way}, times {factor:.3g}, as {as_what}; nobody published its own"
-                said = source("fitted", text, at, scaled=True)
-            key = self.put(f"ops_{kernel}_{way}", said)
-            spread = of.spread(at) if at == self.gpu else ATTENTION_SPREAD
+                text = f"the law of {kernel} attention of {gpu}, {way}, times {factor:.3g}, as {as_what}; nobody published its own"
+                origin = source("fitted", text, gpu, scaled=True)
+            key = self.put(f"ops_{kernel}_{way}", origin)
+            spread = fit.spread(gpu) if gpu == self.gpu else ATTENTION_SPREAD
             law[way] = {
                 "flop_per_s": quantity(v["flop_per_s"] * factor, spread, key),
-                **{name: rounded(v[name]) for name in PASS if name != "paged_passes" or any(row.is_paged for row in of.rows[at])},
+                **{name: rounded(v[name]) for name in PASS if name != "paged_passes" or any(row.is_paged for row in fit.rows[gpu])},
             }
-            if way == "backward" and any("deterministic" in row.kernel for rows in of.rows.values() for row in rows):
+            if way == "backward" and any("deterministic" in row.kernel for rows in fit.rows.values() for row in rows):
                 law["deterministic_fraction"] = quantity(v["deterministic_fraction"], ORDER_SPREAD, key)
         law["seq_len"] = [min(lengths), max(lengths)]
         self.device["attention"].setdefault(kernel, {})["bf16"] = law
 
-    def norms(self, found: Mapping[str, Mapping[str, Found]]) -> None:
-        """Rates of norms by kernel; of torch's own also where others' stand for it."""
+    def norms(self, results: Mapping[str, Mapping[str, FitResult]]) -> None:
+        """Add rates of norms by kernel. For torch's fused norm, the median of other GPUs is a fallback."""
         self.device["norms"] = {}
-        for kernel, by_way in found.items():
+        for kernel, by_way in results.items():
             rates: Fields = {}
-            for way, of in by_way.items():
+            for way, result in by_way.items():
                 key = f"ops_norm_{way}"
-                if self.gpu in of.values:
-                    self.put(key, source("fitted", of.words(self.gpu, f"a rate of RMS norms in one kernel, {way},"), self.gpu))
-                    rates[f"{way}_bytes_per_s"] = quantity(bytes_per_s(of, self.gpu), of.spread(self.gpu), key)
+                if self.gpu in result.values:
+                    self.put(key, source("fitted", result.words(self.gpu, f"a rate of RMS norms in one kernel, {way},"), self.gpu))
+                    rates[f"{way}_bytes_per_s"] = quantity(bytes_per_s(result, self.gpu), result.spread(self.gpu), key)
                 elif kernel == "torch-fused":
-                    share = statistics.median(v["share"] * v["factor"] for v in of.values.values())
-                    names = ", ".join(of.values)
+                    share = statistics.median(v["share"] * v["factor"] for v in result.values.values())
+                    names = ", ".join(result.values)
                     self.put(
                         key, source("fitted", f"{share:.2f} of the rate of memory, the median of {names}; nobody published its own")
                     )
@@ -209,36 +209,36 @@ class Writing:
             if rates:
                 self.device["norms"][kernel] = rates
 
-    def eager(self, found: Mapping[str, tuple[float, list[OpRow]]]) -> None:
-        if self.gpu in found:
-            rate, rows = found[self.gpu]
+    def eager(self, rates: Mapping[str, tuple[float, list[OpRow]]]) -> None:
+        if self.gpu in rates:
+            rate, rows = rates[self.gpu]
             kinds = ", ".join(sorted({row.kind for row in rows}))
-            said = f"what eager modules reach, the mean over {kinds}: {counted_sets(rows)} (docs/ops.md; rows {digest_of(rows)})"
-            of = source("fitted", said, self.gpu)
+            detail = f"what eager modules reach, the mean over {kinds}: {counted_sets(rows)} (docs/ops.md; rows {digest_of(rows)})"
+            fields = source("fitted", detail, self.gpu)
         else:
             rate = EAGER_SHARE * self.device["memory_bytes_per_s"]["value"]
-            of = source(
+            fields = source(
                 "fitted", f"{EAGER_SHARE} of the rate of memory: single modules of A100 and H100 reach 0.58, runs 0.7 to 0.76"
             )
-        self.device["eager_bytes_per_s"] = quantity(rate, EAGER_SPREAD, self.put("ops_eager", of))
+        self.device["eager_bytes_per_s"] = quantity(rate, EAGER_SPREAD, self.put("ops_eager", fields))
 
     def sustained(self) -> None:
-        value, spread, kind, at, said = SUSTAINED[GPUS[self.gpu].architecture]
-        key = self.put("under_load", source(kind, said, at, scaled=at is not None and at != self.gpu))
+        value, spread, kind, base, detail = SUSTAINED[GPUS[self.gpu].architecture]
+        key = self.put("under_load", source(kind, detail, base, scaled=base is not None and base != self.gpu))
         self.device["sustained_fraction"] = quantity(value, spread, key)
 
-    def collectives(self, joined: str, found: Mapping[str, Found]) -> None:
+    def collectives(self, joined: str, results: Mapping[str, FitResult]) -> None:
         laws: Fields = {}
-        for alike, of in found.items():
-            at = self.machine if self.machine in of.values else next(iter(of.values))
+        for name, result in results.items():
+            machine = self.machine if self.machine in result.values else next(iter(result.values))
             key, v = (
-                self.put(f"ops_{alike}", source("fitted", of.words(at, f"a law of NCCL's {alike} over {joined}"), at)),
-                of.values[at],
+                self.put(f"ops_{name}", source("fitted", result.words(machine, f"a law of NCCL's {name} over {joined}"), machine)),
+                result.values[machine],
             )
-            spread = of.spread(at)
+            spread = result.spread(machine)
             by_host = joined.startswith("PCIe")
             law = {name: quantity(v[name], WIDEST if by_host else spread, key) for name in ("latency_s", "bytes_per_s")}
-            laws |= dict.fromkeys(ALIKE[alike], law | {name: rounded(v[name]) for name in COLLECTIVE})
+            laws |= dict.fromkeys(EQUAL_COST[name], law | {name: rounded(v[name]) for name in COLLECTIVE})
         waiting = self.put(
             "meeting", source("assumed", "ranks that come to an op wait for the last of them; nobody measured how long")
         )
@@ -247,7 +247,7 @@ class Writing:
 
 
 def profiles() -> Iterator[tuple[str, Fields]]:
-    """Every profile of a GPU with its laws."""
+    """Yield every GPU profile with its laws."""
     ways = ("forward", "backward")
     of_attention = {kernel: {way: attention(kernel, way) for way in ways} for kernel in KERNELS}
     of_norms = {kernel: {way: norms(kernel, way) for way in ways} for kernel in ("torch-fused", "torch-compile")}
@@ -258,8 +258,8 @@ def profiles() -> Iterator[tuple[str, Fields]]:
             writing = Writing(machine, gpu, json.loads((FOLDER / f"{machine}.json").read_text()))
             writing.memory(memory)
             writing.products()
-            for kernel, found in of_attention.items():
-                writing.attention(kernel, found)
+            for kernel, results in of_attention.items():
+                writing.attention(kernel, results)
             writing.norms(of_norms)
             if (gpu, "eager") not in BY_RUNS:
                 writing.eager(eager)
@@ -271,9 +271,9 @@ def profiles() -> Iterator[tuple[str, Fields]]:
 
 
 def without_unused(fields: Fields) -> Fields:
-    """The fields of a profile with the sources that its numbers name, and no other."""
+    """Drop sources that no quantity names."""
     used = {quantity.source for _, quantity in Profile.from_json(fields).quantities()}
-    return fields | {"sources": {key: of for key, of in fields["sources"].items() if key in used}}
+    return fields | {"sources": {key: entry for key, entry in fields["sources"].items() if key in used}}
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Bandwidth of the host's optimizers against memcpy, and their times beside AdamW's.
+"""Bandwidth of the host's optimizers against memcpy, and their times next to AdamW's.
 
-`python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW on split, bf16 and fp32 masters, and
-of the optimizers that keep less, with one worker and more, beside a copy that moves as many bytes with as many threads, measured in
-turns, and as ratios to AdamW on split masters and to torch's fused kernel alone, in turns too; the bytes per parameter counted from
-the loops; and what the processor's own counters say, where they can be had. `--before REVISION` compares with a revision instead.
+`python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW with split, bf16 and fp32 masters,
+and of the low-bit optimizers, with one worker and more. Baselines, all interleaved: a copy of the same bytes with the same threads,
+AdamW with split masters, and torch's fused kernel. Also bytes per parameter counted in the loops, and hardware counters where
+available. `--before REVISION` compares with a revision instead.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from penstock.runtime.plan.optimizer import AdamW, Optimizer
 
 N_PARAMS = 48 * 2**20
 N_ROUNDS = 9
-FACTOR = 0.5  # any but one, which would skip a multiplication
+FACTOR = 0.5  # not 1, which would skip a multiplication
 SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
-# What is kept, and the master: fp32, alone or split; or bf16, rounded half up or stochastically
+# Optimizer, and master: fp32, whole or split; or bf16, rounded to nearest or stochastically
 KINDS = {
     "split": (Optimizer.ADAMW, "split"),
     "bf16": (Optimizer.ADAMW, "bf16"),
@@ -54,7 +54,7 @@ KINDS = {
     "lion:moments=int8,master=bf16": (Optimizer.LION_INT8, "stochastic"),
     "lion:moments=int8,master=split24": (Optimizer.LION_INT8, "split24"),
 }
-FUSED_BYTES = 28  # moved by torch's fused kernel on fp32 alone
+FUSED_BYTES = 28  # traffic of torch's fused kernel on fp32
 BYTES_PER_LINE = 64
 _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
 _LAST_LEVEL_MISSES = ((0, 3), (3, 2 | 0 << 8 | 1 << 16))  # (type, config): cache misses; last level, read, miss
@@ -62,22 +62,22 @@ _LAST_LEVEL_MISSES = ((0, 3), (3, 2 | 0 << 8 | 1 << 16))  # (type, config): cach
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A parameter in one of the store's forms, and what there is to do with it."""
+    """A parameter in one storage layout, and the work on it."""
 
     name: str
-    n_bytes: int  # moved by one run
+    n_bytes: int  # traffic of one run
     run: Callable[[Workers[Scratch]], object]
 
 
 def flat(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory as the arenas have it."""
+    """Allocate memory like the arenas."""
     slab = host_slab(n * dtype.itemsize)
     touch([slab], 1)
     return slab.view(dtype)
 
 
 def update_case(kind: str, n: int) -> Case:
-    """One step on a parameter of n elements."""
+    """Return one update of a parameter with n elements."""
     optimizer, of_master = KINDS[kind]
     moments = [flat(group_bytes(n) if dtype == "int8" else n, DTYPE[dtype]) for dtype in optimizer.moments.values()]
     half, gradient = flat(n, torch.bfloat16), flat(n, torch.float32 if of_master == "fp32" else torch.bfloat16)
@@ -93,19 +93,19 @@ def update_case(kind: str, n: int) -> Case:
         case _:
             master = Master(half)
     is_drawn = of_master in ("stochastic", "split24")
-    drawn = Drawn((5, 6, 7), is_drawn) if is_drawn or optimizer is not Optimizer.ADAMW else None
-    to, summed = ParamState(master, tuple(moments)), SummedGradient((gradient,), gradient.dtype)
-    tasks = Step(to, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, drawn).tasks()
+    rounding = Drawn((5, 6, 7), is_drawn) if is_drawn or optimizer is not Optimizer.ADAMW else None
+    state, summed = ParamState(master, tuple(moments)), SummedGradient((gradient,), gradient.dtype)
+    tasks = Step(state, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, rounding).tasks()
     wide = "bf16" if half is master.weight and master.remainder is None else of_master if of_master == "split24" else "fp32"
     n_bytes = optimizer.update_bytes(wide, "fp32" if of_master == "fp32" else "bf16")  # type: ignore[arg-type]
     return Case(kind, round(n_bytes * n), lambda workers: workers.run(tasks))
 
 
 def fused_case(n: int) -> Case:
-    """torch's fused AdamW on fp32 master, gradient and moments, chunk by chunk: nothing is split, rounded or scaled."""
+    """Return torch's fused AdamW on fp32 master, gradient and moments, in chunks, without splitting, rounding or scaling."""
     tensors = [flat(n, torch.float32).uniform_(1e-8, 1e-6) for _ in range(4)]
-    step, of = torch.tensor(10.0), SETTINGS
-    how = {"lr": of.lr, "beta1": of.beta1, "beta2": of.beta2, "weight_decay": of.weight_decay, "eps": of.eps}
+    step, adamw = torch.tensor(10.0), SETTINGS
+    how = {"lr": adamw.lr, "beta1": adamw.beta1, "beta2": adamw.beta2, "weight_decay": adamw.weight_decay, "eps": adamw.eps}
     how |= {"amsgrad": False, "maximize": False}
 
     def run(workers: Workers[Scratch]) -> None:
@@ -126,12 +126,12 @@ def norm_case(n: int) -> Case:
 
 
 def copy_case(n_bytes: int, n_threads: int) -> Case:
-    """A copy that reads and writes `n_bytes` in sum, shared by the workers in equal parts."""
-    to, source = flat(n_bytes // 2, torch.uint8), flat(n_bytes // 2, torch.uint8)
+    """Return a copy with `n_bytes` of reads plus writes, split equally among the workers."""
+    target, source = flat(n_bytes // 2, torch.uint8), flat(n_bytes // 2, torch.uint8)
 
     def run(workers: Workers[Scratch]) -> None:
-        part = -(-to.numel() // n_threads)
-        pairs = list(zip(to.split(part), source.split(part), strict=True))
+        part = -(-target.numel() // n_threads)
+        pairs = list(zip(target.split(part), source.split(part), strict=True))
         workers.run([lambda _, a=a, b=b: a.copy_(b) for a, b in pairs])  # type: ignore[misc]
 
     return Case("copy", n_bytes, run)
@@ -142,35 +142,35 @@ def copy_case(n_bytes: int, n_threads: int) -> Case:
 
 @contextmanager
 def misses_counted() -> Iterator[Callable[[], int] | None]:
-    """A counter of the last cache's misses by this thread and those that it starts; None where the system has none to give."""
+    """Count last-level cache misses of this thread and its children. None if the system has no counter."""
     for kind, config in _LAST_LEVEL_MISSES:
         # struct perf_event_attr: type, size, config, .., flags (inherit, exclude_kernel, exclude_hv), ..
         attributes = struct.pack("IIQQQQQ", kind, 64, config, 0, 0, 0, 1 << 1 | 1 << 5 | 1 << 6).ljust(64, b"\0")
         number = _PERF_EVENT_OPEN.get(platform.machine())
-        found = ctypes.CDLL(None, use_errno=True).syscall(number, attributes, 0, -1, -1, 0) if number is not None else -1
-        if found >= 0:
+        descriptor = ctypes.CDLL(None, use_errno=True).syscall(number, attributes, 0, -1, -1, 0) if number is not None else -1
+        if descriptor >= 0:
             try:
-                yield lambda found=found: struct.unpack("Q", os.read(found, 8))[0]  # type: ignore[misc]
+                yield lambda descriptor=descriptor: struct.unpack("Q", os.read(descriptor, 8))[0]  # type: ignore[misc]
             finally:
-                os.close(found)
+                os.close(descriptor)
             return
     yield None
 
 
 def misses_of(case: Case, n_threads: int) -> int | None:
-    """Of one run, after one that warms up."""
+    """Return cache misses of one run, after a warm-up run."""
     with misses_counted() as read:
         workers = Workers(n_threads, Scratch)
         with workers.helped(settled):
             case.run(workers)
-            before = read() if read is not None else 0
+            start = read() if read is not None else 0
             case.run(workers)
-        return read() - before if read is not None else None  # a helper's count is added when it ends
+        return read() - start if read is not None else None  # a child's count is added when it ends
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """As a machine settles its lanes: one thread inside a kernel, no autograd."""
+    """Configure a thread like a machine's lane: one thread per kernel, no autograd."""
     torch.set_num_threads(1)
     with torch.no_grad():
         yield
@@ -180,8 +180,7 @@ def settled() -> Iterator[None]:
 
 
 def in_turns(cases: list[Case], n_threads: int, n_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run; one of each case after another, round by round. Of one worker the seconds of its core: others may use
-    the machine too."""
+    """Return seconds of every run, interleaved by rounds. With one worker, CPU seconds, because others may use the machine."""
     clock = time.thread_time if n_threads == 1 else time.perf_counter
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     workers = Workers(n_threads, Scratch)
@@ -190,7 +189,7 @@ def in_turns(cases: list[Case], n_threads: int, n_rounds: int) -> dict[str, list
             for case in cases:
                 start_s = clock()
                 case.run(workers)
-                if number:  # the first round warms up
+                if number:  # the first round is warm-up
                     times[case.name].append(clock() - start_s)
     return times
 
@@ -199,9 +198,9 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
     copy, split, bare = copy_case(26 * n_params, n_threads), update_case("split", n_params), fused_case(n_params)
     for kind in (*KINDS, "norm"):
         case = norm_case(n_params) if kind == "norm" else update_case(kind, n_params)
-        case = replace(case, name=f"{kind} ")  # beside the other of its kind
+        case = replace(case, name=f"{kind} ")  # distinct from the baseline of the same kind
         times = in_turns([case, copy, split, bare], n_threads, n_rounds)
-        to_split, to_bare = (median(a / b for a, b in zip(times[case.name], times[of.name], strict=True)) for of in (split, bare))
+        to_split, to_bare = (median(a / b for a, b in zip(times[case.name], times[ref.name], strict=True)) for ref in (split, bare))
         ordered, mine_s = sorted(times[case.name]), median(times[case.name])
         copy_s = median(times["copy"]) * case.n_bytes / copy.n_bytes
         ratio = median(a / b for a, b in zip(times[case.name], times["copy"], strict=True)) * copy.n_bytes / case.n_bytes
@@ -215,7 +214,7 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
         )
 
 
-# Another revision's cases, in a process of its own: a line of input is a run, a line of output its thread's seconds
+# Cases of another revision, in a separate process: a line of input starts a run, a line of output is its thread time
 CHILD = """
 import sys, time
 from benchmarks import optimizer as of
@@ -232,7 +231,7 @@ with of.settled(), workers.helped(of.settled):
 
 
 def compared(revision: str, kinds: list[str], n_params: int, n_rounds: int) -> Iterator[str]:
-    """A row for each kind: the revision and this one in turns, round by round, each on one thread of its own process."""
+    """Yield a row per kind: a revision and this one, interleaved by rounds, each on one thread of a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", revision, "runtime", "benchmarks"], check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive)
@@ -243,20 +242,20 @@ def compared(revision: str, kinds: list[str], n_params: int, n_rounds: int) -> I
                     stack.enter_context(
                         subprocess.Popen(
                             command,
-                            cwd=at,
-                            env=os.environ | {"PYTHONPATH": str(at)},
+                            cwd=root,
+                            env=os.environ | {"PYTHONPATH": str(root)},
                             stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE,
                             text=True,
                         )
                     )
-                    for at in (folder, Path(__file__).parents[1])
+                    for root in (folder, Path(__file__).parents[1])
                 ]
-                pairs = [[_one_run(child) for child in children] for _ in range(n_rounds + 1)][1:]  # the first round warms up
-            before, after = ([pair[i] / n_params * 1e9 for pair in pairs] for i in (0, 1))
-            ratio = median(a / b for b, a in zip(before, after, strict=True))
-            spread = f"{min(after):.2f} to {max(after):.2f}"
-            yield f"| {kind} | {median(before):.2f} | {median(after):.2f} | {spread} | {ratio:.2f} |"
+                pairs = [[_one_run(child) for child in children] for _ in range(n_rounds + 1)][1:]  # the first round is warm-up
+            old, new = ([pair[i] / n_params * 1e9 for pair in pairs] for i in (0, 1))
+            ratio = median(a / b for b, a in zip(old, new, strict=True))
+            spread = f"{min(new):.2f} to {max(new):.2f}"
+            yield f"| {kind} | {median(old):.2f} | {median(new):.2f} | {spread} | {ratio:.2f} |"
 
 
 def _one_run(child: "subprocess.Popen[str]") -> float:
@@ -281,22 +280,22 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[*KINDS, "norm"], help="of --before")
     parser.add_argument("--before", metavar="REVISION", help="compare with a revision of git, in turns, on one thread")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    asked = parser.parse_args()
+    options = parser.parse_args()
     settle_allocator()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     print(f"Commit {commit}; {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.")
-    if asked.before is not None:
-        print(f"{asked.params / 1e6:.1f} M parameters, one thread, {asked.rounds} rounds in turns, medians.\n")
-        print(f"| kind | {asked.before}, ns | now, ns | least to most | ratio |\n|---|---:|---:|---|---:|", flush=True)
-        for row in compared(asked.before, asked.kinds, asked.params, asked.rounds):
+    if options.before is not None:
+        print(f"{options.params / 1e6:.1f} M parameters, one thread, {options.rounds} rounds in turns, medians.\n")
+        print(f"| kind | {options.before}, ns | now, ns | least to most | ratio |\n|---|---:|---:|---|---:|", flush=True)
+        for row in compared(options.before, options.kinds, options.params, options.rounds):
             print(row, flush=True)
         return
-    gradients = f"gradients fp32 beside an fp32 master and else bf16, {asked.rounds} rounds in turns"
-    print(f"{asked.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
-    print("| what | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s | misses, B |")
+    gradients = f"gradients fp32 with an fp32 master, otherwise bf16, {options.rounds} rounds in turns"
+    print(f"{options.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
+    print("| kind | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s | misses, B |")
     print("|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|", flush=True)
-    for n_threads in asked.workers:
-        for row in rows(asked.params, asked.rounds, n_threads):
+    for n_threads in options.workers:
+        for row in rows(options.params, options.rounds, n_threads):
             print(row, flush=True)
 
 

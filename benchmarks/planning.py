@@ -33,20 +33,20 @@ CHILD = (
 
 
 def timed(model: Path, policy: str) -> tuple[float, float]:
-    """Wall seconds and peak bytes of one `penstock plan`, each the median of fresh processes."""
+    """Return wall seconds and peak bytes of one `penstock plan`, medians of fresh processes."""
     words = ["plan", str(model), "--machine", MACHINE, "--host-memory", "4TB", "--tokens-per-step", "65536"]
     words += ["--policy", policy, "--json"]
     seconds, peaks = [], []
     for _ in range(N_RUNS):
         start_s = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", CHILD, *words], check=True, capture_output=True, text=True)
+        process = subprocess.run([sys.executable, "-c", CHILD, *words], check=True, capture_output=True, text=True)
         seconds.append(time.perf_counter() - start_s)
-        peaks.append(int(done.stdout.splitlines()[-1]) * 1024)
+        peaks.append(int(process.stdout.splitlines()[-1]) * 1024)
     return statistics.median(seconds), statistics.median(peaks)
 
 
 def simulation() -> str:
-    """Seconds of one simulation of a step of 80 layers and 8 micro-batches."""
+    """Format the seconds of simulating a step of 80 layers and 8 micro-batches."""
     model, profile = read_model(MODEL), read_profile(MACHINE)
     semantics = Semantics(4096, 8, 1)
     workload = build_workload(model, semantics)

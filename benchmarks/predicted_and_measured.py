@@ -1,7 +1,7 @@
 """Measured step times on this computer against predictions.
 
-`python -m benchmarks.predicted_and_measured` prints a page of Markdown: the demo's model on this CPU with a profile probed just
-before, other machines' plans performed by the emulator, and two policies whose checkpoints must have the same SHA-256.
+`python -m benchmarks.predicted_and_measured` prints a page of Markdown: the demo's model on this CPU with a freshly probed profile,
+other machines' plans run by the emulator, and two policies whose checkpoints must have equal SHA-256.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from benchmarks.text import standard_library
 from penstock.hwprofiles.schema import read_profile
 from penstock.runtime.units import MB, TB
 
-N_STEPS = 11  # two warm up, nine are compared
+N_STEPS = 11  # two are warm-up, nine are compared
 EMULATED = (
     ("qwen2.5-0.5b", "h200-pcie5", {"seq_len": 4096, "batch_size": 8}),
     ("qwen2.5-7b", "h200-pcie5", {"seq_len": 1024, "batch_size": 4}),
@@ -33,7 +33,7 @@ EMULATED = (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Predicted and measured seconds of a step; `times_s` holds the steps after the warm-up, on the planned machine's clock."""
+    """Predicted and measured seconds of a step. `times_s`: steps after warm-up, in the planned machine's time."""
 
     name: str
     predicted_s: float
@@ -49,7 +49,7 @@ class Compared:
 
 
 def on_this_cpu(home: Path) -> tuple[list[Compared], dict[str, str]]:
-    """The demo's model under the searched policy and the `megatrain` one, and the SHA-256 of each one's weights."""
+    """Train the demo's model with the searched policy and with `megatrain`. Return times, and the SHA-256 of the weights."""
     model = home / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
@@ -59,24 +59,24 @@ def on_this_cpu(home: Path) -> tuple[list[Compared], dict[str, str]]:
     for policy in ("search", "megatrain"):
         named = None if policy == "search" else policy
         sizes = {"seq_len": 256, "batch_size": 8, "micro_batch": 4, "device_memory_bytes": 152 * MB}
-        found = penstock.plan(model, profile, policy=named, **sizes)
+        planned = penstock.plan(model, profile, policy=named, **sizes)
         options = {"steps": N_STEPS, "lr": 6e-4, "from_scratch": True, "settings": {"tokenizer": "bytes"}}
-        trained = penstock.train(found, home / "stdlib.jsonl", out=home / policy, **options)
+        trained = penstock.train(planned, home / "stdlib.jsonl", out=home / policy, **options)
         times_s = trained.timeline.step_times_s[1:]
-        rows.append(Compared(f"38 M Qwen3 on this CPU, policy {policy}", found.step_s, times_s))
+        rows.append(Compared(f"38 M Qwen3 on this CPU, policy {policy}", planned.step_s, times_s))
         weights = b"".join(path.read_bytes() for path in sorted(trained.checkpoint.glob("model-*.safetensors")))
         sums[policy] = hashlib.sha256(weights).hexdigest()
     return rows, sums
 
 
 def emulated(home: Path) -> list[Compared]:
-    """Plans for machines that are not here, performed at their pace."""
+    """Run plans for other machines at their pace."""
     rows = []
     for model, machine, options in EMULATED:
-        found = penstock.plan(model, with_any_memory(read_profile(machine), None, 2 * TB), **options)
-        trained = penstock.train(found, home / "stdlib.jsonl", out=home / model, steps=N_STEPS, device="emulated")
+        planned = penstock.plan(model, with_any_memory(read_profile(machine), None, 2 * TB), **options)
+        trained = penstock.train(planned, home / "stdlib.jsonl", out=home / model, steps=N_STEPS, device="emulated")
         words = ", ".join(f"{name} {value}" for name, value in options.items())
-        rows.append(Compared(f"{model}, {words}: emulated {machine}", found.step_s, trained.timeline.step_times_s[1:]))
+        rows.append(Compared(f"{model}, {words}: emulated {machine}", planned.step_s, trained.timeline.step_times_s[1:]))
         print(rows[-1].row(), file=sys.stderr, flush=True)
     return rows
 
@@ -85,7 +85,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"commit {commit}; {machine}\n")
-    print("| what | predicted, s | measured, s | error | P10 to P90 | steps |\n|---|---:|---:|---:|---|---:|")
+    print("| quantity | predicted, s | measured, s | error | P10 to P90 | steps |\n|---|---:|---:|---:|---|---:|")
     with tempfile.TemporaryDirectory() as folder:
         rows, sums = on_this_cpu(Path(folder))
         for row in (*rows, *emulated(Path(folder))):

@@ -1,9 +1,9 @@
-"""Losses of preferences held against TRL's, and a run that learns from pairs.
+"""Preference losses compared with TRL, and a run that learns from pairs.
 
     python -m benchmarks.preferences > docs/benchmarks/preferences_cpu-2core_DATE.md
 
-The same batch of two pairs through TRL's `DPOTrainer` and through the head of a two-layer Llama here, where TRL is installed (`pip
-install trl`); and 24 steps of adapters on pairs of polite and rude answers, by the command. Three minutes of two cores.
+One batch of two pairs through TRL's `DPOTrainer` and through our head of a two-layer Llama, if TRL is installed (`pip install
+trl`); and 24 steps of adapters on pairs of polite and rude answers, with the command line. Three minutes of two cores.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.workload import Model
 
-LOSSES = {  # TRL's names, and ours
+LOSSES = {  # TRL's name -> ours
     "sigmoid": "dpo:beta=0.3",
     "ipo": "ipo:beta=0.3",
     "hinge": "hinge:beta=0.3",
@@ -41,11 +41,11 @@ SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "n
 SMALL |= {"model_type": "llama", "vocab_size": 96, "tie_word_embeddings": False}
 BYTES = SMALL | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": 320}
 N_PAIRS, N_HELD_OUT, N_BEFORE, N_STEPS, EVERY = 100, 50, 120, 24, 12
-OURS = [0, 2, 1, 3]  # chosen, rejected, chosen, rejected; TRL has the chosen answers first
+OUR_ORDER = [0, 2, 1, 3]  # to chosen, rejected, chosen, rejected; TRL's chosen answers precede
 
 
 def of_trl(loss_type: str, numbers: dict[str, float], model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of TRL's trainer."""
+    """Return the loss of TRL's trainer."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -53,15 +53,15 @@ def of_trl(loss_type: str, numbers: dict[str, float], model: Any, batch: dict[st
 
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(SMALL["vocab_size"])}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w94", eos_token="w95")
-    given = {"loss_type": [loss_type], "precompute_ref_log_probs": True, "use_cpu": True, "bf16": False, "report_to": [], **numbers}
-    asked = DPOConfig(tempfile.mkdtemp(), gradient_checkpointing=False, per_device_train_batch_size=2, **given)
+    extra = {"loss_type": [loss_type], "precompute_ref_log_probs": True, "use_cpu": True, "bf16": False, "report_to": [], **numbers}
+    config = DPOConfig(tempfile.mkdtemp(), gradient_checkpointing=False, per_device_train_batch_size=2, **extra)
     rows = Dataset.from_list([{"prompt": "w1", "chosen": "w3", "rejected": "w4"}] * 2)
     trainer: Any = type("Trainer", (DPOTrainer,), {"_precompute_ref_logps": lambda self, rows, *_, **__: rows})
-    return trainer(model=model, args=asked, train_dataset=rows, processing_class=tokenizer)._compute_loss(model, batch, False)  # type: ignore[no-any-return]
+    return trainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)._compute_loss(model, batch, False)  # type: ignore[no-any-return]
 
 
 def differences(loss_type: str, name: str, dtype: str) -> Iterator[float]:
-    """Relative ones, of the loss, and of the gradients of the last hidden state and of the output matrix."""
+    """Yield relative differences of the loss, and of the gradients of the last hidden state and output matrix."""
     torch.manual_seed(3)
     model, n, n_tokens = LlamaForCausalLM(LlamaConfig(**SMALL)).to(DTYPE[dtype]), 4, 16
     with torch.no_grad():
@@ -81,8 +81,8 @@ def differences(loss_type: str, name: str, dtype: str) -> Iterator[float]:
     objective = parse_objective(name)
     halves = {"ref_chosen_logps": reference[:2], "ref_rejected_logps": reference[2:]}
     batch = {"input_ids": ids, "attention_mask": shown, "completion_mask": answer, **halves}
-    theirs = of_trl(loss_type, dict(objective.numbers), model, batch)
-    theirs.backward()  # type: ignore[no-untyped-call]
+    expected = of_trl(loss_type, dict(objective.numbers), model, batch)
+    expected.backward()  # type: ignore[no-untyped-call]
 
     semantics = Semantics(n_tokens, n, n, compute_dtype=dtype, objective=objective, loss_tile_tokens=5)  # type: ignore[arg-type]
     workload, weights = build_workload(Model(SMALL), semantics), dict(model.named_parameters())
@@ -90,16 +90,17 @@ def differences(loss_type: str, name: str, dtype: str) -> Iterator[float]:
     targets = torch.full((n, n_tokens), -100)
     targets[:, :-1] = torch.where(answer.bool(), ids, -100)[:, 1:]
     total = torch.zeros(weights["lm_head.weight"].shape)
-    given = hidden[0].detach()[OURS], targets[OURS], 2, total, {"reference": reference[OURS].double()}
-    ours, of_hidden, _ = Templates(SMALL, workload, semantics).head.loss(head, *given)
-    yield abs(float(ours) / 2 / float(theirs) - 1)
-    for our, their in ((of_hidden, hidden[0].grad[OURS]), (total, weights["lm_head.weight"].grad)):  # type: ignore[index]
+    arguments = hidden[0].detach()[OUR_ORDER], targets[OUR_ORDER], 2, total, {"reference": reference[OUR_ORDER].double()}
+    actual, of_hidden, _ = Templates(SMALL, workload, semantics).head.loss(head, *arguments)
+    yield abs(float(actual) / 2 / float(expected) - 1)
+    for our, their in ((of_hidden, hidden[0].grad[OUR_ORDER]), (total, weights["lm_head.weight"].grad)):  # type: ignore[index]
         assert their is not None
         yield float((our.float() - their.float()).norm() / their.float().norm())
 
 
 def without_reference() -> Iterator[tuple[str, float]]:
-    """ORPO and SimPO: the largest difference of values and slopes, by TRL's own functions of the same log-probabilities."""
+    """Yield for ORPO and SimPO the largest difference of values and slopes, against TRL's functions of the same
+    log-probabilities."""
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
@@ -119,8 +120,8 @@ def without_reference() -> Iterator[tuple[str, float]]:
         ),
     }
     for name, losses in both.items():
-        theirs, ours = ([x, *torch.autograd.grad(x.sum(), [chosen, rejected], retain_graph=True)] for x in losses)
-        yield name, max(float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True))
+        expected, actual = ([x, *torch.autograd.grad(x.sum(), [chosen, rejected], retain_graph=True)] for x in losses)
+        yield name, max(float((a - b).abs().max()) for a, b in zip(expected, actual, strict=True))
 
 
 def shown(difference: float) -> str:
@@ -142,16 +143,16 @@ def compared() -> Iterator[str]:
 
 
 def manners(n: int, begin: int) -> list[dict[str, str]]:
-    asked = ("open the door", "pass the salt", "read page", "count to", "call room")
+    requests = ("open the door", "pass the salt", "read page", "count to", "call room")
     rows = (
-        (f"Please {asked[i % 5]} {i}. ", f"Gladly, {i} it is, my friend.", f"No. Do {i} yourself, fool.")
+        (f"Please {requests[i % 5]} {i}. ", f"Gladly, {i} it is, my friend.", f"No. Do {i} yourself, fool.")
         for i in range(begin, begin + n)
     )
     return [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows]
 
 
 def penstock(*words: object) -> None:
-    """A command, as a user gives it."""
+    """Run a command of the project."""
     subprocess.run([sys.executable, "-m", "penstock", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
 
 
@@ -161,14 +162,14 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def ranked(folder: Path) -> Iterator[str]:
-    """A row for each evaluation of a run on pairs."""
+    """Yield a row per evaluation of a run on pairs."""
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         if "eval_loss" in line:
             yield f"| {line.get('step', 0)} | {line['eval_loss']:.4f} | {line['eval_accuracy']:.0%} |"
 
 
 def learned(home: Path) -> Iterator[str]:
-    """A model that learns both manners of answering, then from pairs which is wanted."""
+    """Train a model on both kinds of answers, then on pairs."""
 
     (home / "config.json").write_text(json.dumps(BYTES | {"architectures": ["LlamaForCausalLM"]}))
     pairs, held_out = manners(N_PAIRS, 0), manners(N_HELD_OUT, N_PAIRS)
@@ -176,10 +177,10 @@ def learned(home: Path) -> Iterator[str]:
         home / "both.jsonl", [{"text": row["prompt"] + row[half]} for row in pairs + held_out for half in ("chosen", "rejected")]
     )
     sizes = ("--machine", "cpu-2core", "--compute", "fp32", "--seq-len", 64, "--batch-size", 8)
-    said = ("--tokenizer", "bytes", "--out")
+    flags = ("--tokenizer", "bytes", "--out")
     penstock("plan", home / "config.json", *sizes, "-o", home / "first.json")
     penstock(
-        "run", home / "first.json", "--data", both, "--steps", N_BEFORE, "--lr", "3e-3", "--from-scratch", *said, home / "both"
+        "run", home / "first.json", "--data", both, "--steps", N_BEFORE, "--lr", "3e-3", "--from-scratch", *flags, home / "both"
     )
     model = home / "both" / f"checkpoint-{N_BEFORE}"
     penstock("plan", model, *sizes, "--train", "lora:r=8", "--loss", "dpo:beta=0.1", "-o", home / "dpo.json")
@@ -191,7 +192,7 @@ def learned(home: Path) -> Iterator[str]:
         "--eval-every",
         EVERY,
     )
-    penstock("run", home / "dpo.json", *data, "--steps", N_STEPS, "--lr", "1e-3", *said, home / "out")
+    penstock("run", home / "dpo.json", *data, "--steps", N_STEPS, "--lr", "1e-3", *flags, home / "out")
     yield "| steps | held-out loss | preferred rightly |\n|---:|---:|---:|"
     yield from ranked(home / "out")
 
@@ -214,9 +215,9 @@ both manners, of all their prompts, for {N_BEFORE} steps; adapters of rank 8 by 
     with tempfile.TemporaryDirectory() as home:
         print(*learned(Path(home)), sep="\n")
     print("""
-## What it does not show
+## Limits
 
-A GPU, a model of use, and whether what is preferred is any good: manners so different are learned by anything.""")
+No GPU, and no useful model. The two manners differ so much that any loss would learn them.""")
 
 
 if __name__ == "__main__":

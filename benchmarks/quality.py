@@ -1,10 +1,10 @@
-"""What less optimizer state costs in quality: the same runs with each optimizer, from several seeds.
+"""Quality cost of low-bit optimizer state: the same runs with each optimizer, from several seeds.
 
     python -m benchmarks.quality --home FOLDER [--device cuda --machine h100-16core] [--jobs 6] [--layers 3,10] [--steps 1000]
 
-Byte-level Qwen3 models, the demo's of 3 layers and one of 10 (30 M parameters), learn the sources of Python's standard library;
-each tenth file is held out. Runs of a seed begin with the same weights and see the same data in the same order. A run that is in
-FOLDER is not repeated; a table of all that are there and finished is printed in the end, or alone with `--jobs 0`.
+Byte-level Qwen3 models, the demo's with 3 layers and one with 10 (30 M parameters), trained on the sources of Python's standard
+library; every tenth file is held out. Runs with one seed start from equal weights and read equal data in equal order. Runs found in
+FOLDER are not repeated. A table of all finished runs is printed at the end, or alone with `--jobs 0`.
 """
 
 import argparse
@@ -29,39 +29,39 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--machine", default="cpu-2core", help="whose plan is performed; it moves no bit of what is learned")
+    parser.add_argument("--machine", default="cpu-2core", help="machine of the plan; it does not change the results")
     parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS)
     parser.add_argument("--layers", default="3,10")
-    parser.add_argument("--width", type=int, default=512, help="of a layer; 64 a head, and three times as many within its MLP")
+    parser.add_argument("--width", type=int, default=512, help="of a layer; 64 per head, three times the width in its MLP")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--perform", help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
-    if asked.perform:
-        n_layers, optimizer, seed = json.loads(asked.perform)
-        perform(asked, (n_layers, optimizer, seed))
+    flags = parser.parse_args(words)
+    if flags.perform:
+        n_layers, optimizer, seed = json.loads(flags.perform)
+        perform(flags, (n_layers, optimizer, seed))
         return 0
-    if not asked.jobs:
-        print("\n".join(table(asked.home)))
+    if not flags.jobs:
+        print("\n".join(table(flags.home)))
         return 0
-    write_data(asked.home)
-    runs = [(int(n), optimizer, seed) for n in asked.layers.split(",") for optimizer in asked.optimizers for seed in asked.seeds]
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        codes = list(pool.map(lambda run: begin(asked.home, run, words), runs))
-    print("\n".join(table(asked.home)))
+    write_data(flags.home)
+    runs = [(int(n), optimizer, seed) for n in flags.layers.split(",") for optimizer in flags.optimizers for seed in flags.seeds]
+    with ThreadPoolExecutor(flags.jobs) as pool:
+        codes = list(pool.map(lambda run: begin(flags.home, run, words), runs))
+    print("\n".join(table(flags.home)))
     return max(codes)
 
 
 def write_data(home: Path) -> None:
-    """Sources of the standard library, in two folders."""
+    """Write sources of the standard library to two folders."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:MOST_FILES]
     for number, file in enumerate(files):
-        to = home / ("held-out" if number % HELD_OUT_EVERY == 0 else "data") / f"{file.stem}.txt"
-        to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_bytes(file.read_bytes())
+        target = home / ("held-out" if number % HELD_OUT_EVERY == 0 else "data") / f"{file.stem}.txt"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
 
 
 def folder(home: Path, run: Run) -> Path:
@@ -69,57 +69,57 @@ def folder(home: Path, run: Run) -> Path:
 
 
 def begin(home: Path, run: Run, words: list[str]) -> int:
-    """In a process of its own."""
-    to = folder(home, run)
-    if any(to.glob("checkpoint-*")):
+    """Run in a separate process."""
+    out = folder(home, run)
+    if any(out.glob("checkpoint-*")):
         return 0
-    to.mkdir(exist_ok=True)
-    (to / "run.json").write_text(json.dumps(run))
-    with Path(f"{to}.log").open("w") as log:
+    out.mkdir(exist_ok=True)
+    (out / "run.json").write_text(json.dumps(run))
+    with Path(f"{out}.log").open("w") as log:
         command = [sys.executable, "-m", "benchmarks.quality", *words, "--perform", json.dumps(run)]
         return subprocess.run(command, stdout=log, stderr=log, check=False).returncode
 
 
-def perform(asked: argparse.Namespace, run: Run) -> None:
+def perform(flags: argparse.Namespace, run: Run) -> None:
     import penstock
 
     n_layers, optimizer, seed = run
-    to, model = folder(asked.home, run), asked.home / f"model-{n_layers}-{optimizer.partition(':')[0]}-{seed}"
+    out, model = folder(flags.home, run), flags.home / f"model-{n_layers}-{optimizer.partition(':')[0]}-{seed}"
     model.mkdir(exist_ok=True)
-    width = {"hidden_size": asked.width, "intermediate_size": 3 * asked.width, "num_attention_heads": asked.width // 64}
-    config = CONFIG | {"num_hidden_layers": n_layers, "num_key_value_heads": max(1, asked.width // 128)} | width
+    width = {"hidden_size": flags.width, "intermediate_size": 3 * flags.width, "num_attention_heads": flags.width // 64}
+    config = CONFIG | {"num_hidden_layers": n_layers, "num_key_value_heads": max(1, flags.width // 128)} | width
     (model / "config.json").write_text(json.dumps(config))
-    plan = penstock.plan(model, asked.machine, seq_len=asked.seq_len, batch_size=asked.batch_size, optimizer=optimizer)
+    plan = penstock.plan(model, flags.machine, seq_len=flags.seq_len, batch_size=flags.batch_size, optimizer=optimizer)
     settings = {
-        "tokenizer": "bytes", "seed": seed, "evaluation.data": str(asked.home / "held-out"), "evaluation.first": False,
-        "optimizer.schedule.kind": "cosine", "optimizer.schedule.warmup_steps": asked.steps // 20, "optimizer.weight_decay": 0.1,
+        "tokenizer": "bytes", "seed": seed, "evaluation.data": str(flags.home / "held-out"), "evaluation.first": False,
+        "optimizer.schedule.kind": "cosine", "optimizer.schedule.warmup_steps": flags.steps // 20, "optimizer.weight_decay": 0.1,
         "checkpoint.weights_only": True, "checkpoint.minutes": 0,
     }  # fmt: skip
     lr = LR * (0.3 if optimizer.startswith("lion") else 1.0)
     penstock.train(
-        plan, asked.home / "data", out=to, steps=asked.steps, lr=lr, device=asked.device, from_scratch=True, settings=settings
+        plan, flags.home / "data", out=out, steps=flags.steps, lr=lr, device=flags.device, from_scratch=True, settings=settings
     )
 
 
 def table(home: Path) -> Iterator[str]:
-    """A row for each model and optimizer: of its finished runs, training losses by seed, means of the last steps, how far they lie
-    from fp32 state's of the same seed, and the same of losses on held-out files."""
-    found: dict[Run, tuple[float, float]] = {}
+    """Yield a row per model and optimizer over finished runs: mean training loss of the last steps, spread over seeds, differences
+    from fp32 state by seed; and the same for held-out loss."""
+    results: dict[Run, tuple[float, float]] = {}
     for path in sorted(home.glob("*/metrics.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         if "eval_loss" in rows[-1]:
             losses = [row["loss"] for row in rows if "loss" in row]
-            found[tuple(json.loads((path.parent / "run.json").read_text()))] = mean(losses[-LAST_STEPS:]), rows[-1]["eval_loss"]
+            results[tuple(json.loads((path.parent / "run.json").read_text()))] = mean(losses[-LAST_STEPS:]), rows[-1]["eval_loss"]
     yield "| layers | optimizer | seeds | loss | spread of seeds | from fp32 state, by seed | held out | spread | from fp32 state |"
     yield "|---:|---|---:|---:|---:|---|---:|---:|---|"
-    for n_layers, optimizer in sorted({run[:2] for run in found}):
-        seeds = [run[2] for run in found if run[:2] == (n_layers, optimizer)]
+    for n_layers, optimizer in sorted({run[:2] for run in results}):
+        seeds = [run[2] for run in results if run[:2] == (n_layers, optimizer)]
         cells = [f"{n_layers}", f"`{optimizer}`", f"{len(seeds)}"]
-        for which in (0, 1):
-            of = {seed: found[n_layers, optimizer, seed][which] for seed in seeds}
-            whole = {seed: found.get((n_layers, optimizer.partition(":")[0], seed)) for seed in seeds if ":" in optimizer}
-            apart = [f"{of[seed] - there[which]:+.4f}" for seed, there in whole.items() if there is not None]
-            cells += [f"{mean(of.values()):.4f}", f"{stdev(of.values()):.4f}" if len(of) > 1 else "", ", ".join(apart)]
+        for column in (0, 1):
+            loss = {seed: results[n_layers, optimizer, seed][column] for seed in seeds}
+            full_state = {seed: results.get((n_layers, optimizer.partition(":")[0], seed)) for seed in seeds if ":" in optimizer}
+            gaps = [f"{loss[seed] - pair[column]:+.4f}" for seed, pair in full_state.items() if pair is not None]
+            cells += [f"{mean(loss.values()):.4f}", f"{stdev(loss.values()):.4f}" if len(loss) > 1 else "", ", ".join(gaps)]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -1,6 +1,6 @@
 """The page of largest trainable models by host memory.
 
-`penstock fits --json | python -m benchmarks.ram_page > docs/ram-to-model.md`: the page is that command's output, and nothing else.
+`penstock fits --json | python -m benchmarks.ram_page > docs/ram-to-model.md`: the page only depends on the command's output.
 """
 
 import json
@@ -9,26 +9,26 @@ from typing import Any
 
 HEAD = """# RAM to model
 
-*How large a model can a machine with so much host memory train, and about how fast?* Made by
+*Largest model that a machine can train with its host memory, and the approximate speed.* Made by
 
     penstock fits --json | python -m benchmarks.ram_page > docs/ram-to-model.md
 
 All parameters are trained, in bf16 with fp32 master weights and AdamW: no adapters, nothing frozen, nothing quantised. A step
 is {batch_size} sequences of {seq_len:,} tokens; shorter ones need less memory and are slower by the token. Each cell names the
-largest shipped model of a family that fits, and its tokens per second. Whether it fits is computed; the speed is {how}, from
-profiles of which `penstock machines` says what they rest on. `penstock fits rtx4090 --host-memory 96GB --tokens
+largest shipped model of a family that fits, and its tokens per second. Memory is computed; the speed is {how}, from
+profiles with the sources listed by `penstock machines`. `penstock fits rtx4090 --host-memory 96GB --tokens
 100M` answers for other memory, with days and dollars; `penstock plan MODEL --machine M --host-memory 128GB` for one plan in
-full. What is sold as 128 GB has 137 x 10^9 bytes: 128 x 10^9 of them are counted, and the rest is the system's.
+full. 128 GB of memory has 137 x 10^9 bytes: 128 x 10^9 of them are counted, and the rest is left to the system.
 """
 
 
-def page(said: dict[str, Any]) -> str:
-    """The page of what `penstock fits --json` says."""
-    how = "an estimate, from a greedy plan" if said["is_estimate"] else "that of the plan which a search found"
-    text = HEAD.format(**said, how=how)
-    gpus = dict.fromkeys(fit["gpu"] for fit in said["fits"])
-    for gpu in gpus:  # rows come family by family
-        fits = [fit for fit in said["fits"] if fit["gpu"] == gpu]
+def page(output: dict[str, Any]) -> str:
+    """Return the page for the output of `penstock fits --json`."""
+    how = "an estimate, from a greedy plan" if output["is_estimate"] else "that of the plan found by a search"
+    text = HEAD.format(**output, how=how)
+    gpus = dict.fromkeys(fit["gpu"] for fit in output["fits"])
+    for gpu in gpus:  # rows are ordered by family
+        fits = [fit for fit in output["fits"] if fit["gpu"] == gpu]
         families = list(dict.fromkeys(fit["family"] for fit in fits))
         cells = {(fit["host_memory_bytes"], fit["family"]): fit for fit in fits}
         text += f"\n## {gpu}\n\n| host memory | {' | '.join(families)} | on |\n|---|{'---|' * len(families)}---|\n"
@@ -39,7 +39,7 @@ def page(said: dict[str, Any]) -> str:
 
 
 def _cell(fit: dict[str, Any]) -> str:
-    """`qwen2.5-32b: 525`."""
+    """Format a cell. Example: `qwen2.5-32b: 525`."""
     return "-" if fit["model"] is None else f"{fit['model']}: {fit['tokens_per_s']:,.0f}"
 
 

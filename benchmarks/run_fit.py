@@ -1,8 +1,7 @@
 """Fit of a machine's unmeasured rates to published runs.
 
-A fit moves constants from what was believed of them (the prior, with its spread) towards what runs show, by least squares over
-logarithms with a robust loss: one odd run moves little. Few constants, few runs: `STAGES` names every constant that is fitted,
-what it was believed to be, and the runs it rests on. Stages follow one another; each takes the constants of those before it.
+Least squares over logarithms with a robust loss moves constants from a prior (with spread) towards the runs, so that an outlier has
+little effect. `STAGES` names every fitted constant, its prior and its runs. A stage uses the constants of earlier stages.
 """
 
 import math
@@ -15,18 +14,18 @@ from scipy.optimize import least_squares
 from penstock.hwprofiles.schema import Profile
 
 SOFTWARE = "software"
-RUN_TOLERANCE = 0.02  # a difference of logarithms that a run is trusted to, beyond which the loss grows slowly
+RUN_TOLERANCE = 0.02  # trusted difference of logarithms of a run; the loss flattens beyond
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Something to fit: of a machine (`owner` is a profile's name) or of the systems' software."""
+    """A constant to fit, of a machine (`owner`: name of a profile) or of the systems' software."""
 
     owner: str
     key: str
     prior: float
-    spread_fraction: float  # one standard deviation of the prior, as a share
-    why: str  # what the prior rests on
+    spread_fraction: float  # standard deviation of the prior, relative
+    why: str  # source of the prior
 
     @property
     def name(self) -> str:
@@ -35,20 +34,20 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Constants fitted together, the runs they are fitted from, and what of those runs is looked at."""
+    """Constants fitted together, their runs, and the quantities compared."""
 
     constants: tuple[Constant, ...]
     runs: tuple[str, ...]
     measured: tuple[str, ...]
-    instead: tuple[str, ...] = ()  # runs that stand in when all of the above are left out
+    instead: tuple[str, ...] = ()  # runs to use if all of `runs` are held out
 
 
 def fit(constants: Sequence[Constant], residuals: Callable[[dict[str, float]], Sequence[float]]) -> dict[str, float]:
-    """Values by name. `residuals` answers differences of logarithms, predicted over measured, for values of the constants."""
+    """Return fitted values by name. `residuals` maps values to log errors, predicted over measured."""
 
     def vector(steps: Sequence[float]) -> list[float]:
-        found = residuals(_values(constants, steps))
-        return [r / RUN_TOLERANCE for r in found] + [x / c.spread_fraction for x, c in zip(steps, constants, strict=True)]
+        errors = residuals(_values(constants, steps))
+        return [r / RUN_TOLERANCE for r in errors] + [x / c.spread_fraction for x, c in zip(steps, constants, strict=True)]
 
     solved = least_squares(vector, [0.0] * len(constants), loss="soft_l1", diff_step=1e-3, x_scale=0.1)
     return _values(constants, [float(x) for x in solved.x])
@@ -59,12 +58,12 @@ def _values(constants: Sequence[Constant], steps: Sequence[float]) -> dict[str, 
 
 
 def with_constants(profile: Profile, values: Mapping[str, float]) -> Profile:
-    """The profile with its own fitted constants in place; other names are left alone, and so are sources."""
-    own = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == profile.name}
-    if not own:
+    """Return the profile with its fitted constants. Names of other owners are ignored, and sources are kept."""
+    constants = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == profile.name}
+    if not constants:
         return profile
     fields = profile.to_json()
-    for key, value in own.items():
+    for key, value in constants.items():
         quantities = list(places(fields, key))
         assert quantities, f"{profile.name} has no {key}"
         factor = value / _reference(key, fields)
@@ -74,17 +73,17 @@ def with_constants(profile: Profile, values: Mapping[str, float]) -> Profile:
 
 
 def value_of(profile: Profile, key: str) -> float:
-    """The value of a profile's constant: for a grid, that of the point that stands for it."""
+    """Return a constant of a profile. For a grid: its reference point."""
     return _reference(key, profile.to_json())
 
 
 def _reference(key: str, fields: dict[str, Any]) -> float:
-    """The one value that stands for what a constant scales."""
+    """Return the reference value that a constant scales."""
     return float(places(fields, key)[0]["value"])
 
 
 def places(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The quantities of a profile that a constant scales together, the one that names it first."""
+    """Return the quantities of a profile that a constant scales together, the reference first."""
     device, link, host = fields["device"], fields["link"], fields["host"]
     match key:
         case "products":
@@ -109,7 +108,7 @@ def _software(key: str, prior: float, spread_fraction: float, why: str) -> Const
 
 EAGER = "0.58 of the rate of memory, as published of single modules on A100 and H100"
 UNDER_LOAD = "three published steps of an 8B on an H100, whose products take 1 / 0.93 of what they take in bursts"
-# Priors are what the profiles held before any run was looked at, or what a source says.
+# Priors are the values of profiles before any run was used, or of a source.
 STAGES: dict[str, Stage] = {
     "serial tail": Stage(
         (

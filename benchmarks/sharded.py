@@ -1,15 +1,14 @@
 """Schedules of published systems that shard a model over GPUs.
 
-Two that keep a part of the training state on every GPU's side and bring each layer's weights together for every forward and
-every backward of a micro-batch, written down as `benchmarks/published/systems.py` writes down those of one GPU: the tasks of their
-streams, from which simulation finds what overlaps. Costs are those of the ledger for computing and copies, and the planner's own
-for what GPUs exchange (`planner/predict/cost.py`). Of a machine's host each GPU has an equal part.
+Two systems that shard training state over GPUs and gather each layer's weights for each forward and backward of a micro-batch. As
+in `benchmarks/published/systems.py`, the tasks of their streams are listed and simulation finds the overlap. Compute and copy costs
+are those of the ledger, exchange costs those of the planner (`planner/predict/cost.py`). Each GPU has an equal share of its host.
 
-- `fsdp`: PyTorch's FullyShardedDataParallel, every layer a unit, vocabulary weights the root's. Prefetch of one unit, a limit of
+- `fsdp`: PyTorch's FullyShardedDataParallel, a unit per layer, vocabulary weights in the root. Prefetch of one unit, a limit of
   two gathered, one communicator for gathers and reduce-scatters, gradients exchanged with the last micro-batch alone (`no_sync`).
-  `fsdp-offload`: fp32 shards go up as they are and are rounded on the GPU; fp32 gradients come down to pinned memory that stays.
-- `zero3-offload`: DeepSpeed's stage 3 with parameters and optimizer in host memory. 16-bit shards go up; gradients are exchanged
-  with every micro-batch, come down to ordinary memory, and go up again to be added to (`stage3.py`).
+  `fsdp-offload`: fp32 shards are uploaded and rounded on the GPU; fp32 gradients are offloaded to pinned memory that is kept.
+- `zero3-offload`: DeepSpeed's stage 3 with parameters and optimizer in host memory. 16-bit shards are uploaded. Gradients are
+  exchanged with every micro-batch, offloaded to pageable memory, and uploaded again for accumulation (`stage3.py`).
 """
 
 from dataclasses import dataclass
@@ -27,16 +26,16 @@ from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.workload import Block
 
 SYSTEMS = ("fsdp", "fsdp-offload", "zero3-offload")
-N_GATHERED = 2  # layers whose weights are whole at a time: FSDP's limit
-# Traffic per parameter of torch.optim.Adam without a fused kernel, fp32, counted pass by pass: moments moved on 12 + 8 + 12, the
-# root and its quotient 8 + 8 and 8 for epsilon, the step 16. On a CPU that is its default, as `foreach` is on GPUs.
+N_GATHERED = 2  # layers with whole weights at a time: FSDP's limit
+# Traffic per parameter of torch.optim.Adam without a fused kernel, fp32, counted pass by pass: moments 12 + 8 + 12, square root and
+# quotient 8 + 8, epsilon 8, step 16. This is the default on a CPU, like `foreach` on GPUs.
 TORCH_ADAM_BYTES = 72
-TORCH_ADAM_NEW_BYTES = 8  # of these, written to two tensors made for every parameter: pages that nobody touched before
+TORCH_ADAM_NEW_BYTES = 8  # written to two new tensors per parameter: page faults
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """What somebody ran on several GPUs: each has `batch` sequences of a step, and `micro_batch` of them at a time."""
+    """A run on several GPUs: sequences per GPU and step, and at a time."""
 
     system: str
     machine: str
@@ -53,14 +52,14 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Seconds of a step, and bytes at the peak of one GPU."""
+    """Seconds per step, and peak bytes of one GPU."""
 
     step_s: float
     device_peak_bytes: int
 
 
 def predict(run: Sharded, machine: Profile) -> Shown:
-    """What the run would have shown on a machine of which each GPU has an equal part."""
+    """Predict the run on a machine shared equally by its GPUs."""
     share = shared_by(machine, run.gpus)
     semantics = Semantics(run.seq, run.micro_batch, run.micro_batch)
     c = SystemCosts(share, Software(), build_workload(read_model(run.model), semantics), semantics)
@@ -72,26 +71,26 @@ def predict(run: Sharded, machine: Profile) -> Shown:
 
 
 def _micro_batch_s(run: Sharded, c: SystemCosts, is_first: bool, is_last: bool) -> float:
-    """Seconds of a micro-batch, which begins when the one before it has ended."""
+    """Return seconds of a micro-batch that starts at the end of the previous one."""
     p, cost, ranks = Program(), CostModel(c.profile), run.gpus
     zero3, computed = run.system == "zero3-offload", list[int]()
 
     def gather(n_params: int) -> int:
-        before = computed[-N_GATHERED] if len(computed) >= N_GATHERED else None
+        previous = computed[-N_GATHERED] if len(computed) >= N_GATHERED else None
         up_bytes = n_params // ranks * (BF16 if zero3 else FP32)
-        up = None if run.system == "fsdp" else p.add("h2d", c.copy("h2d", up_bytes), before)
-        return p.add("net", cost.collective(ranks, n_params * BF16, "all_gather"), up, before)
+        up = None if run.system == "fsdp" else p.add("h2d", c.copy("h2d", up_bytes), previous)
+        return p.add("net", cost.collective(ranks, n_params * BF16, "all_gather"), up, previous)
 
-    def scatter(n_params: int, after: int) -> None:
+    def scatter(n_params: int, dependency: int) -> None:
         if not zero3 and not is_last:
             return
-        left = p.add("net", cost.collective(ranks, n_params * BF16, "reduce_scatter"), after)
+        scattered = p.add("net", cost.collective(ranks, n_params * BF16, "reduce_scatter"), dependency)
         if run.system == "fsdp-offload":
-            p.add("d2h", c.copy("d2h", n_params // ranks * FP32), left)
-        elif zero3:  # blocking copies of ordinary memory: kernels that are not issued yet wait for them
+            p.add("d2h", c.copy("d2h", n_params // ranks * FP32), scattered)
+        elif zero3:  # blocking copies of pageable memory delay later kernels
             n_bytes = n_params // ranks * BF16
-            sum_up = None if is_first else p.add("gpu", c.pageable("h2d", n_bytes), left)
-            p.add("gpu", c.pageable("d2h", n_bytes), sum_up, left)
+            sum_up = None if is_first else p.add("gpu", c.pageable("h2d", n_bytes), scattered)
+            p.add("gpu", c.pageable("d2h", n_bytes), sum_up, scattered)
 
     def backward(layer: Block, ready: int) -> int:
         p.add("gpu", c.forward(layer), ready)
@@ -110,7 +109,7 @@ def _micro_batch_s(run: Sharded, c: SystemCosts, is_first: bool, is_last: bool) 
 
 
 def _updating_s(run: Sharded, c: SystemCosts, machine: Profile) -> float:
-    """Adam over a GPU's part of the parameters, after the last gradient."""
+    """Return seconds of Adam over a GPU's shard, after the last gradient."""
     n, dram = c.workload.n_params // run.gpus, c.profile.host.dram_bytes_per_s.value
 
     def on_host(bytes_per_param: int) -> float:
@@ -119,7 +118,7 @@ def _updating_s(run: Sharded, c: SystemCosts, machine: Profile) -> float:
     match run.system:
         case "fsdp":
             return n * TORCH_ADAM_BYTES / c.profile.device.memory_bytes_per_s.value
-        case "fsdp-offload":  # the profile's rate of first touches is one thread's, and each rank has threads of its own
+        case "fsdp-offload":  # the page-fault rate of the profile is per thread, and each rank has threads
             return on_host(TORCH_ADAM_BYTES) + n * TORCH_ADAM_NEW_BYTES / machine.host.page_fault_bytes_per_s.value
         case "zero3-offload":
             return on_host(ZERO3_UPDATE_BYTES) + c.norm_s(n * FP32)
@@ -128,7 +127,8 @@ def _updating_s(run: Sharded, c: SystemCosts, machine: Profile) -> float:
 
 
 def _device_bytes(run: Sharded, c: SystemCosts, n_micro_batches: int) -> int:
-    """State, whole weights, layers' inputs, and the larger of two phases: logits, and the last layer's backward with recompute."""
+    """Return peak bytes: state, whole weights, layer inputs, and the larger of logits and the last layer's backward with
+    recompute."""
     n_params, vocabulary = c.workload.n_params, n_tables(c) * table_bytes(c)
     logits = c.n_tokens * c.vocab * LOGIT_COPIES_BYTES
     backward = max(layer.transient_bytes for layer in c.layers)
@@ -136,7 +136,7 @@ def _device_bytes(run: Sharded, c: SystemCosts, n_micro_batches: int) -> int:
     if run.system == "zero3-offload":
         return held + min(ZERO3_LIVE_ELEMENTS, n_params) * BF16 + max(logits, vocabulary + backward)
     held += vocabulary + N_GATHERED * max(layer.n_params for layer in c.layers) * BF16
-    if n_micro_batches > 1:  # gradients that are not exchanged stay whole
+    if n_micro_batches > 1:  # gradients not exchanged yet are whole
         held += n_params * BF16
     if run.system == "fsdp":
         held += n_params // run.gpus * (FP32 + Optimizer.ADAMW.moment_bytes)

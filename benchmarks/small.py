@@ -1,6 +1,6 @@
 """The small model and the chats that benchmarks train on.
 
-38 million parameters, bytes for tokens; questions and answers made of the docstrings of the standard library.
+38 million parameters, bytes as tokens; questions and answers from the docstrings of the standard library.
 """
 
 import ast
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SEQ_LEN, BATCH_SIZE = 256, 8
-HELD_OUT = 40  # of that many questions, one is kept for evaluation
+HELD_OUT = 40  # one of this many questions is held out
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -33,7 +33,7 @@ STATE_BYTES_PER_PARAM = 2 + 4 + 8 + 2  # bf16 weight, fp32 master, two fp32 mome
 
 
 def questions(root: Path) -> Iterator[tuple[str, str]]:
-    """What the standard library's classes and functions are for, in the words of their docstrings."""
+    """Yield (question, answer) about classes and functions of the standard library, from their docstrings."""
     left_out = {"site-packages", "test", "tests", "idlelib", "turtledemo", "ensurepip"}
     for file in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
         if file.parent.name in left_out:
@@ -47,8 +47,8 @@ def questions(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def write_chats(training: Path, held_out: Path) -> None:
-    """One conversation a line, in the `messages` format."""
-    with training.open("w", encoding="utf-8") as most, held_out.open("w", encoding="utf-8") as some:
+    """Write one conversation per line, in the `messages` format."""
+    with training.open("w", encoding="utf-8") as training_file, held_out.open("w", encoding="utf-8") as held_out_file:
         for number, (question, answer) in enumerate(questions(Path(sysconfig.get_paths()["stdlib"]))):
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            (most if number % HELD_OUT else some).write(json.dumps({"messages": messages}) + "\n")
+            (training_file if number % HELD_OUT else held_out_file).write(json.dumps({"messages": messages}) + "\n")

@@ -1,7 +1,7 @@
 """Streaming against the same model resident.
 
-`python -m benchmarks.streaming` prints a page of Markdown: steps of a streamed model and of a plain PyTorch loop that keeps
-everything in memory and checkpoints the same layers, in interleaved pairs on the same cores.
+`python -m benchmarks.streaming` prints a page of Markdown: steps of a streamed model and of a plain PyTorch loop with everything in
+memory and the same checkpointed layers, in interleaved pairs on the same cores.
 """
 
 # N tokens of a micro-batch, V vocabulary
@@ -32,15 +32,15 @@ from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
 
 N_PAIRS = 5
-STEPS_PER_TURN = 1  # of each of the two, after one that warms up
+STEPS_PER_TURN = 1  # for each, after a warm-up step
 SETTINGS = AdamW(lr=1e-4)
-POLICY = Policy(update=Update.DEFERRED)  # PyTorch's own checkpointing stops early too
+POLICY = Policy(update=Update.DEFERRED)  # PyTorch's checkpointing also stops recompute early
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is compared: sizes and precision, and the cores of both (compute, then copies and optimizer)."""
+    """Sizes, precision, and cores for compute, and for copies and optimizer."""
 
     compute_dtype: str
     seq_len: int
@@ -58,7 +58,7 @@ class Case:
 
 
 class Resident:
-    """The plain loop: transformers' model, its gradient checkpointing, fp32 masters, clipping and PyTorch's fused AdamW."""
+    """Plain loop: transformers' model and gradient checkpointing, fp32 masters, clipping and PyTorch's fused AdamW."""
 
     def __init__(self, case: Case, batch: Batch) -> None:
         self.case, self.batch = case, batch
@@ -72,7 +72,7 @@ class Resident:
         self.optimizer = torch.optim.AdamW(self.masters, lr=SETTINGS.lr, weight_decay=SETTINGS.weight_decay, fused=True)
 
     def step(self) -> float:
-        """One step; its mean loss."""
+        """Run one step. Return the mean loss."""
         n_supervised = int((self.batch.targets != -100).sum())
         total = 0.0
         for rows in torch.arange(self.case.batch_size).split(self.case.micro_batch):
@@ -95,7 +95,7 @@ class Resident:
 
 
 def batch_of(case: Case) -> Batch:
-    """Random tokens, every next one a target."""
+    """Return random tokens with the next token as target."""
     tokens = torch.randint(0, CONFIG["vocab_size"], (case.batch_size, case.seq_len), generator=torch.Generator().manual_seed(0))
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:]
@@ -103,7 +103,7 @@ def batch_of(case: Case) -> Batch:
 
 
 def streamed(case: Case, batch: Batch) -> CpuMachine:
-    """The model cut into blocks, with seeded weights."""
+    """Return a machine with the streamed model and seeded weights."""
     model = Model(CONFIG)
     semantics = case.semantics
     policy = replace(POLICY, accumulation_group=semantics.n_micro_batches)
@@ -116,7 +116,7 @@ def streamed(case: Case, batch: Batch) -> CpuMachine:
 
 
 def on_cores(cores: Sequence[int], work: Callable[[], None]) -> None:
-    """Do it on a thread that has these cores and as many compute threads."""
+    """Run work in a thread pinned to these cores, with one compute thread per core."""
 
     def placed() -> None:
         os.sched_setaffinity(0, cores)
@@ -129,12 +129,12 @@ def on_cores(cores: Sequence[int], work: Callable[[], None]) -> None:
 
 
 def pairs(case: Case, n_pairs: int) -> tuple[list[float], list[float]]:
-    """Mean step of each turn, streamed and resident, in seconds."""
+    """Return mean seconds per step of each turn, streamed and resident."""
     batch = batch_of(case)
     machine, resident = streamed(case, batch), Resident(case, batch)
     streamed_s: list[float] = []
     resident_s: list[float] = []
-    done = 0
+    n_done = 0
 
     def resident_turn() -> None:
         resident.step()
@@ -144,8 +144,8 @@ def pairs(case: Case, n_pairs: int) -> tuple[list[float], list[float]]:
         resident_s.append((time.perf_counter() - began_s) / STEPS_PER_TURN)
 
     for _ in range(n_pairs):
-        timeline = execute(machine.plan, machine, 1 + STEPS_PER_TURN, done)
-        done += 1 + STEPS_PER_TURN
+        timeline = execute(machine.plan, machine, 1 + STEPS_PER_TURN, n_done)
+        n_done += 1 + STEPS_PER_TURN
         times_s = timeline.step_times_s
         streamed_s.append(sum(times_s[-STEPS_PER_TURN:]) / STEPS_PER_TURN)
         on_cores(sorted({*case.compute_cores, *case.host_cores}), resident_turn)
@@ -153,7 +153,7 @@ def pairs(case: Case, n_pairs: int) -> tuple[list[float], list[float]]:
 
 
 def row(case: Case, streamed_s: Sequence[float], resident_s: Sequence[float]) -> str:
-    """One line of the page's table."""
+    """Format one row of the table."""
     ratios = sorted(a / b for a, b in zip(streamed_s, resident_s, strict=True))
     n_tokens = case.seq_len * case.batch_size
     cores = sorted({*case.compute_cores, *case.host_cores})
@@ -164,7 +164,7 @@ def row(case: Case, streamed_s: Sequence[float], resident_s: Sequence[float]) ->
 
 
 def cases(cores: Sequence[int]) -> Iterable[Case]:
-    """All work on one core; and on all cores, compute too."""
+    """Yield cases with all work on one core, and with compute on all cores."""
     for dtype, micro_batch in (("fp32", 4), ("bf16", 4), ("bf16", 1)):
         yield Case(dtype, 512, 4, micro_batch, (cores[0],), (cores[0],))
     if len(cores) > 1:

@@ -1,4 +1,4 @@
-"""Losses, distillation and heads held against plain loops and transformers, and runs that learn from a teacher and from pairs.
+"""Losses, distillation and heads compared with plain loops and transformers, and runs that learn from a teacher and from pairs.
 
     python -m benchmarks.teachers > docs/benchmarks/teachers_cpu-2core_DATE.md
 
@@ -33,17 +33,17 @@ PLAIN = ("cross-entropy", "label-smoothing:0.1", "z-loss:0.01", "orpo", "simpo")
 HEADS = ("classify:3", "reward", "reward:center=0.1")
 KIND = ("gladly", "sure", "friend", "happy", "kindly", "welcome", "yes", "thanks")
 RUDE = ("never", "fool", "no", "go", "hate", "stop", "idiot", "bah")
-END, N_STEPS = 256, 60  # of bytes, the token that ends a text
+END, N_STEPS = 256, 60  # end-of-text token of bytes
 STUDENT = BYTES | {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 SIZES = ("--machine", "cpu-2core", "--compute", "fp32", "--seq-len", 64, "--batch-size", 8)
 
 
 def plain_divergence(teacher_BTV: Tensor, student_BTV: Tensor, numbers: dict[str, float], rounded_BTK: Tensor | None) -> Tensor:
-    """Of each position, from whole logits in fp64: of the likeliest ids as they are, of all others as one outcome.
-    `rounded_BTK`: a file's log-probabilities of these, in place of the teacher's own."""
+    """Return the divergence per position from whole logits in fp64: over the top ids, with all others as one outcome.
+    `rounded_BTK`: log-probabilities from a file instead of the teacher's."""
     ids = teacher_BTV.topk(int(numbers["k"])).indices
     both = [(z.double() / numbers["temperature"]).softmax(-1) for z in (teacher_BTV, student_BTV)]
-    top = [each.gather(-1, ids) for each in both]
+    top = [x.gather(-1, ids) for x in both]
     p, q = (torch.cat([t, 1 - t.sum(-1, keepdim=True)], -1).clamp(min=1e-30) for t in top)
     p = p if rounded_BTK is None else rounded_BTK.double().clamp(min=-60).softmax(-1)
     beta, mixed = numbers["beta"], numbers["beta"] * p + (1 - numbers["beta"]) * q
@@ -52,31 +52,31 @@ def plain_divergence(teacher_BTV: Tensor, student_BTV: Tensor, numbers: dict[str
 
 
 def plain_loss(name: str, numbers: dict[str, float], logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The mean of a loss that needs nothing else, from whole logits in fp64, as its paper writes it."""
+    """Return the mean of a loss without extras, from whole logits in fp64, by the formula of its paper."""
     logps, is_there, n = logits_BTV.double().log_softmax(-1), targets_BT != -100, numbers
-    own = logps.gather(-1, targets_BT.clamp(min=0)[..., None])[..., 0] * is_there
-    better, worse = (own.sum(1) / is_there.sum(1)).view(-1, 2).unbind(1)
+    logp = logps.gather(-1, targets_BT.clamp(min=0)[..., None])[..., 0] * is_there
+    better, worse = (logp.sum(1) / is_there.sum(1)).view(-1, 2).unbind(1)
     match name:
         case "label-smoothing":
-            own = (1 - n["epsilon"]) * own + n["epsilon"] * logps.mean(-1)
+            logp = (1 - n["epsilon"]) * logp + n["epsilon"] * logps.mean(-1)
         case "z-loss":
-            own = own - n["weight"] * logits_BTV.double().logsumexp(-1) ** 2
+            logp = logp - n["weight"] * logits_BTV.double().logsumexp(-1) ** 2
         case "orpo":
-            odds = [of.exp() / (1 - of.exp()) for of in (better, worse)]
+            odds = [x.exp() / (1 - x.exp()) for x in (better, worse)]
             return (-better - n["beta"] * (odds[0] / odds[1]).log().sigmoid().log()).mean()
         case "simpo":
             return -(n["beta"] * (better - worse) - n["gamma"]).sigmoid().log().mean()
-    return -own[is_there].mean()
+    return -logp[is_there].mean()
 
 
 def differences(name: str, dtype: str, is_rounded: bool = True) -> Iterator[float]:
-    """Relative ones, of the loss, and of the gradients of the last hidden state and of the output matrix."""
+    """Yield relative differences of the loss, and of the gradients of the last hidden state and output matrix."""
     torch.manual_seed(3)
-    of, n, n_tokens, hidden = parse_objective(name), 4, 16, list[Tensor]()
-    if of.n_labels is None:
+    spec, n, n_tokens, hidden = parse_objective(name), 4, 16, list[Tensor]()
+    if spec.n_labels is None:
         model: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).to(DTYPE[dtype])
     else:
-        config = LlamaConfig(**SMALL, num_labels=of.n_labels, pad_token_id=0)
+        config = LlamaConfig(**SMALL, num_labels=spec.n_labels, pad_token_id=0)
         model = AutoModelForSequenceClassification.from_config(config).to(DTYPE[dtype])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,31 +92,31 @@ def differences(name: str, dtype: str, is_rounded: bool = True) -> Iterator[floa
     model.model.norm.register_forward_pre_hook(remember)
     teacher = torch.randn(n, n_tokens, 96) * 2
     extras, held = {"last": last, "label": labels.float()}, None
-    if of.n_top is not None:
-        rows = top_and_rest(teacher.flatten(0, 1), of.n_top, of.numbers["temperature"])
+    if spec.n_top is not None:
+        rows = top_and_rest(teacher.flatten(0, 1), spec.n_top, spec.numbers["temperature"])
         extras["teacher"] = rows.view(n, n_tokens, -1)
-        held = extras["teacher"][..., 2 * of.n_top :].contiguous().view(torch.float16)
-    asked = model(ids, labels=labels) if of.name == "classify" else model(ids)
-    match of.name:
+        held = extras["teacher"][..., 2 * spec.n_top :].contiguous().view(torch.float16)
+    out = model(ids, labels=labels) if spec.name == "classify" else model(ids)
+    match spec.name:
         case "classify":
-            loss = asked.loss
+            loss = out.loss
         case "reward":
-            chosen, rejected = asked.logits[0::2, 0], asked.logits[1::2, 0]
-            loss = (of.numbers["center"] * (chosen + rejected) ** 2 - F.logsigmoid(chosen - rejected)).mean()
+            chosen, rejected = out.logits[0::2, 0], out.logits[1::2, 0]
+            loss = (spec.numbers["center"] * (chosen + rejected) ** 2 - F.logsigmoid(chosen - rejected)).mean()
         case "distill":
-            loss = plain_divergence(teacher, asked.logits.float(), of.numbers, held if is_rounded else None)[targets != -100].mean()
+            loss = plain_divergence(teacher, out.logits.float(), spec.numbers, held if is_rounded else None)[targets != -100].mean()
         case _:
-            loss = plain_loss(of.name, of.numbers, asked.logits.float(), targets)
+            loss = plain_loss(spec.name, spec.numbers, out.logits.float(), targets)
     loss.backward()
 
-    semantics = Semantics(n_tokens, n, n, compute_dtype=dtype, objective=of, loss_tile_tokens=5)  # type: ignore[arg-type]
+    semantics = Semantics(n_tokens, n, n, compute_dtype=dtype, objective=spec, loss_tile_tokens=5)  # type: ignore[arg-type]
     workload, weights = build_workload(Model(SMALL), semantics), dict(model.named_parameters())
     templates = Templates(SMALL, workload, semantics)
     head = {p.name: weights[p.name].detach() for p in workload.blocks[-1].parameters}
     matrix = weights[templates.head.weight]
     n_losses, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros(matrix.shape)
-    ours, of_hidden, _ = templates.head.loss(head, hidden[0].detach(), targets, n_losses, total, extras)
-    yield abs(float(ours) / n_losses / float(loss) - 1)
+    actual, of_hidden, _ = templates.head.loss(head, hidden[0].detach(), targets, n_losses, total, extras)
+    yield abs(float(actual) / n_losses / float(loss) - 1)
     for our, their in ((of_hidden, hidden[0].grad), (total, matrix.grad)):
         assert their is not None
         yield float((our.float() - their.float()).norm() / their.float().norm())
@@ -132,10 +132,10 @@ def compared(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def answers(n: int, seed: int) -> list[dict[str, str]]:
-    """Pairs of four words, two of them kind in the chosen answer and rude in the other, in any order."""
+    """Return pairs of four words in random order: two kind words in the chosen, two rude ones in the rejected answer."""
     draw, rows = random.Random(seed), list[dict[str, str]]()
     for i in range(n):
-        both = [draw.choices(of, k=2) + draw.choices(("it", "then", "so", "well", "now"), k=2) for of in (KIND, RUDE)]
+        both = [draw.choices(words, k=2) + draw.choices(("it", "then", "so", "well", "now"), k=2) for words in (KIND, RUDE)]
         for words in both:
             draw.shuffle(words)
         rows.append({"prompt": f"Pass {i}. ", "chosen": " ".join(both[0]), "rejected": " ".join(both[1])})
@@ -143,30 +143,30 @@ def answers(n: int, seed: int) -> list[dict[str, str]]:
 
 
 def learned(home: Path) -> Iterator[str]:
-    """A teacher that has learned both manners, students of a fifth of its size, and a model that scores answers."""
+    """Train a teacher on both kinds of answers, students of a fifth of its size, and a model that scores answers."""
 
-    def config(name: str, of: dict[str, Any]) -> Path:
+    def config(name: str, fields: dict[str, Any]) -> Path:
         (home / name).mkdir()
-        (home / name / "config.json").write_text(json.dumps(of | {"architectures": ["LlamaForCausalLM"]}))
+        (home / name / "config.json").write_text(json.dumps(fields | {"architectures": ["LlamaForCausalLM"]}))
         return home / name
 
-    def run(plan: str, data: Path, steps: int, *more: object) -> Path:
+    def run(plan: str, data: Path, steps: int, *flags: object) -> Path:
         out, rate = home / plan.partition(".")[0], "1e-3" if plan == "reward.json" else "3e-3"
-        of = ("--data", data, "--steps", steps, "--lr", rate)
-        penstock("run", home / plan, *of, "--tokenizer", "bytes", "--out", out, *more)
+        arguments = ("--data", data, "--steps", steps, "--lr", rate)
+        penstock("run", home / plan, *arguments, "--tokenizer", "bytes", "--out", out, *flags)
         return out / f"checkpoint-{steps}"
 
     def divergence(folder: Path) -> float:
-        """KL(teacher || student) of whole logits, by transformers, a mean over the tokens of held-out texts."""
-        each = list[Tensor]()
-        both = [AutoModelForCausalLM.from_pretrained(of, dtype=torch.float32).eval() for of in (teacher, folder)]
+        """Return the mean KL(teacher || student) of whole logits over tokens of held-out texts, by transformers."""
+        per_text = list[Tensor]()
+        both = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (teacher, folder)]
         for row in held_out:
             for half in ("chosen", "rejected"):
                 ids = torch.tensor([[*(row["prompt"] + row[half]).encode(), END]])
                 with torch.no_grad():
                     p, q = (model(ids).logits[0, :-1].log_softmax(-1) for model in both)
-                each.append((p.exp() * (p - q)).sum(-1))
-        return float(torch.cat(each).mean())
+                per_text.append((p.exp() * (p - q)).sum(-1))
+        return float(torch.cat(per_text).mean())
 
     pairs, held_out = manners(N_PAIRS, 0), manners(N_HELD_OUT, N_PAIRS)
     texts = write(home / "texts.jsonl", [{"text": row["prompt"] + row[half]} for row in pairs for half in ("chosen", "rejected")])
@@ -180,16 +180,16 @@ def learned(home: Path) -> Iterator[str]:
     yield f"\n| student, {N_STEPS} steps | KL(teacher \\|\\| student), held-out, whole logits |\n|---|---:|"
     penstock("plan", small, *SIZES, "-o", home / "none.json")
     yield f"| random weights, 1 step by cross entropy | {divergence(run('none.json', texts, 1, '--from-scratch')):.3f} |"
-    for name, loss, more in (
+    for name, loss, flags in (
         ("plain", "cross-entropy", ()),
         ("kl", "distill:k=16", ("--reference", home / "top.safetensors")),
         ("jsd", "distill:k=16,beta=0.5", ("--reference", home / "top.safetensors")),
     ):
         penstock("plan", small, *SIZES, "--loss", loss, "-o", home / f"{name}.json")
-        yield f"| `{loss}` | {divergence(run(f'{name}.json', texts, N_STEPS, '--from-scratch', *more)):.3f} |"
+        yield f"| `{loss}` | {divergence(run(f'{name}.json', texts, N_STEPS, '--from-scratch', *flags)):.3f} |"
     penstock("plan", large, *SIZES, "--loss", "reward", "-o", home / "reward.json")
-    more = ("--eval-data", write(home / "held-out.jsonl", answers(N_HELD_OUT, 1)), "--eval-every", EVERY // 3, "--from-scratch")
-    run("reward.json", write(home / "pairs.jsonl", answers(N_PAIRS, 0)), 2 * EVERY, *more)
+    flags = ("--eval-data", write(home / "held-out.jsonl", answers(N_HELD_OUT, 1)), "--eval-every", EVERY // 3, "--from-scratch")
+    run("reward.json", write(home / "pairs.jsonl", answers(N_PAIRS, 0)), 2 * EVERY, *flags)
     yield "\n| steps of `reward`, 4 pairs each | held-out loss | ranked rightly |\n|---:|---:|---:|"
     yield from ranked(home / "reward")
 
@@ -203,7 +203,7 @@ Made with `python -m benchmarks.teachers`, torch {torch.__version__}, transforme
 ## The same sequences, a two-layer Llama of 96 ids
 
 Relative differences of the loss, and of the gradients of the last hidden state and of the output matrix. Distillation against
-definitions on whole logits in fp64, of what a file holds of the teacher, in fp16, and of the teacher as it is:
+definitions on whole logits in fp64, with the teacher from a file, in fp16, and with the exact teacher:
 """)
     print(*compared(DISTILLED), sep="\n")
     print("\nOther losses against theirs on whole logits in fp64:\n")
@@ -221,9 +221,9 @@ four words in any order, two of them kind or rude, and {N_HELD_OUT} others.
     with tempfile.TemporaryDirectory() as home:
         print(*learned(Path(home)), sep="\n")
     print("""
-## What it does not show
+## Limits
 
-A GPU, a model of use, or a teacher of another size class: what it does to a 70B is planned, in [losses](../losses.md).""")
+No GPU, no useful model, and no large teacher: plans of a 70B are in [losses](../losses.md).""")
 
 
 if __name__ == "__main__":

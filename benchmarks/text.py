@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def standard_library(path: Path) -> None:
-    """The standard library's own source as one JSONL, a line per file."""
+    """Write the source of the standard library as JSONL, one line per file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "test", "tests", "idlelib", "turtledemo", "ensurepip"}
     with path.open("w", encoding="utf-8") as out:

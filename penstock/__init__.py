@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.data.given import Batches
+    from penstock.data.user_batches import Batches
     from penstock.hwprofiles.schema import Profile
     from penstock.runtime.errors import PenstockError
     from penstock.runtime.executor import Stop
@@ -27,7 +27,7 @@ _HOMES = {
     **dict.fromkeys(("Plan", "Semantics", "Policy"), "penstock.runtime.plan"),
     "Profile": "penstock.hwprofiles.schema",
     "PenstockError": "penstock.runtime.errors",
-    "Batches": "penstock.data.given",
+    "Batches": "penstock.data.user_batches",
     "Stop": "penstock.runtime.executor",
     "__version__": "penstock.version",
 }

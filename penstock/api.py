@@ -38,7 +38,7 @@ from .results import Planned, Trained
 from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
-    from penstock.data.given import Batches, Given
+    from penstock.data.user_batches import Batches, UserBatches
     from penstock.planner.predict.simulate import Prediction
     from penstock.runtime.executor import Stop
     from penstock.runtime.machines.processes import Processes
@@ -323,14 +323,14 @@ def _trainer(arguments: Mapping[str, Any], every: int | None = None) -> "Iterato
 
 @contextmanager
 def _ranks_of_run(
-    settings: "RunSettings", file: PlanFile, batches: "Given | None", loss: "Callable[..., Any] | None"
+    settings: "RunSettings", file: PlanFile, batches: "UserBatches | None", loss: "Callable[..., Any] | None"
 ) -> "Iterator[Processes | None]":
     """Yield the ranks if torchrun started this program as rank 0, or None for a single rank. Other ranks follow, then exit here."""
     if not is_rank():
         yield None
         return
     from penstock.training.device import device_of
-    from penstock.training.following import follow
+    from penstock.training.follower import follow
 
     rank = os.environ.get("RANK", "0")
     try:
@@ -361,7 +361,7 @@ def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out:
 
 def _data(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: Plan
-) -> "tuple[dict[str, Any], Given | None]":
+) -> "tuple[dict[str, Any], UserBatches | None]":
     """Return the settings that name the data, and the program's batches, checked against the plan's shape, or None."""
     match data:
         case str() | Path():
@@ -371,13 +371,13 @@ def _data(
     kind = type(data).__qualname__
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or an object with one")
-    from penstock.data.given import Given
+    from penstock.data.user_batches import UserBatches
     from penstock.runtime.layers.apart import supports_documents
 
     semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     reason, objective = supports_documents(plan.model.config, semantics), semantics.objective
     n_rows = semantics.whole.batch_size
-    batches = Given(cast("Batches", data), semantics.seq_len, n_rows, vocab_size, reason, objective)
+    batches = UserBatches(cast("Batches", data), semantics.seq_len, n_rows, vocab_size, reason, objective)
     return {"data.path": batches.fingerprint}, batches
 
 

@@ -144,7 +144,7 @@ def forked(args: list[object], what: str = "op", n: int | None = None, by: int =
     return False
 
 
-IMPORTED_BY_A_RUN = ("datasets", "transformers.models.qwen3.modeling_qwen3", "penstock.cli.progress", "penstock.training.following")
+IMPORTED_BY_A_RUN = ("datasets", "transformers.models.qwen3.modeling_qwen3", "penstock.cli.progress", "penstock.training.follower")
 
 
 @cache

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 IMPORTED = (
-    *("penstock.cli.plan", "penstock.cli.run", "penstock.cli.progress", "penstock.training.session", "penstock.training.following"),
+    *("penstock.cli.plan", "penstock.cli.run", "penstock.cli.progress", "penstock.training.session", "penstock.training.follower"),
     *("datasets", "transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen2.modeling_qwen2", "tests.training"),
 )
 _POPEN = subprocess.Popen

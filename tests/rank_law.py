@@ -23,7 +23,7 @@ from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.optimizer import optimizing
 from penstock.runtime.plan.train import Lora, Train
 from penstock.settings import OptimizerSettings
-from penstock.training.leading import WholeState, obey
+from penstock.training.rank0 import WholeState, obey
 from penstock.training.schedules import Rates
 from tests import training
 from tests.forks import Forked

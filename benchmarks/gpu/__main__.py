@@ -1,13 +1,12 @@
 """Command line of the GPU benchmark.
 
     python -m benchmarks.gpu prepare --home FOLDER --machine h100-sxm --device-memory 78GB --host-memory 118GB    # anywhere
-    python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; again, until nothing is left to do
+    python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; repeat until all is done
     python -m benchmarks.gpu --device cpu --tiny --home FOLDER            # all of it, small, without a GPU
 
-Give stages, or `first` to `sixth` for those of one call of ten minutes; all of them otherwise. `first` and `second` are a visit of
-a quarter of an hour: every line prints the expected figure and the decision that it makes. Each stage is a
-process of its own with its own limit, and what it measures is in FOLDER/results at once. What was done is not repeated; what failed
-is tried again.
+Arguments are stages, or `first` to `sixth` for the stages of one call of ten minutes; default: all. `first` and `second` are a
+visit of a quarter of an hour; every line prints the expected figure and the decision that follows. A stage is a separate process
+with a time limit, and writes each result to FOLDER/results at once. Finished stages are not repeated; failed ones are retried.
 """
 
 import argparse
@@ -24,25 +23,25 @@ from importlib import import_module
 from pathlib import Path
 
 from .expected import expectation, figures
-from .harness import DONE, SKIPPED, SKIPPED_CODE, Harness, Results, go_on, say
+from .harness import FINISHED, SKIPPED, SKIPPED_CODE, Harness, Results, go_on, say
 from .packages import WheelsError, carried, missing, missing_words
-from .stages import CALL_S, CALLS, PAGE, STAGES, TINY_CONFIG, TINY_MACHINE, TINY_PATIENCE, Asked, SkippedError, Stage
+from .stages import CALL_S, CALLS, PAGE, STAGES, TINY_CONFIG, TINY_MACHINE, TINY_PATIENCE, Request, SkippedError, Stage
 
 PREPARE = "prepare"
-TRACED_S = 5.0  # before the limit: every thread's traceback goes to the log
+TRACED_S = 5.0  # before the limit: dump the tracebacks of all threads to the log
 
 
 def main(words: Sequence[str]) -> int:
-    asked, options = _parsed(words)
+    request, options = _parsed(words)
     if options.perform:
-        return _perform(asked, options.fail == asked.stage)
-    if asked.tiny:
-        asked.home.mkdir(parents=True, exist_ok=True)
-        (asked.home / asked.sizes.model).write_text(json.dumps(TINY_CONFIG))
+        return _perform(request, options.fail == request.stage)
+    if request.tiny:
+        request.home.mkdir(parents=True, exist_ok=True)
+        (request.home / request.sizes.model).write_text(json.dumps(TINY_CONFIG))
     if options.stages == [PREPARE]:
         from .commands import prepare
 
-        return prepare(asked)
+        return prepare(request)
     with tempfile.TemporaryDirectory(prefix="wheels-") as folder:
         try:
             if options.wheels is not None:
@@ -54,22 +53,23 @@ def main(words: Sequence[str]) -> int:
             say(line)
         if for_all:
             return 2
-        stream = go_on(asked.home, asked.results)
+        stream = go_on(request.home, request.results)
         command = [sys.executable, "-m", "benchmarks.gpu", *words]
-        harness = Harness(asked.home, stream, partial(_command, command), partial(_environment, Path(folder), asked))
-        patience = TINY_PATIENCE if asked.tiny else 1.0
+        harness = Harness(request.home, stream, partial(_command, command), partial(_environment, Path(folder), request))
+        patience = TINY_PATIENCE if request.tiny else 1.0
         outcomes = harness.perform_all(_chosen(options.stages, patience), patience * options.limit_s)
-    return 0 if {*outcomes.values()} <= {DONE, SKIPPED} else 1
+    return 0 if {*outcomes.values()} <= {FINISHED, SKIPPED} else 1
 
 
 def _command(command: Sequence[str], stage: Stage, limit_s: float) -> list[str]:
     return [*command, "--perform", stage.name, "--stage-limit-s", str(limit_s)]
 
 
-def _environment(site: Path, asked: Asked, stage: Stage) -> dict[str, str]:
-    """Of a stage. The allocator's segments grow, so a plan that fills the device is not cut to pieces by what is freed."""
-    given = getattr(asked, stage.is_given) if stage.is_given else None
-    folders = [str(site), *([str(given)] if given else []), os.environ.get("PYTHONPATH", "")]
+def _environment(site: Path, request: Request, stage: Stage) -> dict[str, str]:
+    """Return the environment of a stage. The allocator uses expandable segments, so that freed memory does not fragment a full
+    device."""
+    folder = getattr(request, stage.is_given) if stage.is_given else None
+    folders = [str(site), *([str(folder)] if folder else []), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
@@ -79,18 +79,18 @@ def _environment(site: Path, asked: Asked, stage: Stage) -> dict[str, str]:
     }
 
 
-def _perform(asked: Asked, is_to_fail: bool) -> int:
-    """A stage, in this process."""
+def _perform(request: Request, is_to_fail: bool) -> int:
+    """Run a stage in this process."""
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(1.0, asked.stage_limit_s - TRACED_S))
-    stage = next(stage for stage in (*STAGES, PAGE) if stage.name == asked.stage)
-    note = partial(_noted, Results(asked.results), stage.name)
+    faulthandler.dump_traceback_later(max(1.0, request.stage_limit_s - TRACED_S))
+    stage = next(stage for stage in (*STAGES, PAGE) if stage.name == request.stage)
+    note = partial(_noted, Results(request.results), stage.name)
     module, _, function = stage.perform.partition(":")
     try:
         if is_to_fail:
             raise RuntimeError("made to fail on purpose")
-        _see_to_it(stage, asked)
-        getattr(import_module(f".{module}", __package__), function)(asked, note)
+        _see_to_it(stage, request)
+        getattr(import_module(f".{module}", __package__), function)(request, note)
     except SkippedError as error:
         print(error, flush=True)
         return SKIPPED_CODE
@@ -101,33 +101,33 @@ def _perform(asked: Asked, is_to_fail: bool) -> int:
     return 0
 
 
-def _noted(results: Results, stage: str, what: str, /, **values: object) -> None:
-    """Write a line to the stream; print the expected figure and the decision beside the measured one where there is an estimate."""
-    if (expected := expectation(stage, what, values)) is not None:
-        print(f"{stage}, {what}: {figures(values)}; expected {expected.figure}; decides: {expected.decision}", flush=True)
+def _noted(results: Results, stage: str, line: str, /, **values: object) -> None:
+    """Write a line to the stream. If there is an estimate, print it and the decision next to the measured figure."""
+    if (expected := expectation(stage, line, values)) is not None:
+        print(f"{stage}, {line}: {figures(values)}; expected {expected.figure}; decides: {expected.decision}", flush=True)
         values = {**values, "expected": expected.figure, "decision": expected.decision}
-    results.note(stage, what, **values)
+    results.note(stage, line, **values)
 
 
-def _see_to_it(stage: Stage, asked: Asked) -> None:
-    """SkippedError where what only this stage needs is not there."""
-    if asked.tiny and not stage.in_tiny:
+def _see_to_it(stage: Stage, request: Request) -> None:
+    """SkippedError if a requirement of this stage alone is missing."""
+    if request.tiny and not stage.in_tiny:
         raise SkippedError("a tiny run is without it: another of its kind speaks for it")
     if names := missing(stage.needs):
         raise SkippedError(f"not installed: {', '.join(names)}")
-    folder = getattr(asked, stage.is_given) if stage.is_given else None
+    folder = getattr(request, stage.is_given) if stage.is_given else None
     if stage.is_given and (folder is None or not folder.is_dir()):
         raise SkippedError(f"not given: name a checkout with --{stage.is_given} FOLDER")
 
 
 def _chosen(words: Sequence[str], patience: float) -> list[Stage]:
-    """The stages named, in the order of the table."""
+    """Return the named stages in the order of the table."""
     numbers = {CALLS[word] for word in words if word in CALLS}
     chosen = [stage for stage in STAGES if not words or stage.name in words or stage.call in numbers]
     return [replace(stage, limit_s=patience * stage.limit_s) for stage in chosen]
 
 
-def _parsed(words: Sequence[str]) -> tuple[Asked, argparse.Namespace]:
+def _parsed(words: Sequence[str]) -> tuple[Request, argparse.Namespace]:
     names = [*CALLS, *(stage.name for stage in STAGES), PAGE.name]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -138,13 +138,13 @@ def _parsed(words: Sequence[str]) -> tuple[Asked, argparse.Namespace]:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes that show whether it works, and nothing else")
     parser.add_argument("--machine", help="a shipped profile, for plans that were not made beforehand and are not of a probed one")
-    parser.add_argument("--device-memory", metavar="SIZE", help="of the device, for those plans")
+    parser.add_argument("--device-memory", metavar="SIZE", help="device memory, for those plans")
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="to plan for, e.g. 118GB [92 %% of what the system calls its memory, which may grow]"
+        "--host-memory", metavar="SIZE", help="to plan for, e.g. 118GB [92 %% of the system's memory, which may grow]"
     )
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install missing packages from here, beside those there are")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install missing packages from here")
     parser.add_argument("--megatrain", type=Path, metavar="FOLDER", help="a checkout of its public repository")
-    parser.add_argument("--limit-s", type=float, default=CALL_S, help="of the whole call [%(default)s]")
+    parser.add_argument("--limit-s", type=float, default=CALL_S, help="limit of the whole call [%(default)s]")
     parser.add_argument("--fail", metavar="STAGE", help="this stage fails: to see that the others do not mind")
     parser.add_argument("--perform", help=argparse.SUPPRESS)
     parser.add_argument("--stage-limit-s", type=float, default=CALL_S, help=argparse.SUPPRESS)
@@ -154,12 +154,12 @@ def _parsed(words: Sequence[str]) -> tuple[Asked, argparse.Namespace]:
     if PREPARE in options.stages and options.stages != [PREPARE]:
         parser.error("prepare is a call of its own")
     home = options.home.resolve()
-    asked = Asked(
+    request = Request(
         home, (options.results or home / "results").resolve(), options.device, options.tiny, options.machine,
         options.device_memory, options.host_memory, options.megatrain and options.megatrain.resolve(),
         options.perform or "", options.stage_limit_s,
     )  # fmt: skip
-    return (replace(asked, machine=TINY_MACHINE) if asked.tiny and asked.machine is None else asked), options
+    return (replace(request, machine=TINY_MACHINE) if request.tiny and request.machine is None else request), options
 
 
 def _refused(words: str) -> int:

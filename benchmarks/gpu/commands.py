@@ -1,6 +1,6 @@
 """Stages that run the project's own commands on the GPU machine: plan, probe, tests.
 
-Torch is not needed to plan, so plans for a GPU are made beforehand, anywhere.
+Planning needs no torch, so plans for a GPU can be made on another machine.
 """
 
 import importlib.util
@@ -23,12 +23,12 @@ from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import parse_bytes, show_bytes, show_seconds
 
-from .stages import ROOT, TINY_CONFIG, Asked, Case, Note
+from .stages import ROOT, TINY_CONFIG, Case, Note, Request
 
 CLI = (sys.executable, "-m", "penstock")
-HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody says how much to plan for
+HOST_SHARE = 0.92  # of the system's memory: default to plan for
 MOST_FAILURES = 20
-ENDED_S = 25.0  # before its limit a stage of tests is told to end
+ENDED_S = 25.0  # before its limit, a stage of tests is interrupted
 TESTS = (
     "tests/runtime/test_on_a_gpu.py", "tests/hwprofiles/test_cuda_device.py", "tests/runtime/test_cuda_machine.py",
     "tests/runtime/test_packed_weights.py", "tests/runtime/test_device_norms.py",
@@ -37,62 +37,62 @@ TESTS_OF_KERNELS = (*TESTS[3:], "tests/runtime/test_kernels.py", "tests/runtime/
 
 
 class CommandError(RuntimeError):
-    """A command of the project's failed: its last line."""
+    """A failed command of the project, with its last line."""
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 
-def prepare(asked: Asked) -> int:
-    """Make the plans of every stage that trains, for the machine that is named; say what each needs."""
-    if asked.machine is None or asked.host_memory is None:
+def prepare(request: Request) -> int:
+    """Make the plans of every training stage for the named machine, and print their requirements."""
+    if request.machine is None or request.host_memory is None:
         print("error: name the machine to plan for, and its host memory: --machine h100-sxm --host-memory 118GB", file=sys.stderr)
         return 2
     n_failed = 0
-    for name, case in asked.sizes.cases.items():
+    for name, case in request.sizes.cases.items():
         try:
-            path = make_plan(asked, name, case, asked.machine, asked.plans / f"{name}.plan.json")
+            path = make_plan(request, name, case, request.machine, request.plans / f"{name}.plan.json")
             command(["check", str(path)])
         except (CommandError, PenstockError) as error:
             print(f"{name}: {error}")
             n_failed += 1
             continue
-        said = claim_of(path)["prediction"]
-        needs = f"device {show_bytes(said['device_peak_bytes'])}, host {show_bytes(said['host_peak_bytes'])}"
-        print(f"{name}: {show_seconds(said['step_s'])} a step predicted on {asked.machine}; {needs}", flush=True)
+        prediction = claim_of(path)["prediction"]
+        needs = f"device {show_bytes(prediction['device_peak_bytes'])}, host {show_bytes(prediction['host_peak_bytes'])}"
+        print(f"{name}: {show_seconds(prediction['step_s'])} a step predicted on {request.machine}; {needs}", flush=True)
     return 1 if n_failed else 0
 
 
-def plan_of(asked: Asked, note: Note) -> Path:
-    """The plan of the stage: of the probed machine, if it is to be; else the one that was carried; else made for the machine named.
-
-    Never for another machine: without any of the three this fails.
-    """
-    carried = asked.plans / f"{asked.stage}.plan.json"
-    if asked.case.is_probed and asked.profile.exists():
+def plan_of(request: Request, note: Note) -> Path:
+    """Return the plan of the stage: for the probed machine if requested, otherwise the prepared one, otherwise one for the named
+    machine. Raises without any of the three, because a plan for another machine predicts nothing."""
+    carried = request.plans / f"{request.stage}.plan.json"
+    if request.case.is_probed and request.profile.exists():
         try:
-            return make_plan(asked, asked.stage, asked.case, str(asked.profile), asked.plans / f"{asked.stage}.probed.plan.json")
+            return make_plan(
+                request, request.stage, request.case, str(request.profile), request.plans / f"{request.stage}.probed.plan.json"
+            )
         except (CommandError, PenstockError) as error:
             note("failed", case="planned with the profile probed here", said=str(error))
     if carried.exists():
         return carried
-    if asked.machine is None:
+    if request.machine is None:
         raise CommandError(
             f"{carried} was not carried and no machine is named with --machine, and another machine's plan would predict nothing"
         )
-    return make_plan(asked, asked.stage, asked.case, asked.machine, carried)
+    return make_plan(request, request.stage, request.case, request.machine, carried)
 
 
-def make_plan(asked: Asked, name: str, case: Case, machine: str, path: Path) -> Path:
-    words = ["plan", str(model_of(asked, name, case)), "--machine", machine, "--seq-len", str(asked.sizes.seq_len)]
-    words += ["--batch-size", str(case.batch_size), *asked.sizes.plan_words, *case.plan_words]
-    if not asked.tiny:
-        words += ["--host-memory", f"{host_bytes(asked)}B"]
-    if asked.device_memory is not None and machine != str(asked.profile):  # a probed one knows its own
-        words += ["--device-memory", asked.device_memory]
-    said = command([*words, "-o", str(path)])
-    if asked.stage:
-        print(said, flush=True)  # to the stage's log
+def make_plan(request: Request, name: str, case: Case, machine: str, path: Path) -> Path:
+    words = ["plan", str(model_of(request, name, case)), "--machine", machine, "--seq-len", str(request.sizes.seq_len)]
+    words += ["--batch-size", str(case.batch_size), *request.sizes.plan_words, *case.plan_words]
+    if not request.tiny:
+        words += ["--host-memory", f"{host_bytes(request)}B"]
+    if request.device_memory is not None and machine != str(request.profile):  # a probed profile contains it
+        words += ["--device-memory", request.device_memory]
+    output = command([*words, "-o", str(path)])
+    if request.stage:
+        print(output, flush=True)  # to the stage's log
     return path
 
 
@@ -102,26 +102,26 @@ def claim_of(path: Path) -> dict[str, Any]:
     return claim
 
 
-def model_of(asked: Asked, name: str, case: Case) -> Path:
-    """The model of a case, with as many layers as it is to have."""
+def model_of(request: Request, name: str, case: Case) -> Path:
+    """Write the model of a case, with its number of layers."""
     from penstock.planner.model.workload import read_model
 
-    config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else case.model or asked.sizes.model).config)
-    path = asked.plans / f"{name}.model.json"
+    config = dict(read_model(str(request.home / request.sizes.model) if request.tiny else case.model or request.sizes.model).config)
+    path = request.plans / f"{name}.model.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(config | ({} if case.n_layers is None else {"num_hidden_layers": case.n_layers})))
     return path
 
 
-def host_bytes(asked: Asked) -> int:
-    """As asked; else most of what the system says it has. What is free now says little where memory grows as it is used."""
-    if asked.host_memory is not None:
-        return parse_bytes(asked.host_memory)
+def host_bytes(request: Request) -> int:
+    """Return --host-memory, or most of the system's memory. Free memory is a poor measure because it may grow on demand."""
+    if request.host_memory is not None:
+        return parse_bytes(request.host_memory)
     return int(HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def command(words: list[str]) -> str:
-    """What a `penstock` command prints, performed here: it need not be installed."""
+    """Run a `penstock` command in this process, without installation. Return its output."""
     from penstock.cli.main import cli
 
     out, err, code = StringIO(), StringIO(), 0
@@ -138,18 +138,18 @@ def command(words: list[str]) -> str:
 # -- stages ---------------------------------------------------------------------------------------------------------------
 
 
-def probe(asked: Asked, note: Note) -> None:
-    """The quick one: the profile comes back with the results, and later stages plan with it."""
-    words = ["probe", "--device", asked.device, "--quick", "-o", str(asked.profile)]
-    if asked.host_memory is not None and "--host-memory" in command(["probe", "--help"]):
-        words += ["--host-memory", asked.host_memory]
+def probe(request: Request, note: Note) -> None:
+    """Run a quick probe. The profile is returned with the results, and later stages plan with it."""
+    words = ["probe", "--device", request.device, "--quick", "-o", str(request.profile)]
+    if request.host_memory is not None and "--host-memory" in command(["probe", "--help"]):
+        words += ["--host-memory", request.host_memory]
     subprocess.run([*CLI, *words], cwd=ROOT, check=True)
-    note("measured", profile=asked.profile.name, n_bytes=asked.profile.stat().st_size)
+    note("measured", profile=request.profile.name, n_bytes=request.profile.stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A small run: words for `plan` and `run`, its data, and whether a reference is written for it first."""
+    """A small run: arguments for `plan` and `run`, data, and True if a reference file is written first."""
 
     data: str
     plan_words: tuple[str, ...] = ()
@@ -173,20 +173,20 @@ RESUMED = {
 }
 
 
-def resumed(asked: Asked, note: Note) -> None:
-    """Plan and train a small model by command, once whole and once with a stop between: both write the same bytes."""
-    case = RESUMED[asked.stage]
+def resumed(request: Request, note: Note) -> None:
+    """Plan and train a small model by command, once uninterrupted and once resumed. Both must write equal bytes."""
+    case = RESUMED[request.stage]
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "model").mkdir()
         (home / "model" / "config.json").write_text(json.dumps(TINY_CONFIG | {"num_hidden_layers": 3}))
         data = home / ("data.jsonl" if case.data.startswith("{") else "data.txt")
         data.write_text(case.data)
-        plan, machine = home / "plan.json", asked.machine or "h100-sxm"
+        plan, machine = home / "plan.json", request.machine or "h100-sxm"
         sizes = ["--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
         command(["plan", str(home / "model"), "--machine", machine, "--deterministic", *sizes, *case.plan_words, "-o", str(plan)])
-        of_run = [str(plan), "--data", str(data), "--device", asked.device, "--tokenizer", "bytes", *case.run_words]
-        of_run += ["--deterministic"] * (asked.device == "cuda")
+        of_run = [str(plan), "--data", str(data), "--device", request.device, "--tokenizer", "bytes", *case.run_words]
+        of_run += ["--deterministic"] * (request.device == "cuda")
         for out, n_steps, *words in (("whole", 6, "--from-scratch"), ("cut", 3, "--from-scratch"), ("cut", 6, "--resume")):
             began_s = time.perf_counter()
             of_this = [*of_run, "--out", str(home / out), "--steps", str(n_steps), "--lr", "1e-3", *words]
@@ -197,59 +197,59 @@ def resumed(asked: Asked, note: Note) -> None:
         note("measured", n_files=len(files), n_different=len(odd))
         if odd or not files:
             raise CommandError(f"{len(odd)} of {len(files)} files are others after a stop, the first: {odd[:1]}")
-        if case.refers:  # of the trained model, which then begins where it agrees with its reference
-            _referred(asked, note, home, of_run)
+        if case.refers:  # with the trained model, which starts equal to its reference
+            _referred(request, note, home, of_run)
 
 
-def _referred(asked: Asked, note: Note, home: Path, of_run: list[str]) -> None:
-    """The reference as a file gives the losses of the one that a run makes for itself."""
-    of_model, said = [*of_run, "--model", str(home / "whole" / "checkpoint-6")], {}
+def _referred(request: Request, note: Note, home: Path, of_run: list[str]) -> None:
+    """Check that a reference file gives the same losses as a reference made by the run."""
+    of_model, losses = [*of_run, "--model", str(home / "whole" / "checkpoint-6")], {}
     subprocess.run([*CLI, "forward", *of_model, "--out", str(home / "reference.safetensors")], cwd=ROOT, check=True)
     for name in ("base", str(home / "reference.safetensors")):
         out = home / Path(name).stem
         words = [*of_model, "--out", str(out), "--steps", "2", "--lr", "1e-3", "--reference", name]
         subprocess.run([*CLI, "run", *words], cwd=ROOT, check=True)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        said[name] = [row["loss"] for row in rows if "loss" in row]
-    note("referred", losses=list(said.values()))
-    first, again = said.values()
+        losses[name] = [row["loss"] for row in rows if "loss" in row]
+    note("referred", losses=list(losses.values()))
+    first, again = losses.values()
     if first != again or not math.isclose(first[0], math.log(2), rel_tol=1e-6):
         raise CommandError(f"losses {first} with a reference of its own, {again} with the file; both are to begin with ln 2")
 
 
-def tests(asked: Asked, note: Note) -> None:
-    """All tests that need a GPU."""
-    _tested(asked, note, TESTS)
+def tests(request: Request, note: Note) -> None:
+    """Run all GPU tests."""
+    _tested(request, note, TESTS)
 
 
-def tests_of_kernels(asked: Asked, note: Note) -> None:
-    """The GPU tests of kernels alone."""
-    _tested(asked, note, TESTS_OF_KERNELS)
+def tests_of_kernels(request: Request, note: Note) -> None:
+    """Run the GPU tests of kernels alone."""
+    _tested(request, note, TESTS_OF_KERNELS)
 
 
-def _tested(asked: Asked, note: Note, files: tuple[str, ...]) -> None:
-    """Perform the GPU tests of some files, several at a time where pytest-xdist is installed."""
-    files = TESTS[1:2] if asked.tiny else files
+def _tested(request: Request, note: Note, files: tuple[str, ...]) -> None:
+    """Run the GPU tests of some files, in parallel if pytest-xdist is installed."""
+    files = TESTS[1:2] if request.tiny else files
     words = [sys.executable, "-m", "pytest", "-v", "-ra", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", *files]
     n_cores = len(os.sched_getaffinity(0))
-    if not asked.tiny and importlib.util.find_spec("xdist"):
-        # Two cores for each of them, by a plugin: the lanes of all would else be pinned to the same first ones
+    if not request.tiny and importlib.util.find_spec("xdist"):
+        # Two cores per worker, set by a plugin: otherwise the lanes of all workers are pinned to the same first cores
         words += ["-n", str(max(1, min(12, n_cores // 2))), "--maxschedchunk", "1", "-p", "benchmarks.gpu.cores"]
     if importlib.util.find_spec("pytest_timeout"):
-        words += ["--timeout", str(int(asked.stage_limit_s * 0.8))]
+        words += ["--timeout", str(int(request.stage_limit_s * 0.8))]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        done = subprocess.Popen([*words, f"--junitxml={report}"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen([*words, f"--junitxml={report}"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         with suppress(subprocess.TimeoutExpired):
-            done.wait(max(1.0, asked.stage_limit_s - ENDED_S))
-        if done.poll() is None:  # the names and reasons of what has failed are told as it ends
-            done.send_signal(signal.SIGINT)
-            done.wait()
+            process.wait(max(1.0, request.stage_limit_s - ENDED_S))
+        if process.poll() is None:  # an interrupt still reports the failures
+            process.send_signal(signal.SIGINT)
+            process.wait()
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = {f"{c.get('classname')}::{c.get('name')}": bad for c in cases for bad in (*c.findall("failure"), *c.findall("error"))}
     for name, bad in list(failed.items())[:MOST_FAILURES]:
         note("failed", case=name, said=(bad.get("message") or "").partition("\n")[0][:300])
     n_skipped = sum(case.find("skipped") is not None for case in cases)
-    note("measured", n_tests=len(cases), n_failed=len(failed), n_skipped=n_skipped, exit_code=done.returncode)
-    if done.returncode:
-        raise CommandError(f"{len(failed)} of {len(cases)} tests failed (exit code {done.returncode})")
+    note("measured", n_tests=len(cases), n_failed=len(failed), n_skipped=n_skipped, exit_code=process.returncode)
+    if process.returncode:
+        raise CommandError(f"{len(failed)} of {len(cases)} tests failed (exit code {process.returncode})")

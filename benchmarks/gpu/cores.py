@@ -1,7 +1,7 @@
-"""Plugin of pytest: each worker of pytest-xdist has cores of its own.
+"""pytest plugin: separate cores for each worker of pytest-xdist.
 
-A machine pins its lanes to the first cores that its process may use. Begun side by side with all cores allowed, eight processes
-would issue from one core, and laws of half a minute did not end in three.
+A machine pins its lanes to the first cores of its process. With all cores allowed, eight parallel processes would issue from one
+core; property tests of half a minute did not finish in three.
 """
 
 import os
@@ -11,6 +11,6 @@ def pytest_configure() -> None:
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if number:
         cores, n_workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        each = max(1, len(cores) // n_workers)
-        first = int(number) * each % len(cores)
-        os.sched_setaffinity(0, cores[first : first + each])
+        n_each = max(1, len(cores) // n_workers)
+        first = int(number) * n_each % len(cores)
+        os.sched_setaffinity(0, cores[first : first + n_each])

@@ -1,4 +1,4 @@
-"""Expected figures of a visit to a GPU, and the decision that each of them makes.
+"""Expected figures of a visit to a GPU, and the decision that follows from each.
 
 The figures are estimates for an H200 with 16 cores, made before the visit from the account of the steps of 27 November 2026.
 """
@@ -8,30 +8,30 @@ from typing import Any, NamedTuple
 
 
 class Expected(NamedTuple):
-    """Estimate of a line, and what follows from the measured figure."""
+    """Estimate for a line, and the decision that follows from the measured figure."""
 
     figure: str
     decision: str
 
 
 _STEP = "within P10 to P90: the profile is shipped; above P90: the table of kernels names the op that takes longer"
-_UNPACK = "at least 2.5 TB/s: ship; else the torch operations stay"
-# By stage and by the name of the line: its `what`, and its `name` where it has one
+_UNPACK = "at least 2.5 TB/s: ship; else keep the torch operations"
+# By stage and name of the line: its `what`, with its `name` if it has one
 EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("facts", "cores"): Expected("16 cores, pairs of siblings", "siblings: the sweep's line of one thread a core counts"),
     ("host", "update of 0.2 GB"): Expected("2.8 to 4 G params/s", "above the line of 12 GB: a cache holds it, so probes need more"),
-    ("host", "update of 0.8 GB"): Expected("2.8 to 3.4 G params/s", "the same as 12 GB: the old probe's size was not the error"),
-    ("host", "update of 3 GB"): Expected("2.8 to 3.4 G params/s", "the least size from which on the rate stays is a probe's size"),
+    ("host", "update of 0.8 GB"): Expected("2.8 to 3.4 G params/s", "equal to 12 GB: the old probe's size was not the error"),
+    ("host", "update of 3 GB"): Expected("2.8 to 3.4 G params/s", "the smallest size with a stable rate is a probe's size"),
     ("host", "update of 12 GB"): Expected("2.8 to 3.4 G params/s", "cores used below 0.9 of the threads: a quota, and a cliff"),
     ("host", "update of 41 GB"): Expected("2.8 to 3.4 G params/s", "below 12 GB: translation of addresses; ask for huge pages"),
-    ("host", "update of 12 GB, a thread a core"): Expected("2.6 to 3.4 G params/s", "as fast as all threads: plan with cores"),
-    ("host", "update of 12 GB, half the threads"): Expected("1.8 to 3 G params/s", "as fast as all threads: memory binds"),
+    ("host", "update of 12 GB, a thread a core"): Expected("2.6 to 3.4 G params/s", "equal to all threads: plan with cores"),
+    ("host", "update of 12 GB, half the threads"): Expected("1.8 to 3 G params/s", "equal to all threads: memory binds"),
     ("host", "update of 12 GB beside uploads"): Expected("1.7 to 2.4 G params/s", "the planner's rate while loads run"),
-    ("host", "update of 12 GB beside copies"): Expected("1.4 to 2.2 G params/s", "the planner's rate beside both directions"),
+    ("host", "update of 12 GB beside copies"): Expected("1.4 to 2.2 G params/s", "the planner's rate during copies both ways"),
     ("host", "squares of 12 GB"): Expected("25 to 45 GB/s", "below 20 GB/s: look at cores used before the loop"),
     ("kernels", "kernel swiglu"): Expected("3.2 to 3.8 TB/s, bits equal", "below 2.5 TB/s: count bytes in flight by ncu"),
     ("kernels", "kernel swiglu_gradients"): Expected("3.2 to 3.8 TB/s, bits equal", "below 2.5 TB/s: share one reciprocal"),
-    ("kernels", "kernel geglu"): Expected("3 to 3.8 TB/s, bits equal", "bits differ: call by call, and GeGLU stays eager"),
+    ("kernels", "kernel geglu"): Expected("3 to 3.8 TB/s, bits equal", "bits differ: call by call, and GeGLU remains eager"),
     ("kernels", "kernel geglu_gradients"): Expected("2.5 to 3.8 TB/s, bits equal", "bits differ: call by call"),
     ("kernels", "kernel rotate"): Expected("2.5 to 3.8 TB/s, bits equal", "below 2 TB/s: one head a block"),
     ("kernels", "kernel rotate_back"): Expected("2.5 to 3.8 TB/s, bits equal", "below 2 TB/s: one head a block"),
@@ -47,9 +47,9 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("batch-64", "update alone"): Expected("2.8 to 3.4 G params/s", "the rate of the step: cores; faster: lanes interfere"),
     ("batch-64", "profile"): Expected("10.5 to 11 s of kernels", "a kernel above 1 % that no line here names is the next one"),
     ("lora", "measured"): Expected("1.75 to 1.90 s", _STEP),
-    ("whole-14b", "measured"): Expected("6.4 to 6.9 s", "above 7.2 s: loads beside updates bind; see the line beside uploads"),
+    ("whole-14b", "measured"): Expected("6.4 to 6.9 s", "above 7.2 s: loads during updates bind; see the line with uploads"),
     ("lora-72b", "measured"): Expected("4.1 to 4.4 s", "above 4.8 s: unpacking or narrow products; see their lines"),
-    ("tests-of-kernels", "measured"): Expected("none fails", "a kernel whose test fails is not shipped"),
+    ("tests-of-kernels", "measured"): Expected("none fails", "a kernel with a failed test is not shipped"),
 }
 UNITS = {
     "step_s": (1.0, "s a step"), "seconds": (1.0, "s"), "total_s": (1.0, "s of kernels"), "params_per_s": (1e9, "G params/s"),
@@ -58,15 +58,15 @@ UNITS = {
 }  # fmt: skip
 
 
-def expectation(stage: str, what: str, values: Mapping[str, Any]) -> Expected | None:
-    """The entry of a line: by `what`, by its name, or by both."""
-    names = (what, str(values.get("name")), f"{what} {values.get('name')}")
+def expectation(stage: str, line: str, values: Mapping[str, Any]) -> Expected | None:
+    """Return the entry of a line: by its title, by its name, or by both."""
+    names = (line, str(values.get("name")), f"{line} {values.get('name')}")
     return next((EXPECTED[stage, name] for name in names if (stage, name) in EXPECTED), None)
 
 
 def figures(values: Mapping[str, Any]) -> str:
-    """The measured figures of a line, with their units; "bits equal" or "bits differ" where they were compared."""
-    parts = [f"{values[key] / by:.3g} {unit}" for key, (by, unit) in UNITS.items() if isinstance(values.get(key), int | float)]
+    """Format the measured figures of a line with units, and "bits equal" or "bits differ" if compared."""
+    parts = [f"{values[key] / base:.3g} {unit}" for key, (base, unit) in UNITS.items() if isinstance(values.get(key), int | float)]
     if (equal := values.get("are_bits_equal")) is not None:
         parts.append("bits equal" if equal else "bits differ")
     return ", ".join(parts)

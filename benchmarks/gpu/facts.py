@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .stages import ROOT, Asked, Note
+from .stages import ROOT, Note, Request
 
 PACKAGES = (
     "torch",
@@ -38,7 +38,7 @@ COMMANDS = (("lscpu",), ("lscpu", "-e"), ("nvidia-smi",), ("nvidia-smi", "topo",
 COMMAND_S = 5.0
 
 
-def facts(asked: Asked, note: Note) -> None:
+def facts(request: Request, note: Note) -> None:
     note("system", platform=platform.platform(), python=platform.python_version(), commit=commit(), command=sys.argv[1:])
     note("versions", **{name: _version(name) for name in PACKAGES})
     note("cores", n_usable=len(os.sched_getaffinity(0)), n_there=os.cpu_count(), model=_cpu_model(), siblings=siblings())
@@ -48,21 +48,21 @@ def facts(asked: Asked, note: Note) -> None:
         note("gpu", **(_asked_of_driver(QUERY) or _asked_of_driver(QUERY[:3])))
     for words in COMMANDS:
         if shutil.which(words[0]):
-            print("$", *words, "\n" + _said(words), flush=True)
-    _of_torch(asked, note)
+            print("$", *words, "\n" + _output(words), flush=True)
+    _of_torch(request, note)
 
 
 def _asked_of_driver(names: tuple[str, ...]) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; nothing where it does not know one of the names."""
-    said = _said(("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")).partition("\n")[0].split(", ")
-    return dict(zip(names, said, strict=True)) if len(said) == len(names) else {}
+    """Return nvidia-smi's fields of the first GPU, or nothing if a name is unknown."""
+    values = _output(("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")).partition("\n")[0].split(", ")
+    return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}
 
 
-def _of_torch(asked: Asked, note: Note) -> None:
+def _of_torch(request: Request, note: Note) -> None:
     import torch
 
     note("torch", cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), is_cuda_there=torch.cuda.is_available())
-    if asked.device == "cuda":
+    if request.device == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         device = torch.cuda.get_device_properties(0)
         note(
@@ -73,7 +73,7 @@ def _of_torch(asked: Asked, note: Note) -> None:
 
 
 def meminfo() -> dict[str, int]:
-    """What the system says of its memory; it may grow as it is used."""
+    """Return the system's memory sizes. They may grow on demand."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     wanted = {
         "total_bytes": "MemTotal",
@@ -85,10 +85,10 @@ def meminfo() -> dict[str, int]:
 
 
 def commit() -> str:
-    return _said(("git", "rev-parse", "--short", "HEAD")).strip() or "unknown"
+    return _output(("git", "rev-parse", "--short", "HEAD")).strip() or "unknown"
 
 
-def _said(words: tuple[str, ...]) -> str:
+def _output(words: tuple[str, ...]) -> str:
     try:
         return subprocess.run(words, cwd=ROOT, check=False, capture_output=True, text=True, timeout=COMMAND_S).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -116,6 +116,6 @@ def _cpu_model() -> str:
 
 
 def siblings() -> list[str]:
-    """Which of the cores are one core's threads."""
+    """Return the groups of sibling threads."""
     paths = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     return sorted({text for path in paths if (text := _text(path))})

@@ -1,11 +1,10 @@
 """Isolation of a stage: process, time limit, result file.
 
-In a process of its own, in a process group of its own, with a limit. What it notes is in the stream at once; how it ended is a line
-of the same stream, so a later call knows what is left to do. One that failed, or was cut short, is tried again.
+A stage is a separate process in a separate process group, with a time limit. Its notes are in the stream at once, and its outcome
+is a line of the same stream, so that a later call knows the remaining stages. Failed and interrupted stages are retried.
 
-Two folders. `results` holds little, as machines give back only few files: the stream, the log of the stage in progress, the
-profile, and an archive of all that, of earlier logs and of the plans, written anew after every stage. `home` holds what can be
-lost.
+Two folders. `results` is small, because machines return only few files: the stream, the log of the current stage, the profile, and
+an archive of these, of earlier logs and of the plans, rewritten after every stage. `home` holds expendable files.
 """
 
 import json
@@ -25,31 +24,31 @@ from .stages import PAGE, ROOT, Stage
 
 STREAM = "results.jsonl"
 ARCHIVE = "results.tar.gz"
-KEPT = (STREAM, "profile.json", "page.md")  # of the results, what a later call needs or a reader wants
-DONE, FAILED, SKIPPED, INTERRUPTED, NOT_BEGUN = "done", "failed", "skipped", "interrupted", "not begun"
-SKIPPED_CODE = 75  # of a process that had nothing to measure
-LEAST_SHARE = 0.5  # of a stage's limit: with less time left it is not begun
+KEPT_FILES = (STREAM, "profile.json", "page.md")  # results that a later call or a reader needs
+FINISHED, FAILED, SKIPPED, INTERRUPTED, NOT_BEGUN = "done", "failed", "skipped", "interrupted", "not begun"
+SKIPPED_CODE = 75  # exit code of a skipped stage
+LEAST_SHARE = 0.5  # of a stage's limit: required remaining time
 RESERVE_S = 15.0  # of a call, for the page and the archive
-REAPED_S = 20.0  # a process that has locked a hundred gigabytes takes its time to end
+REAPED_S = 20.0  # a process that has locked a hundred gigabytes ends slowly
 SAID_CHARS = 300
-LOG_BYTES = 2**21  # of a stage's log that are kept: its end
+LOG_BYTES = 2**21  # kept end of a stage's log
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Ended(SystemExit):
-    """Somebody wants this process to end."""
+    """Raised by a signal to end this process."""
 
 
 class Results:
-    """The stream: a line of JSON for each thing learned."""
+    """The result stream: one line of JSON per result."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / STREAM
 
-    def note(self, stage: str, what: str, /, **values: object) -> None:
-        """In one write to the file's end, and on the disk when this returns: the next moment may be the last."""
-        row = {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "stage": stage, "what": what, **values}
+    def note(self, stage: str, line: str, /, **values: object) -> None:
+        """Append a line in one write and sync it, because the process may be killed at any moment."""
+        row = {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "stage": stage, "what": line, **values}
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(file, (json.dumps(row, default=str) + "\n").encode())
@@ -58,7 +57,7 @@ class Results:
             os.close(file)
 
     def rows(self) -> list[dict[str, Any]]:
-        """All lines; one that was cut short is none."""
+        """Return all complete lines."""
         rows = []
         with suppress(FileNotFoundError):
             for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -67,22 +66,22 @@ class Results:
         return [row for row in rows if isinstance(row, dict)]
 
     def outcomes(self) -> dict[str, str]:
-        """How each stage ended the last time."""
+        """Return the last outcome of each stage."""
         return {row["stage"]: row["outcome"] for row in self.rows() if row.get("what") == "ended"}
 
 
 def go_on(home: Path, results: Path) -> Results:
-    """The stream of earlier calls, continued: where `results` is empty, the one that was carried with `home`."""
+    """Return the stream of earlier calls. An empty `results` folder is filled from `home`."""
     stream, earlier = Results(results), home / "results"
     if not stream.path.exists() and earlier != results:
-        for name in KEPT:
+        for name in KEPT_FILES:
             if (earlier / name).exists():
                 shutil.copy(earlier / name, results / name)
     return stream
 
 
 class Harness:
-    """Performs stages one after another. `command` says how a stage is started that has these seconds, `environment` in what."""
+    """Runs stages in sequence. `command(stage, limit_s)` returns the command line of a stage, `environment` its variables."""
 
     def __init__(
         self,
@@ -96,14 +95,14 @@ class Harness:
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def perform_all(self, stages: Sequence[Stage], limit_s: float) -> dict[str, str]:
-        """The outcome of each stage, by name. Those that were done before are not repeated."""
+        """Run stages, except finished ones. Return their outcomes by name."""
         ends_s = time.monotonic() + limit_s
-        before, outcomes = self.stream.outcomes(), {}
+        earlier, outcomes = self.stream.outcomes(), {}
         with _ended_by_signals():
             try:
                 for stage in stages:
-                    if before.get(stage.name) == DONE:
-                        outcomes[stage.name] = DONE
+                    if earlier.get(stage.name) == FINISHED:
+                        outcomes[stage.name] = FINISHED
                         say(f"{stage.name}: done before")
                         continue
                     left_s = ends_s - time.monotonic() - RESERVE_S
@@ -123,18 +122,18 @@ class Harness:
         return NOT_BEGUN
 
     def perform(self, stage: Stage, limit_s: float) -> str:
-        """One stage; its outcome, which is in the stream too."""
+        """Run one stage. Return its outcome, which is also written to the stream."""
         self.stream.note(stage.name, "began", limit_s=round(limit_s, 1))
         log, began_s = self.stream.folder / f"{stage.name}.log", time.monotonic()
-        outcome, said = INTERRUPTED, "this process was told to end"
+        outcome, message = INTERRUPTED, "this process was told to end"
         try:
-            outcome, said = self._run(stage, limit_s, log)
-        except OSError as error:  # the process could not be made
-            outcome, said = FAILED, str(error)
+            outcome, message = self._run(stage, limit_s, log)
+        except OSError as error:  # the process could not be started
+            outcome, message = FAILED, str(error)
         finally:
             seconds = time.monotonic() - began_s
-            self.stream.note(stage.name, "ended", outcome=outcome, said=said, seconds=round(seconds, 2))
-            say(f"{stage.name}: {outcome} after {seconds:.0f} s{': ' + said if said else ''}")
+            self.stream.note(stage.name, "ended", outcome=outcome, said=message, seconds=round(seconds, 2))
+            say(f"{stage.name}: {outcome} after {seconds:.0f} s{': ' + message if message else ''}")
             self._put_away(log, self.logs / log.name)
         return outcome
 
@@ -146,11 +145,11 @@ class Harness:
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return FAILED, f"over its limit of {limit_s:.0f} s, and killed; the log says where it was"
+            return FAILED, f"over its limit of {limit_s:.0f} s, and killed; see the end of its log"
         finally:
             _end(process)
         if code == 0:
-            return DONE, ""
+            return FINISHED, ""
         if code == SKIPPED_CODE:
             return SKIPPED, last_line(log)
         if code < 0:
@@ -158,19 +157,19 @@ class Harness:
             return FAILED, f"{died}; the last line: {last_line(log)}"
         return FAILED, last_line(log)
 
-    def _put_away(self, log: Path, to: Path) -> None:
-        """Move a log out of the results, behind what earlier calls left."""
+    def _put_away(self, log: Path, target: Path) -> None:
+        """Append a log to the log of earlier calls, outside the results."""
         with suppress(OSError):
-            text = (to.read_bytes() if to.exists() else b"") + log.read_bytes()
-            to.write_bytes(text[-LOG_BYTES:])
+            text = (target.read_bytes() if target.exists() else b"") + log.read_bytes()
+            target.write_bytes(text[-LOG_BYTES:])
             log.unlink()
 
     def archive(self) -> None:
-        """Everything in one file, whole or as it was before."""
+        """Write the archive atomically."""
         path, half = self.stream.folder / ARCHIVE, self.stream.folder / f".{ARCHIVE}"
         try:
             with tarfile.open(half, "w:gz") as tar:
-                for name in KEPT:
+                for name in KEPT_FILES:
                     if (self.stream.folder / name).exists():
                         tar.add(self.stream.folder / name, name)
                 for folder in (self.logs, self.home / "plans"):
@@ -182,7 +181,7 @@ class Harness:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """No process of its group is left: a stage starts others."""
+    """Kill the process group, because a stage starts other processes."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -191,16 +190,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """A signal that would end this process raises instead, so that what is known is archived first."""
+    """Turn termination signals into an exception, so that results are archived first."""
 
     def end(number: int, frame: object) -> None:
         raise Ended(128 + number)
 
-    before = {number: signal.signal(number, end) for number in SIGNALS}
+    handlers = {number: signal.signal(number, end) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

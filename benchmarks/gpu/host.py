@@ -1,4 +1,4 @@
-"""Stage that measures the host's optimizer by size and by threads, and the link."""
+"""Stage that measures the host's optimizer by size and number of threads, and the link."""
 
 import os
 import threading
@@ -22,34 +22,34 @@ from penstock.runtime.units import MiB
 
 from .commands import host_bytes
 from .facts import siblings
-from .stages import Asked, Note
+from .stages import Note, Request
 
 SLAB_BYTES, TINY_SLAB_BYTES = 8 * 10**9, 32 * MiB
 COPY_BYTES = (64 * MiB, 512 * MiB)
 COPY_S = 0.5
 SIZES = (0.2, 0.8, 3.0, 12.0, 41.0)  # GB of state and gradients
-SWEPT_GB = 12.0  # at which threads, copies and squares are tried
+SWEPT_GB = 12.0  # size for tests of threads, copies and squares
 TINY_SIZES = (0.03, 0.06)
 HOST_SHARE = 0.6  # of the host's memory, for the largest size
-ISSUING_CORES = 2  # which a run leaves to the lanes that issue to a GPU
+ISSUING_CORES = 2  # reserved by a run for the lanes that issue to a GPU
 UPDATE_S, TINY_UPDATE_S = 1.5, 0.1
-PIECE_S = 0.1  # of a median
+PIECE_S = 0.1  # duration of one sample
 
 
-def host(asked: Asked, note: Note) -> None:
+def host(request: Request, note: Note) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    n_bytes = TINY_SLAB_BYTES if asked.tiny else SLAB_BYTES
+    n_bytes = TINY_SLAB_BYTES if request.tiny else SLAB_BYTES
     slab, touched_s = _touched(n_bytes, len(cores))
     note("touch", n_bytes=n_bytes, seconds=touched_s, bytes_per_s=n_bytes / touched_s, n_threads=len(cores))
-    if asked.device != "cuda":
-        return _sweep(asked, note, cores, None)
+    if request.device != "cuda":
+        return _sweep(request, note, cores, None)
     began_s = time.perf_counter()
     pieces = register_for_dma({"benchmark": slab})
     seconds = time.perf_counter() - began_s
     note("lock", n_bytes=n_bytes, seconds=seconds, bytes_per_s=n_bytes / seconds)
     try:
         _link(slab, note)
-        return _sweep(asked, note, cores, slab)
+        return _sweep(request, note, cores, slab)
     finally:
         unregister(pieces)
 
@@ -69,27 +69,27 @@ def _link(slab: torch.Tensor, note: Note) -> None:
 
 
 def _copy(slab: torch.Tensor, n_bytes: int, is_up: bool) -> tuple[torch.cuda.Stream, Callable[[], int]]:
-    """A stream, and what issues one copy there; the two directions use halves of the slab of their own."""
-    stream, there = torch.cuda.Stream(), torch.empty(n_bytes, dtype=torch.uint8, device="cuda")
+    """Return a stream, and a function that issues one copy on it. The directions use separate halves of the slab."""
+    stream, device_buffer = torch.cuda.Stream(), torch.empty(n_bytes, dtype=torch.uint8, device="cuda")
     half = slab[: slab.numel() // 2] if is_up else slab[slab.numel() // 2 :]
     n_places, turn = half.numel() // n_bytes, [0]
-    torch.cuda.synchronize()  # what filled `there` was issued elsewhere
+    torch.cuda.synchronize()  # `there` was filled on another stream
 
     def issue() -> int:
         turn[0] += 1
-        here = half[turn[0] % n_places * n_bytes :][:n_bytes]
+        host_part = half[turn[0] % n_places * n_bytes :][:n_bytes]
         with torch.cuda.stream(stream):
             if is_up:
-                there.copy_(here, non_blocking=True)
+                device_buffer.copy_(host_part, non_blocking=True)
             else:
-                here.copy_(there, non_blocking=True)
+                host_part.copy_(device_buffer, non_blocking=True)
         return n_bytes
 
     return stream, issue
 
 
 def _copied(lanes: Sequence[tuple[torch.cuda.Stream, Callable[[], int]]]) -> list[float]:
-    """Bytes per second of each lane while all of them copy."""
+    """Return bytes per second of each lane while all copy."""
 
     def lane(stream: torch.cuda.Stream, issue: Callable[[], int]) -> float:
         issue()
@@ -101,21 +101,21 @@ def _copied(lanes: Sequence[tuple[torch.cuda.Stream, Callable[[], int]]]) -> lis
         return n_bytes / (time.perf_counter() - began_s)
 
     with ThreadPoolExecutor(len(lanes)) as pool:
-        return list(pool.map(lambda each: lane(*each), lanes))
+        return list(pool.map(lambda arguments: lane(*arguments), lanes))
 
 
-def _sweep(asked: Asked, note: Note, cores: list[int], slab: torch.Tensor | None) -> None:
-    """Updates by size of the state; at one size also by threads, beside copies, and sums of squares."""
+def _sweep(request: Request, note: Note, cores: list[int], slab: torch.Tensor | None) -> None:
+    """Measure updates by state size; at one size also by threads, during copies, and for sums of squares."""
     lane = cores[ISSUING_CORES:] or cores
     firsts = {int(names.replace("-", ",").partition(",")[0]) for names in siblings()}
-    sizes, swept = (TINY_SIZES, TINY_SIZES[-1]) if asked.tiny else (SIZES, SWEPT_GB)
+    sizes, swept = (TINY_SIZES, TINY_SIZES[-1]) if request.tiny else (SIZES, SWEPT_GB)
     for size_gb in sizes:
-        if size_gb * 1e9 > HOST_SHARE * host_bytes(asked) and not asked.tiny:
+        if size_gb * 1e9 > HOST_SHARE * host_bytes(request) and not request.tiny:
             note("left out", name=f"update of {size_gb:g} GB", said="more than the host's memory allows")
             continue
         state, in_parallel = _slab(int(size_gb * 1e9), len(cores)), partial(together, n_threads=len(cores))
         updates = update_tasks(state, in_parallel)
-        name, measure = f"update of {size_gb:g} GB", partial(_sustained, asked, note)
+        name, measure = f"update of {size_gb:g} GB", partial(_sustained, request, note)
         measure(name, updates, lane, "params_per_s")
         if size_gb == swept:
             measure(f"{name}, a thread a core", updates, [core for core in lane if core in firsts] or lane, "params_per_s")
@@ -133,20 +133,20 @@ def _slab(n_bytes: int, n_threads: int) -> torch.Tensor:
 
 
 def _sustained(
-    asked: Asked,
+    request: Request,
     note: Note,
     name: str,
     tasks: list[Task],
     cores: list[int],
     unit: str,
-    beside: AbstractContextManager[None] | None = None,
+    load: AbstractContextManager[None] | None = None,
 ) -> None:
-    """Wall time of the tasks, walked from end to end again and again; the cores that they had, and the time that was stolen."""
+    """Measure the throughput of tasks in a repeated sweep, with cores used and stolen time."""
     n_parts = 1
-    while n_parts * len(tasks) < 2 * len(cores):  # or two threads would be at one task at a time
+    while n_parts * len(tasks) < 2 * len(cores):  # otherwise two threads could run the same task
         n_parts *= 2
     workers, turns, rates = Workers(len(cores), Scratch), cycle(_cut(tasks, n_parts)), list[float]()
-    amount = TASK_ELEMENTS // n_parts * (2 if unit == "host_bytes_per_s" else 1)  # of a task: bf16 gradients, or parameters
+    amount = TASK_ELEMENTS // n_parts * (2 if unit == "host_bytes_per_s" else 1)  # per task: bytes of bf16 gradients, or parameters
     n_in_piece = len(cores)
 
     def settled() -> AbstractContextManager[None]:
@@ -158,10 +158,10 @@ def _sustained(
     def measure() -> None:
         nonlocal n_in_piece
         settled()
-        with workers.helped(settled), beside or nullcontext():
+        with workers.helped(settled), load or nullcontext():
             workers.run(list(islice(turns, n_in_piece)))
             began_s, used_s, stolen_s = time.perf_counter(), time.process_time(), _steal_s()
-            while (now_s := time.perf_counter()) - began_s < (TINY_UPDATE_S if asked.tiny else UPDATE_S):
+            while (now_s := time.perf_counter()) - began_s < (TINY_UPDATE_S if request.tiny else UPDATE_S):
                 workers.run(list(islice(turns, n_in_piece)))
                 rates.append(n_in_piece * amount / (took_s := time.perf_counter() - now_s))
                 n_in_piece = max(len(cores), round(n_in_piece * PIECE_S / took_s))
@@ -178,14 +178,14 @@ def _sustained(
 
 
 def _cut(tasks: list[Task], n: int) -> list[Task]:
-    """Each task, which is a partial call on elements start .. end - 1, in n equal parts."""
+    """Split each task, a partial call on elements start .. end - 1, into n equal parts."""
     size = TASK_ELEMENTS // n
     starts = [(task.func, task.args[0] + i * size) for task in tasks for i in range(n)]
     return [partial(function, start, start + size) for function, start in starts]
 
 
 def _steal_s() -> float:
-    """Seconds that a hypervisor took from all cores since the system began; 0 where the kernel does not count them."""
+    """Return seconds that a hypervisor took from all cores since boot; 0 if the kernel does not count them."""
     try:
         return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
@@ -194,7 +194,7 @@ def _steal_s() -> float:
 
 @contextmanager
 def _copying(slab: torch.Tensor, ways: Sequence[bool]) -> Iterator[None]:
-    """Copy from the slab to the device (True) and back (False), until the context ends."""
+    """Copy from the slab to the device (True) and back (False) until the context ends."""
     stop = threading.Event()
 
     def loop(stream: torch.cuda.Stream, issue: Callable[[], int]) -> None:

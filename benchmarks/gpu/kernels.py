@@ -1,6 +1,6 @@
 """Stage that times the kernels of one layer, eager and fused.
 
-Each is called as torch offers it, whatever the runtime has chosen: what it could choose is to be known.
+Each kernel is called through torch, independent of the runtime's choice, to compare the alternatives.
 """
 
 # T tokens, H width, I width inside the MLP, D width of a head, V vocabulary
@@ -28,21 +28,21 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.packed import Base
 
-from .stages import Asked, Note
+from .stages import Note, Request
 
 Work = Callable[[], object]
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 WARM_UP_RUNS, LEAST_RUNS = 2, 5
-PRODUCT = (8200, 8200, 8200)  # no power of two
+PRODUCT = (8200, 8200, 8200)  # not a power of two
 RUNS_BEHIND, PRODUCTS_BEFORE = 7, 3
-LOSS_BYTES = 6  # of a bf16 logit: read twice, written once
+LOSS_BYTES = 6  # per bf16 logit: read twice, written once
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
     n_tokens: int
-    contexts: tuple[tuple[int, int], ...]  # (sequences, tokens of each)
-    measured_s: float  # of one kernel
+    contexts: tuple[tuple[int, int], ...]  # (sequences, tokens per sequence)
+    measured_s: float  # for one kernel
     loss_tokens: int
     updated_elements: int
     wide_tokens: int  # of an activation: in 7B more than 2^30 elements, so that a call takes several launches
@@ -53,7 +53,7 @@ class Shapes:
 FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 4096, 2**28 - 2**12, 65536, 2**26, (1024, 4096, 8192))
 TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 32, 2**17, 64, 2**12, (8,))
 BF16 = torch.bfloat16
-KEPT = (
+STATE_LAYOUTS = (
     Kept(BF16, True, BF16),
     Kept(BF16, True, BF16, BF16),
     Kept(BF16, False, BF16, BF16, "adamw", True),
@@ -63,16 +63,16 @@ KEPT = (
 DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16", torch.uint8: "int8"}
 
 
-def kernels(asked: Asked, note: Note) -> None:
-    """All of it; a kernel that fails is a line, and the stage fails if none works."""
-    model = str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model
-    config, shapes, device = dict(read_model(model).config), TINY if asked.tiny else FULL, torch.device(asked.device)
+def kernels(request: Request, note: Note) -> None:
+    """Time all kernels. A failure is noted; the stage fails if none works."""
+    model = str(request.home / request.sizes.model) if request.tiny else request.sizes.model
+    config, shapes, device = dict(read_model(model).config), TINY if request.tiny else FULL, torch.device(request.device)
     n_failed, n_measured = 0, 0
     for name, measure in _all(config, shapes, device, note):
         try:
             measure()
             n_measured += 1
-        except Exception as error:  # one backend's refusal is no reason to leave out the others
+        except Exception as error:  # continue with the other kernels
             n_failed += 1
             note("failed", case=name, said=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300])
         if device.type == "cuda":
@@ -102,14 +102,14 @@ def _all(config: dict, shapes: Shapes, device: torch.device, note: Note) -> Iter
     yield "loss", lambda: _loss(shapes, width, config["vocab_size"], device, note)
     for base in get_args(Base)[1:]:
         yield f"unpack {base}", lambda base=base: _unpack(base, shapes, width, inner, device, note)
-    for kept in KEPT:
-        yield f"update of {_named(kept)}", lambda kept=kept: _update(kept, shapes, device, note)
+    for layout in STATE_LAYOUTS:
+        yield f"update of {_named(layout)}", lambda layout=layout: _update(layout, shapes, device, note)
     for name in ("eager", "fused"):
         yield f"layer {name}", lambda name=name: _layer(name, config, shapes, device, note)
 
 
 def _seconds(work: Work, shapes: Shapes, device: torch.device) -> float:
-    """Median time of the work; on a GPU, of each run by itself, by events."""
+    """Return the median time of a kernel; on a GPU, of single runs between events."""
     for _ in range(WARM_UP_RUNS):
         work()
     times: list[float] = []
@@ -129,26 +129,26 @@ def _seconds(work: Work, shapes: Shapes, device: torch.device) -> float:
             work()
             event.record()
         events[-1].synchronize()
-        times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]  # torch counts in milliseconds
+        times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]  # from milliseconds
     return median(times)
 
 
 def _seconds_behind(work: Work, shapes: Shapes, device: torch.device) -> float:
-    """Median time of the work right behind large products, at the clock and the power of a step; on a CPU, of the work alone."""
+    """Return the median time of a kernel right after large products, at a step's clock and power; on a CPU, of the kernel alone."""
     if device.type == "cpu":
         return _seconds(work, shapes, device)
     x, w = _random(*PRODUCT[:2], device=device), _random(*PRODUCT[1:], device=device)
     out, times = x @ w, list[float]()
     work()
     for _ in range(RUNS_BEHIND):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(PRODUCTS_BEFORE):
             torch.mm(x, w, out=out)
-        before.record()
+        start.record()
         work()
-        after.record()
-        after.synchronize()
-        times.append(before.elapsed_time(after) / 1e3)  # torch counts in milliseconds
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)  # from milliseconds
     return median(times)
 
 
@@ -172,7 +172,7 @@ def _product(name: str, shapes: Shapes, k: int, n: int, device: torch.device, no
 
 
 def _eager_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As transformers' modules compute it."""
+    """RMS norm like in transformers' modules."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
@@ -195,7 +195,7 @@ def _norm(
     out = norm(x, weight)
     forward_s = _seconds(lambda: norm(x, weight), shapes, device)
     backward_s = _seconds(lambda: torch.autograd.grad(out, (x, weight), dy, retain_graph=True), shapes, device)
-    one_pass_bytes = x.nbytes  # what is read, or written, once
+    one_pass_bytes = x.nbytes  # read or written once
     note(
         "norm", name=name, n_rows=n_rows, width=d, forward_s=forward_s, backward_s=backward_s,
         forward_bytes_per_s=2 * one_pass_bytes / forward_s, backward_bytes_per_s=3 * one_pass_bytes / backward_s,
@@ -203,7 +203,7 @@ def _norm(
 
 
 def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.device, note: Note) -> None:
-    """Causal, as transformers calls it: a head of keys and values for several of queries, or repeated where that is refused."""
+    """Time causal attention as transformers calls it: with grouped heads, or with repeated ones if the backend rejects groups."""
     n_sequences, seq_len, n_heads, n_kv_heads, head_dim = size
     q, dy = (_random(n_sequences, seq_len, n_heads, head_dim, device=device).transpose(1, 2) for _ in range(2))
     k, v = (_random(n_sequences, seq_len, n_kv_heads, head_dim, device=device).transpose(1, 2) for _ in range(2))
@@ -231,29 +231,29 @@ def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.d
     )  # fmt: skip
 
 
-def _named(kept: Kept) -> str:
-    rounded = "" if kept.moments is None else f", {DTYPE_NAMES[kept.moments]} moments{', bf16 master' * kept.is_drawn}"
-    return f"{kept.rule}{rounded}"
+def _named(layout: Kept) -> str:
+    rounded = "" if layout.moments is None else f", {DTYPE_NAMES[layout.moments]} moments{', bf16 master' * layout.is_drawn}"
+    return f"{layout.rule}{rounded}"
 
 
-def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> None:
-    """One parameter's update where its state lies, with a bf16 gradient: bytes are those of its state, read and written."""
-    kernel, n = device_kernel(device, kept), shapes.updated_elements
-    master = torch.randn(n, device=device).to(kept.weight)
-    remainder = torch.zeros(n, dtype=torch.int16, device=device) if kept.is_split else None
-    n_moments = 1 if kept.rule == "lion" else 2
-    size, of = (group_bytes(n), 60) if kept.moments is torch.uint8 else (n, 1e-4)
-    moments = tuple(torch.full((size,), of, dtype=kept.moments or torch.float32, device=device) for _ in range(n_moments))
-    drawn = None if kept.moments is None else Drawn((5, 6, 7), kept.is_drawn)
+def _update(layout: Kept, shapes: Shapes, device: torch.device, note: Note) -> None:
+    """Time a parameter's update in device memory, with a bf16 gradient. Bytes: state, read and written, and gradient."""
+    kernel, n = device_kernel(device, layout), shapes.updated_elements
+    master = torch.randn(n, device=device).to(layout.weight)
+    remainder = torch.zeros(n, dtype=torch.int16, device=device) if layout.is_split else None
+    n_moments = 1 if layout.rule == "lion" else 2
+    size, value = (group_bytes(n), 60) if layout.moments is torch.uint8 else (n, 1e-4)
+    moments = tuple(torch.full((size,), value, dtype=layout.moments or torch.float32, device=device) for _ in range(n_moments))
+    rounding = None if layout.moments is None else Drawn((5, 6, 7), layout.is_drawn)
     state, gradient = ParamState(Master(master, remainder), moments), summed(_random(n, device=device))
-    step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, kept.rule, drawn)
+    step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, layout.rule, rounding)
     update_s = _seconds_behind(lambda: step.on_device(kernel), shapes, device)
     moved_bytes = 2 * sum(tensor.nbytes for tensor in state.tensors) + 2 * n
-    note("update", name=_named(kept), n_elements=n, update_s=update_s, bytes_per_s=moved_bytes / update_s)
+    note("update", name=_named(layout), n_elements=n, update_s=update_s, bytes_per_s=moved_bytes / update_s)
 
 
 def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: torch.device, note: Note) -> None:
-    """Compile the kernels; then the bits and the rate of each at the size of a layer."""
+    """Compile the pointwise kernels. Compare bits and time each at the size of a layer."""
     began_s = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -272,9 +272,9 @@ def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: 
         function, definition = getattr(kernels, name), getattr(Pointwise(), name)
         seconds = _seconds_behind(lambda function=function, operands=operands: function(*operands), shapes, device)
         moved_bytes = sum(x.nbytes for x in operands) + (2 if name.endswith("_gradients") else 1) * operands[0].nbytes
-        # The definition needs several times the memory: bits are compared where it has room
-        some = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
-        pairs = zip(several(function(*some)), several(definition(*some)), strict=True)
+        # The definition needs several times the memory: compare bits on a part that fits
+        part = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
+        pairs = zip(several(function(*part)), several(definition(*part)), strict=True)
         are_equal = all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
         is_kernel = function is not definition
         note(
@@ -283,7 +283,7 @@ def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: 
 
 
 def _loss(shapes: Shapes, width: int, vocab: int, device: torch.device, note: Note) -> None:
-    """The loss of a tile, in place, and the head's weight gradient, which its product adds to fp32 sums."""
+    """Time the in-place loss of a tile, and the head's weight gradient with accumulation into fp32."""
     for n_tokens in shapes.loss_tiles:
         _loss_of_tile(n_tokens, width, vocab, shapes, device, note)
 
@@ -300,7 +300,7 @@ def _loss_of_tile(n_tokens: int, width: int, vocab: int, shapes: Shapes, device:
 
 
 def _unpack(base: Base, shapes: Shapes, width: int, inner: int, device: torch.device, note: Note) -> None:
-    """One matrix of an MLP, by the kernel and by torch's operations."""
+    """Time unpacking one MLP matrix, by the kernel and by torch operations."""
     shape = (1, width, inner) if base == "mxfp4" else (inner, width)
     packed = pack(_random(*shape, device=device), base)
     out, by_calls = (torch.empty(shape, dtype=BF16, device=device) for _ in range(2))
@@ -311,7 +311,7 @@ def _unpack(base: Base, shapes: Shapes, width: int, inner: int, device: torch.de
 
 
 def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: Note) -> None:
-    """One decoder layer of transformers', as it is or with the runtime's fused kernels, with everything kept."""
+    """Time one decoder layer of transformers, unmodified or with the runtime's fused kernels, with all activations saved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     n_sequences, seq_len = shapes.contexts[0]
@@ -327,13 +327,13 @@ def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: 
     parameters, dy = [hidden, *layer.parameters()], torch.randn_like(hidden)
 
     def out() -> torch.Tensor:
-        said = layer(hidden, attention_mask=None, position_embeddings=rotary)
-        return said[0] if isinstance(said, tuple) else said
+        result = layer(hidden, attention_mask=None, position_embeddings=rotary)
+        return result[0] if isinstance(result, tuple) else result
 
     forward_s = _seconds(out, shapes, device)
     both_s = _seconds(lambda: torch.autograd.grad(out(), parameters, dy), shapes, device)
     n_params, n_tokens = sum(p.numel() for p in layer.parameters()), n_sequences * seq_len
-    flop = 3 * (2 * n_params * n_tokens + 2 * n_tokens * seq_len * config["hidden_size"])  # attention's causal half
+    flop = 3 * (2 * n_params * n_tokens + 2 * n_tokens * seq_len * config["hidden_size"])  # causal half of attention
     note(
         "layer",
         name=name,

@@ -1,9 +1,9 @@
 """Stages that train the same model with other systems' host offload.
 
-PyTorch's FSDP2, DeepSpeed's ZeRO-3 and MegaTrain, each set up as its own documentation or example does it, on one device: bf16
-compute, clipping to the same norm, every layer recomputed from its input. Each has the same few layers, and is given what suits
-it: the micro-batch at which it is fastest, torch's default attention, and a loss that makes the logits of a few thousand tokens at
-a time. MegaTrain's code is its own, from the folder that is named; none of it is here.
+PyTorch's FSDP2, DeepSpeed's ZeRO-3 and MegaTrain, set up like in their documentation or examples, on one device: bf16 compute,
+equal clipping norm, every layer recomputed from its input. All train the same few layers with their best settings: fastest
+micro-batch, torch's default attention, and a chunked loss. MegaTrain's code is imported from a user-named folder; no code of it is
+copied here.
 """
 
 import importlib.util
@@ -22,19 +22,19 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.train import ALL, Train, parse_train
 from penstock.runtime.plan.workload import Model
 
-from .stages import Asked, Note, SkippedError
+from .stages import Note, Request, SkippedError
 from .training import LR, fill, host_peak_bytes, pattern, random_batches
 
 CLIP_NORM = 1.0
-N_TIMED = 2  # steps of each batch, after one that warms up
-Step = Callable[[list[Batch]], float]  # of a step's micro-batches: performs it to its end, and returns the loss
+N_TIMED = 2  # steps per batch, after a warm-up step
+Step = Callable[[list[Batch]], float]  # performs a step with these micro-batches, and returns the loss
 
 
-# -- what they have in common -----------------------------------------------------------------------------------------------
+# -- shared -----------------------------------------------------------------------------------------------------------------
 
 
 class WithLoss(torch.nn.Module):
-    """A causal model that returns the sum of its tokens' losses, and never has the logits of more than a chunk."""
+    """A causal model that returns the sum of token losses, with logits in chunks."""
 
     def __init__(self, model: Any, chunk_tokens: int) -> None:
         super().__init__()
@@ -52,31 +52,31 @@ class WithLoss(torch.nn.Module):
 
 
 class Trial:
-    """Steps at one batch after another, each twice as large, until one does not fit or the time is up."""
+    """Steps at doubling batch sizes, until one does not fit or the time is over."""
 
-    def __init__(self, asked: Asked, note: Note, config: dict[str, Any], **said: object) -> None:
-        self.asked, self.note, self.config, self.said = asked, note, config, said
-        self.ends_s = time.monotonic() + 0.9 * asked.stage_limit_s
-        self.flop_per_token = _flop_per_token(config, asked.sizes.seq_len)
-        note("system", n_layers=config["num_hidden_layers"], seq_len=asked.sizes.seq_len, clip_norm=CLIP_NORM, **said)
+    def __init__(self, request: Request, note: Note, config: dict[str, Any], **fields: object) -> None:
+        self.request, self.note, self.config, self.fields = request, note, config, fields
+        self.ends_s = time.monotonic() + 0.9 * request.stage_limit_s
+        self.flop_per_token = _flop_per_token(config, request.sizes.seq_len)
+        note("system", n_layers=config["num_hidden_layers"], seq_len=request.sizes.seq_len, clip_norm=CLIP_NORM, **fields)
 
     def run(self, take_step: Step, accumulates: bool = True) -> None:
-        """A line for each batch. The fastest micro-batch is tried once more in a larger batch, if gradients can be accumulated."""
+        """Note a line per batch. If gradients can be accumulated, also try the fastest micro-batch in a larger batch."""
         speed: dict[int, float] = {}
-        for micro_batch in self.asked.sizes.micro_batches:
+        for micro_batch in self.request.sizes.micro_batches:
             tokens_per_s = self.tried(take_step, micro_batch, micro_batch)
             if tokens_per_s is None:
                 break
             speed[micro_batch] = tokens_per_s
         if not speed:
             raise RuntimeError("not even the smallest batch was trained")
-        largest, best = self.asked.sizes.largest_batch, max(speed, key=lambda size: speed[size])
+        largest, best = self.request.sizes.largest_batch, max(speed, key=lambda size: speed[size])
         if accumulates and best < largest:
             self.tried(take_step, largest, best)
 
     def tried(self, take_step: Step, batch_size: int, micro_batch: int) -> float | None:
-        """Tokens per second; None where it does not fit, or not in the time that is left."""
-        seq_len, sizes = self.asked.sizes.seq_len, {"batch_size": batch_size, "micro_batch": micro_batch}
+        """Return tokens per second, or None if it does not fit in memory or time."""
+        seq_len, sizes = self.request.sizes.seq_len, {"batch_size": batch_size, "micro_batch": micro_batch}
         batches, times_s, losses = random_batches(self.config["vocab_size"], batch_size, seq_len), list[float](), list[float]()
         try:
             for step in range(1 + N_TIMED):
@@ -98,22 +98,22 @@ class Trial:
         self.note(
             "tried", n_layers=self.config["num_hidden_layers"], seq_len=seq_len, **sizes, step_s=step_s, times_s=times_s,
             tokens_per_s=tokens_per_s, model_flop_per_s=tokens_per_s * self.flop_per_token, losses=losses,
-            device_peak_bytes=torch.cuda.max_memory_reserved() if self.asked.device == "cuda" else None,
+            device_peak_bytes=torch.cuda.max_memory_reserved() if self.request.device == "cuda" else None,
             host_peak_bytes=host_peak_bytes(),
         )  # fmt: skip
         return tokens_per_s if time.monotonic() < self.ends_s else None
 
 
 def _flop_per_token(config: dict[str, Any], seq_len: int, train: Train = ALL) -> float:
-    """Of the model's own work, as a plan's claim counts it: forward and twice that, attention's causal half, nothing recomputed; of
-    frozen weights no gradient."""
+    """Return FLOP of the model as in a plan's claim: forward plus twice the forward, causal half of attention, without recompute
+    and without gradients of frozen weights."""
     blocks = build_workload(Model(config), Semantics(seq_len, 1, 1, train=train)).blocks
     return sum(3 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen) for block in blocks) / seq_len
 
 
-def _config_of(asked: Asked) -> dict[str, Any]:
-    model = read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model)
-    return dict(model.config) | {"num_hidden_layers": asked.sizes.their_layers}
+def _config_of(request: Request) -> dict[str, Any]:
+    model = read_model(str(request.home / request.sizes.model) if request.tiny else request.sizes.model)
+    return dict(model.config) | {"num_hidden_layers": request.sizes.their_layers}
 
 
 def _hf_config(config: dict[str, Any]) -> Any:
@@ -132,13 +132,13 @@ def _on_meta(config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _rotary(model: Any, device: str) -> Any:
-    """Made anew: what it computes in its constructor was on the meta device."""
+    """Recreate the rotary embedding: its constructor ran on the meta device."""
     return type(model.model.rotary_emb)(model.config).to(device)
 
 
-def _by_torch(whole: WithLoss, device: str, in_bf16: bool = False) -> Step:
-    """A step of a plain loop: gradients added up over micro-batches, clipped, and torch's fused AdamW. `in_bf16`: by autocast."""
-    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+def _by_torch(model: WithLoss, device: str, in_bf16: bool = False) -> Step:
+    """Return a step of a plain loop: gradient accumulation, clipping, torch's fused AdamW. `in_bf16`: with autocast."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, fused=True)
 
     def take_step(micro_batches: list[Batch]) -> float:
@@ -146,7 +146,7 @@ def _by_torch(whole: WithLoss, device: str, in_bf16: bool = False) -> Step:
         optimizer.zero_grad()
         for batch in micro_batches:
             with torch.autocast(device, torch.bfloat16, enabled=in_bf16):
-                loss = whole(batch.input_ids.to(device), batch.targets.to(device)) / n_supervised
+                loss = model(batch.input_ids.to(device), batch.targets.to(device)) / n_supervised
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
@@ -158,7 +158,7 @@ def _by_torch(whole: WithLoss, device: str, in_bf16: bool = False) -> Step:
 
 @contextmanager
 def _alone(device: str) -> Iterator[None]:
-    """A process group of one."""
+    """Open a process group of one."""
     from torch import distributed
 
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -169,17 +169,17 @@ def _alone(device: str) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-# -- each of them -----------------------------------------------------------------------------------------------------------
+# -- systems ----------------------------------------------------------------------------------------------------------------
 
 
-def fsdp2(asked: Asked, note: Note) -> None:
+def fsdp2(request: Request, note: Note) -> None:
     """`fully_shard` with `CPUOffloadPolicy`: fp32 masters, moments and gradients on the host, torch's fused AdamW there."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    config, device = _config_of(asked), asked.device
+    config, device = _config_of(request), request.device
     trial = Trial(
-        asked,
+        request,
         note,
         config,
         system=f"FSDP2 of torch {torch.__version__}, CPUOffloadPolicy",
@@ -193,30 +193,30 @@ def fsdp2(asked: Asked, note: Note) -> None:
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy(pin_memory=device != "cpu"),
         }
-        whole = WithLoss(model, asked.sizes.loss_chunk_tokens)
+        wrapped = WithLoss(model, request.sizes.loss_chunk_tokens)
         for layer in model.model.layers:
             fully_shard(layer, **sharded)
-        fully_shard(whole, **sharded)
-        whole.to_empty(device="cpu")
+        fully_shard(wrapped, **sharded)
+        wrapped.to_empty(device="cpu")
         numbers = pattern()
         with torch.no_grad():
-            for parameter in whole.parameters():
+            for parameter in wrapped.parameters():
                 fill(parameter.to_local(), numbers)  # type: ignore[attr-defined]
         model.model.rotary_emb = _rotary(model, device)
-        trial.run(_by_torch(whole, device))
+        trial.run(_by_torch(wrapped, device))
 
 
-def zero3(asked: Asked, note: Note) -> None:
+def zero3(request: Request, note: Note) -> None:
     """DeepSpeed with parameters and optimizer on the host."""
     import deepspeed  # type: ignore[import-not-found,unused-ignore]
     from transformers import AutoModelForCausalLM
 
-    config, device = _config_of(asked), asked.device
+    config, device = _config_of(request), request.device
     trial = Trial(
-        asked, note, config, system=f"DeepSpeed {deepspeed.__version__}, ZeRO-3 offload", optimizer="DeepSpeed's, fp32 moments"
+        request, note, config, system=f"DeepSpeed {deepspeed.__version__}, ZeRO-3 offload", optimizer="DeepSpeed's, fp32 moments"
     )
     settings = {
-        "train_micro_batch_size_per_gpu": 1,  # what it is told is used for its own figures: batches of any size go through
+        "train_micro_batch_size_per_gpu": 1,  # only used for DeepSpeed's reports: any batch size works
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP_NORM,
         "bf16": {"enabled": True},
@@ -234,8 +234,8 @@ def zero3(asked: Asked, note: Note) -> None:
                 _hf_config(config), dtype=torch.bfloat16, attn_implementation="sdpa"
             ).train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        whole = WithLoss(model, asked.sizes.loss_chunk_tokens)
-        engine, *_ = deepspeed.initialize(model=whole, model_parameters=whole.parameters(), config=settings)
+        wrapped = WithLoss(model, request.sizes.loss_chunk_tokens)
+        engine, *_ = deepspeed.initialize(model=wrapped, model_parameters=wrapped.parameters(), config=settings)
 
         def take_step(micro_batches: list[Batch]) -> float:
             (batch,) = micro_batches
@@ -247,16 +247,16 @@ def zero3(asked: Asked, note: Note) -> None:
         trial.run(take_step, accumulates=False)
 
 
-def peft(asked: Asked, note: Note) -> None:
-    """PEFT's adapters beside a base of bf16, all of it on the device: what needs no streaming, where it fits."""
+def peft(request: Request, note: Note) -> None:
+    """PEFT adapters with a bf16 base, all on the device, without streaming."""
     import peft as of_peft
 
-    case, device = asked.sizes.cases["lora"], asked.device
-    model_name = str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model
+    case, device = request.sizes.cases["lora"], request.device
+    model_name = str(request.home / request.sizes.model) if request.tiny else request.sizes.model
     config = dict(read_model(model_name).config)
-    said = {"system": f"PEFT {of_peft.__version__}, all on the device", "optimizer": "torch's, fused, fp32 moments"}
-    trial = Trial(asked, note, config, **said)
-    trial.flop_per_token = _flop_per_token(config, asked.sizes.seq_len, parse_train(case.plan_words[1]))
+    fields = {"system": f"PEFT {of_peft.__version__}, all on the device", "optimizer": "torch's, fused, fp32 moments"}
+    trial = Trial(request, note, config, **fields)
+    trial.flop_per_token = _flop_per_token(config, request.sizes.seq_len, parse_train(case.plan_words[1]))
     model = _on_meta(config, torch.bfloat16).to_empty(device=device)
     numbers = pattern().to(device)
     with torch.no_grad():
@@ -265,31 +265,31 @@ def peft(asked: Asked, note: Note) -> None:
     model.model.rotary_emb = _rotary(model, device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = of_peft.get_peft_model(model, of_peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")).base_model.model
-    whole = WithLoss(model, asked.sizes.loss_chunk_tokens)
-    take_step = _by_torch(whole, device, in_bf16=True)  # as trainers do, for PEFT keeps its adapters in fp32
+    wrapped = WithLoss(model, request.sizes.loss_chunk_tokens)
+    take_step = _by_torch(wrapped, device, in_bf16=True)  # like trainers: PEFT keeps adapters in fp32
     for micro_batch in sorted({case.batch_size, case.batch_size // 2 or 1, case.batch_size // 4 or 1}):
         trial.tried(take_step, case.batch_size, micro_batch)
 
 
 class _NoMask:
-    """In the place of a mask that hides nothing: its layers pass on what they are given, and torch's attention wants none then."""
+    """Placeholder for a full mask: MegaTrain's layers pass it on, and torch's attention then needs None."""
 
     def to(self, *_: object, **__: object) -> None:
         return None
 
 
-def megatrain(asked: Asked, note: Note) -> None:
-    """The class that its examples train with, from the folder named; its weights are filled as the others' are."""
-    if asked.device != "cuda":
+def megatrain(request: Request, note: Note) -> None:
+    """The class of MegaTrain's examples, from the named folder; weights are filled like the others'."""
+    if request.device != "cuda":
         raise SkippedError("it needs a CUDA device")
     from infinity.config.training import CPUMasterConfig  # type: ignore[import-not-found,unused-ignore]
     from infinity.model.cpu_master import CPUMasterModel  # type: ignore[import-not-found,unused-ignore]
 
-    whose = "DeepSpeed's" if importlib.util.find_spec("deepspeed") else "torch's"
+    source = "DeepSpeed's" if importlib.util.find_spec("deepspeed") else "torch's"
     flash = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
-    config = _config_of(asked)
-    moments = "fp32 moments" if whose == "DeepSpeed's" else "fused, bf16 moments"
-    trial = Trial(asked, note, config, system="MegaTrain, its public code", optimizer=f"{whose}, {moments}", attention=flash)
+    config = _config_of(request)
+    moments = "fp32 moments" if source == "DeepSpeed's" else "fused, bf16 moments"
+    trial = Trial(request, note, config, system="MegaTrain, its public code", optimizer=f"{source}, {moments}", attention=flash)
     model = _on_meta(config, torch.bfloat16).to_empty(device="cpu")
     model.set_attn_implementation(flash)
     numbers = pattern()
@@ -297,31 +297,31 @@ def megatrain(asked: Asked, note: Note) -> None:
         for parameter in model.parameters():
             fill(parameter, numbers)
     model.model.rotary_emb = _rotary(model, "cpu")
-    seq_len = asked.sizes.seq_len
-    said = CPUMasterConfig(
+    seq_len = request.sizes.seq_len
+    settings = CPUMasterConfig(
         model_name="", dataset_path="none", max_seq_len=seq_len, attn_implementation=flash, max_grad_norm=CLIP_NORM
     )
-    theirs = CPUMasterModel(model, said)
+    trainer = CPUMasterModel(model, settings)
     del model
-    if whose == "DeepSpeed's":
+    if source == "DeepSpeed's":
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found,unused-ignore]
 
-        optimizer = DeepSpeedCPUAdam(theirs.get_parameters(), lr=LR, weight_decay=0.0, adamw_mode=True)
+        optimizer = DeepSpeedCPUAdam(trainer.get_parameters(), lr=LR, weight_decay=0.0, adamw_mode=True)
     else:
-        optimizer = torch.optim.AdamW(theirs.get_parameters(), lr=LR, weight_decay=0.0, fused=True)
+        optimizer = torch.optim.AdamW(trainer.get_parameters(), lr=LR, weight_decay=0.0, fused=True)
 
     def take_step(micro_batches: list[Batch]) -> float:
         (batch,) = micro_batches
         mask: Any = torch.ones_like(batch.input_ids) if flash == "flash_attention_2" else _NoMask()
-        loss, _, _ = theirs.forward_and_backward(batch.input_ids, mask, batch.input_ids)  # it shifts the labels itself
-        torch.nn.utils.clip_grad_norm_(theirs.get_parameters(), CLIP_NORM)
+        loss, _, _ = trainer.forward_and_backward(batch.input_ids, mask, batch.input_ids)  # shifts the labels itself
+        torch.nn.utils.clip_grad_norm_(trainer.get_parameters(), CLIP_NORM)
         optimizer.step()
-        theirs._sync_params_to_gpu()
-        theirs.zero_grad()
+        trainer._sync_params_to_gpu()
+        trainer.zero_grad()
         optimizer.zero_grad()
         return float(loss)
 
     try:
         trial.run(take_step, accumulates=False)
     finally:
-        theirs.cleanup()
+        trainer.cleanup()

@@ -1,6 +1,6 @@
-"""Missing Python packages, carried as wheels.
+"""Missing Python packages, installed from wheels.
 
-Nothing here imports what may be missing.
+This module imports no optional package.
 """
 
 import subprocess
@@ -15,32 +15,32 @@ from .stages import NEEDED, STAGES
 
 
 class WheelsError(Exception):
-    """A folder of wheels that cannot be used; the message says why."""
+    """A folder of wheels that cannot be used, with the reason."""
 
 
-def missing(names: Iterable[str], beside: Path | None = None) -> list[str]:
-    """Those of the packages that can be imported neither here nor from the folder `beside`."""
-    folder = [str(beside)] if beside is not None else []
+def missing(names: Iterable[str], extra: Path | None = None) -> list[str]:
+    """Return the packages that cannot be imported here or from the folder `extra`."""
+    folder = [str(extra)] if extra is not None else []
     return [name for name in names if find_spec(name) is None and PathFinder.find_spec(name, folder) is None]
 
 
-def missing_words(beside: Path | None = None) -> tuple[list[str], list[str]]:
-    """What is missing, in lines: for everything, and for one stage."""
-    for_all, for_one = missing(NEEDED, beside), []
+def missing_words(extra: Path | None = None) -> tuple[list[str], list[str]]:
+    """Return lines for missing packages: needed by all stages, and by one."""
+    for_all, for_one = missing(NEEDED, extra), []
     for stage in STAGES:
-        if names := missing(stage.needs, beside):
+        if names := missing(stage.needs, extra):
             for_one.append(f"missing for {stage.name}: {', '.join(names)}; that stage is skipped")
     words = f"missing, and every stage needs it: {', '.join(for_all)}; give a folder of its wheels with --wheels"
     return ([words] if for_all else []), for_one
 
 
-def carried(wheels: Path, to: Path) -> list[str]:
-    """Install what the wheels in a folder hold, where it is not installed already, without asking any index; their names."""
+def carried(wheels: Path, target: Path) -> list[str]:
+    """Install missing packages from a folder of wheels, without an index. Return their names."""
     if not (files := sorted(wheels.glob("*.whl"))):
         raise WheelsError(f"{wheels}: holds no wheel")
     wanted = [path for path in files if not _is_installed(path.name.partition("-")[0])]
     if wanted:
-        words = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--target", to)
+        words = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--target", target)
         _run([sys.executable, *map(str, (*words, *wanted))])
     return [path.name.partition("-")[0] for path in wanted]
 
@@ -54,6 +54,6 @@ def _is_installed(name: str) -> bool:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise WheelsError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
+    process = subprocess.run(command, check=False, capture_output=True, text=True)
+    if process.returncode:
+        raise WheelsError((process.stderr.strip().splitlines() or ["pip failed"])[-1])

@@ -1,32 +1,32 @@
 """Markdown page of the GPU benchmark.
 
-Made of the stream of results alone, so it can be made anywhere, of whatever there is.
+The page depends on the stream of results alone, which may be incomplete, and can be made on any machine.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .expected import figures
-from .harness import DONE, Results
-from .stages import STAGES, Asked, Note
+from .harness import FINISHED, Results
+from .stages import STAGES, Note, Request
 
 Row = dict[str, Any]
 PAGE_NAME = "page.md"
-OURS = tuple(stage.name for stage in STAGES if stage.perform == "training:planned")
-OTHERS = tuple(stage.name for stage in STAGES if stage.perform.startswith("others:"))
+OUR_STAGES = tuple(stage.name for stage in STAGES if stage.perform == "training:planned")
+OTHER_STAGES = tuple(stage.name for stage in STAGES if stage.perform.startswith("others:"))
 NOTHING = "-"
 
 
-def page(asked: Asked, note: Note) -> None:
-    text = "\n".join(lines(Results(asked.results).rows())) + "\n"
-    (asked.results / PAGE_NAME).write_text(text, encoding="utf-8")
+def page(request: Request, note: Note) -> None:
+    text = "\n".join(lines(Results(request.results).rows())) + "\n"
+    (request.results / PAGE_NAME).write_text(text, encoding="utf-8")
     print(text)
 
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The page. Of a stage that was tried several times, what it said the last time."""
+    """Yield the page. A stage with several attempts shows its best one."""
     last = _last_attempts(rows)
-    yield "# What does a GPU do with penstock?"
+    yield "# GPU benchmark of penstock"
     yield ""
     yield from _facts(last.get("facts", []))
     yield from _table("stage | how it ended | seconds | said", _outcomes(last))
@@ -36,7 +36,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield from _table(
         "plan | layers | sequences x tokens | predicted, s | measured, s | error | tokens/s | TFLOP/s | of the bound | "
         "device peak, planned, GB | host peak, planned, GB | steps",
-        (_our_row(name, row) for name in OURS for row in last.get(name, []) if row["what"] == "measured"),
+        (_our_row(name, row) for name in OUR_STAGES for row in last.get(name, []) if row["what"] == "measured"),
     )
     yield "TFLOP/s are of the model's work: forward and twice that, attention's causal half, nothing that is recomputed."
     yield from _section("Other systems")
@@ -46,27 +46,27 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield "Ours, of the same layers and tokens, are `eight-layers` and `lora` above."
     yield from _section("Host and link")
-    yield from _table("what | size | rate", _host_rows(last.get("host", [])))
+    yield from _table("quantity | size | rate", _host_rows(last.get("host", [])))
     yield from _section("Kernels")
     yield from _table("kernel | forward | backward", _kernel_rows(last.get("kernels", [])))
 
 
 def _last_attempts(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Of each stage, the lines since it last began, in the best attempt: the last one that was done, else the last."""
+    """Return per stage the lines of its best attempt: the last finished one, otherwise the last."""
     attempts: dict[str, list[list[Row]]] = {}
     for row in rows:
         if row["what"] == "began":
             attempts.setdefault(row["stage"], []).append([])
         if row["stage"] in attempts:
             attempts[row["stage"]][-1].append(row)
-    done = {name: [a for a in each if any(row.get("outcome") == DONE for row in a)] for name, each in attempts.items()}
-    return {name: (done[name] or each)[-1] for name, each in attempts.items()}
+    finished = {name: [a for a in tries if any(row.get("outcome") == FINISHED for row in a)] for name, tries in attempts.items()}
+    return {name: (finished[name] or tries)[-1] for name, tries in attempts.items()}
 
 
 def _facts(rows: Sequence[Row]) -> Iterator[str]:
-    found = {row["what"]: row for row in rows}
-    system, versions, torch = found.get("system", {}), found.get("versions", {}), found.get("torch", {})
-    gpu, cores, memory = found.get("gpu", {}), found.get("cores", {}), found.get("memory", {})
+    by_name = {row["what"]: row for row in rows}
+    system, versions, torch = by_name.get("system", {}), by_name.get("versions", {}), by_name.get("torch", {})
+    gpu, cores, memory = by_name.get("gpu", {}), by_name.get("cores", {}), by_name.get("memory", {})
     yield f"- date: {system.get('at', 'unknown')}"
     yield f"- command: `python -m benchmarks.gpu {' '.join(_without_own(system.get('command', [])))}`"
     yield f"- commit: {system.get('commit', 'unknown')}"
@@ -81,7 +81,7 @@ def _facts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _without_own(words: Sequence[str]) -> list[str]:
-    """A stage's command without what its parent added."""
+    """Return a stage's command without its parent's options."""
     return list(words[: words.index("--perform")] if "--perform" in words else words)
 
 
@@ -95,7 +95,7 @@ def _outcomes(last: dict[str, list[Row]]) -> Iterator[list[str]]:
 
 
 def _decisions(last: dict[str, list[Row]]) -> Iterator[list[str]]:
-    """The lines for which there was an estimate, in the order in which they were measured."""
+    """Yield lines with an estimate, in the order of measurement."""
     for stage in STAGES:
         for row in last.get(stage.name, []):
             if "decision" in row:
@@ -121,8 +121,8 @@ def _our_row(name: str, row: Row) -> list[str]:
 
 
 def _their_rows(last: dict[str, list[Row]]) -> Iterator[list[str]]:
-    """The fastest batch of each, or why there is none."""
-    for name in OTHERS:
+    """Yield the fastest batch of each system, or the reason without one."""
+    for name in OTHER_STAGES:
         rows = last.get(name, [])
         system = next((row for row in rows if row["what"] == "system"), {"system": name})
         tried = [row for row in rows if row["what"] == "tried" and "step_s" in row]
@@ -187,8 +187,8 @@ def _kernel_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
                 yield [str(row["case"]), str(row["said"]).replace("|", "/"), NOTHING]
 
 
-def _scaled(value: float | None, by: float) -> str:
-    return NOTHING if value is None else f"{value / by:.3g}"
+def _scaled(value: float | None, scale: float) -> str:
+    return NOTHING if value is None else f"{value / scale:.3g}"
 
 
 def _section(title: str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Stage that compares the bits of several policies on the GPU.
 
-Tiny models, eager and with fused kernels, which all add in a fixed order: every policy must end in the bits of the one that keeps
-everything, and fused activations and rotary embeddings in those of eager ones. The tests marked `gpu` say far more; this says it in
-a minute, and where the first of them would fail.
+Tiny models, eager and with fused kernels, all with a fixed order of additions. Every policy must be bitwise identical to saving
+everything, and fused activations and rotary embeddings to eager ones. The `gpu` tests are far more thorough; this takes a minute
+and locates a first failure.
 """
 
 import os
@@ -24,11 +24,11 @@ from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
 from tests.tiny import tiny_config
 
-from .stages import Asked, Note
+from .stages import Note, Request
 from .training import QUIET_S, batches_of
 
 N_STEPS = 3
-# Each after what it must have the bits of: fields of the semantics
+# Fields of the semantics, and the kernels with equal bits
 KERNELS: dict[str, tuple[dict[str, Any], str | None]] = {
     "eager": ({}, None),
     "eager, pointwise fused": ({"pointwise": "fused"}, "eager"),
@@ -56,22 +56,22 @@ POLICIES = {
 }
 
 
-def smoke(asked: Asked, note: Note) -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
-    if asked.device == "cuda":
+def smoke(request: Request, note: Note) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+    if request.device == "cuda":
         use_same_kernels()
-    model_type, failed = asked.stage.partition("-")[2], []
+    model_type, failed = request.stage.partition("-")[2], []
     expected: dict[str, dict[str, torch.Tensor]] = {}
     for kernels, (fields, as_those_of) in KERNELS.items():
         policies = {"kept whole": KEPT_WHOLE} if as_those_of else {"kept whole": KEPT_WHOLE, **POLICIES}
         for name, policy in policies.items():
             case = f"{model_type}, {kernels}, {name}"
             try:
-                bits = _trained(model_type, policy, fields, asked.device)
+                bits = _trained(model_type, policy, fields, request.device)
                 wanted = expected.setdefault(as_those_of or kernels, bits)
                 odd = [key for key in wanted if not torch.equal(wanted[key], bits[key])]
                 note("measured", case=case, n_different=len(odd), first_different=odd[:1])
-            except Exception as error:  # the other cases say where the fault is not
+            except Exception as error:  # the other cases help to locate the fault
                 traceback.print_exc()
                 odd = ["all"]
                 note("failed", case=case, said=f"{type(error).__name__}: {error}"[:300])
@@ -81,7 +81,7 @@ def smoke(asked: Asked, note: Note) -> None:
 
 
 def _trained(model_type: str, policy: Policy, kernels: dict[str, Any], device: str) -> dict[str, torch.Tensor]:
-    """What three steps made of the model, as bits, and their losses and norms."""
+    """Train three steps. Return the state as bits, losses and norms."""
     plan = _plan(model_type, policy, kernels)
     check(plan)
     kind: Callable[..., TorchMachine] = CudaMachine if device == "cuda" else CpuMachine
@@ -103,9 +103,7 @@ def _plan(model_type: str, policy: Policy, kernels: dict[str, Any]) -> Plan:
         **kernels,
     )
     model = Model(tiny_config(model_type, num_hidden_layers=4))
-    profile = read_profile(
-        "h100-sxm"
-    ).to_json()  # nothing is predicted: it only fills the plan's account of the device's own memory
+    profile = read_profile("h100-sxm").to_json()  # only fills the device's reserved memory; nothing is predicted
     return lower(model, build_workload(model, semantics), semantics, policy, profile)
 
 
@@ -115,6 +113,6 @@ def _state(machine: TorchMachine, results: Sequence[StepResult | None]) -> Itera
         yield f"step {step}", torch.tensor([result.loss, result.grad_norm], dtype=torch.float64)
     for block in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned[block]:
-            of = machine.host.param_state(p)
-            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (of.master.whole(), *of.moments), strict=True):
+            state = machine.host.param_state(p)
+            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (state.master.whole(), *state.moments), strict=True):
                 yield f"{p.name} {name}", tensor.cpu().clone().view(torch.int32)

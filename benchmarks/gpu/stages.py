@@ -1,7 +1,7 @@
 """List of stages: order, time limits, sizes.
 
-All of it is data here. A stage is a plain function `(asked, note)` in a module of this folder, performed in a process of its own;
-it calls `note(what, **values)` with each thing it has learned, as soon as it has.
+This module is data. A stage is a function `(request, note)` in a module of this folder, run in a separate process; it calls
+`note(what, **values)` for each result at once.
 """
 
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Protocol
 
 ROOT = Path(__file__).parents[2]
-CALL_S = 540.0  # of a command that may last ten minutes: what all stages of one call may take together
+CALL_S = 540.0  # total of all stages of one call: a command of at most ten minutes
 
 
 class SkippedError(Exception):
-    """There is nothing to be measured here, and that is no failure: the message says why."""
+    """Nothing can be measured here, which is not a failure. The message is the reason."""
 
 
 class Note(Protocol):
-    def __call__(self, what: str, /, **values: object) -> None:
+    def __call__(self, line: str, /, **values: object) -> None:
         """Write a line to the stream of results, at once."""
 
 
@@ -26,12 +26,12 @@ class Stage:
     """One process. `perform` names a module of this folder and a function in it."""
 
     name: str
-    call: int  # of which call of ten minutes it is a part
+    call: int  # number of the ten-minute call
     limit_s: float
     perform: str
-    needs: tuple[str, ...] = ()  # packages, beyond those that every stage needs
-    in_tiny: bool = True  # a run with small sizes performs it too
-    is_given: str | None = None  # the option that names a folder without which there is nothing to perform
+    needs: tuple[str, ...] = ()  # packages, in addition to NEEDED
+    in_tiny: bool = True  # True: also part of a run with small sizes
+    is_given: str | None = None  # option that names a required folder
 
 
 STAGES = (
@@ -59,10 +59,10 @@ STAGES = (
     Stage("resumed-lion", 6, 110, "commands:resumed", ("datasets",), in_tiny=False),
     Stage("resumed-pairs", 6, 160, "commands:resumed", ("datasets",), in_tiny=False),
 )
-PAGE = Stage("page", 0, 10, "page:page")  # after the others of any call, every time
+PAGE = Stage("page", 0, 10, "page:page")  # after the stages of every call
 CALLS = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6}
 
-# What every stage needs, by the name under which it is imported; what pydantic needs too, as its wheels are carried one by one.
+# Import names of packages for every stage; includes dependencies of pydantic, because wheels are installed one by one.
 NEEDED = (
     "torch", "transformers", "safetensors", "tokenizers", "numpy", "scipy", "numba", "llvmlite", "click", "rich",
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions",
@@ -71,33 +71,33 @@ NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run of our own: `batch_size` sequences a step of a model, or of its first `n_layers`."""
+    """A run of Penstock: `batch_size` sequences per step, of a model or its first `n_layers`."""
 
     batch_size: int
     n_steps: int
     n_layers: int | None = None
-    is_probed: bool = False  # planned with the profile that was measured here, where there is one
-    is_profiled: bool = False  # after its steps, one update alone in its arenas and one step under torch's profiler
-    model: str | None = None  # another than that of most
+    is_probed: bool = False  # planned with the profile probed here, if available
+    is_profiled: bool = False  # afterwards: one update alone, and one step under torch's profiler
+    model: str | None = None  # default: `Sizes.model`
     plan_words: tuple[str, ...] = ()  # for `penstock plan`
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is trained, and in what steps the others look for the batch that suits them."""
+    """Model and steps, and batch sizes to try for other systems."""
 
     model: str
     seq_len: int
     cases: dict[str, Case]
-    their_layers: int  # the others have the first layers of the model, as the host holds less of it under some of them
-    micro_batches: tuple[int, ...]  # of the others, each tried until one does not fit
-    largest_batch: int  # which the others try too, in several of the micro-batches that suit them best
-    loss_chunk_tokens: int  # of the others
+    their_layers: int  # other systems train the first layers, because some need more host memory
+    micro_batches: tuple[int, ...]  # for other systems, tried until one does not fit
+    largest_batch: int  # also tried by other systems, with their fastest micro-batch
+    loss_chunk_tokens: int  # for other systems
     plan_words: tuple[str, ...] = ()  # for `penstock plan`
 
 
-LORA = ("--train", "lora:r=16")  # beside every linear layer, as PEFT's `target_modules="all-linear"`
-# MegaTrain's own configuration for this model takes 158 sequences of 1024 tokens a step: about as many tokens as 64 of 2048.
+LORA = ("--train", "lora:r=16")  # at every linear layer, like PEFT's `target_modules="all-linear"`
+# MegaTrain's configuration for this model has 158 sequences of 1024 tokens per step: about the tokens of 64 x 2048.
 FULL = Sizes(
     "qwen2.5-7b",
     2048,
@@ -108,7 +108,7 @@ FULL = Sizes(
         "batch-64": Case(64, 4, is_probed=True, is_profiled=True),
         "lora": Case(16, 6, is_probed=True, plan_words=LORA),
         "lora-72b": Case(4, 5, is_probed=True, model="qwen2.5-72b", plan_words=(*LORA, "--base", "int8")),
-        "whole-14b": Case(16, 5, is_probed=True, model="qwen2.5-14b"),  # whose state is more than either memory
+        "whole-14b": Case(16, 5, is_probed=True, model="qwen2.5-14b"),  # its state exceeds both memories
     },
     8,
     (16, 64),
@@ -131,8 +131,8 @@ TINY = Sizes(
     24,
     ("--micro-batch", "2", "--loss-tile-tokens", "16"),
 )
-TINY_PATIENCE = 6.0  # times a stage's limit: a tiny run shares its two cores, which may have no instructions for bf16
-TINY_MACHINE = "cpu-2core"  # whose plans a tiny run takes where no other machine is named
+TINY_PATIENCE = 6.0  # factor on limits: a tiny run shares two cores, possibly without bf16 instructions
+TINY_MACHINE = "cpu-2core"  # default machine of a tiny run's plans
 TINY_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 128,
@@ -141,18 +141,18 @@ TINY_CONFIG = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the command line said."""
+class Request:
+    """Parsed command line."""
 
     home: Path
     results: Path
     device: str = "cuda"
     tiny: bool = False
-    machine: str | None = None  # for which plans are made where none was carried and none is probed
+    machine: str | None = None  # for plans that are neither prepared nor probed
     device_memory: str | None = None
     host_memory: str | None = None
     megatrain: Path | None = None
-    stage: str = ""  # the one that is performed
+    stage: str = ""  # current stage
     stage_limit_s: float = CALL_S
 
     @property
@@ -169,5 +169,5 @@ class Asked:
 
     @property
     def profile(self) -> Path:
-        """Of this machine, once it has been probed."""
+        """Profile of this machine, once it is probed."""
         return self.results / "profile.json"

@@ -1,6 +1,6 @@
 """Stage that trains and compares step times with the prediction.
 
-Random weights and tokens: nothing is saved, and only time and memory are looked at.
+Random weights and tokens. Nothing is saved; only time and memory are measured.
 """
 
 import gzip
@@ -27,19 +27,19 @@ from penstock.runtime.plan import Kind, Lane, Plan, PlanFile
 from penstock.runtime.plan.optimizer import AdamW
 
 from .commands import claim_of, plan_of
-from .stages import Asked, Note
+from .stages import Note, Request
 
 LR = 1e-5
-QUIET_S = 20.0  # a lane that hangs says so well within any stage's limit
-PATTERN_ELEMENTS = 2**24  # random numbers that weights are tiled with: drawing billions would take longer than training
+QUIET_S = 20.0  # reports a hanging lane within any stage's limit
+PATTERN_ELEMENTS = 2**24  # pattern of random numbers for all weights, because generating billions would take longer than training
 FILLING_THREADS = 8
-PROFILED_ROWS = 40  # kernels, the longest of a step
-ALONE_ELEMENTS = 2**28  # a weight that is filled by itself: its fp32 copy is a gigabyte or more
+PROFILED_ROWS = 40  # longest kernels of a step to note
+ALONE_ELEMENTS = 2**28  # larger weights are filled one at a time: their fp32 copies take a gigabyte or more
 
 
-def planned(asked: Asked, note: Note) -> None:
-    """Perform the stage's plan on random weights, a line for each step, and what they come to."""
-    path = plan_of(asked, note)
+def planned(request: Request, note: Note) -> None:
+    """Run the stage's plan on random weights. Note each step and a summary."""
+    path = plan_of(request, note)
     plan, claim = PlanFile.read(path).plan, claim_of(path)
     predicted = claim["prediction"]
     n_layers, semantics = len(plan.workload.blocks) - 2, plan.semantics
@@ -53,7 +53,7 @@ def planned(asked: Asked, note: Note) -> None:
     began_s = time.perf_counter()
     batches = batches_of(plan)
     machine: TorchMachine
-    if asked.device == "cuda":
+    if request.device == "cuda":
         machine = CudaMachine(plan, batches, settings)
     else:
         machine = CpuMachine(plan, batches, settings, pin_threads=True)
@@ -62,7 +62,7 @@ def planned(asked: Asked, note: Note) -> None:
     fill_all(machine)
     note("weights", seconds=time.perf_counter() - began_s)
     losses = list[float]()
-    with Execution(plan, machine, asked.case.n_steps, quiet_s=QUIET_S) as steps:
+    with Execution(plan, machine, request.case.n_steps, quiet_s=QUIET_S) as steps:
         for step in steps:
             assert step.result is not None
             losses.append(step.result.loss)
@@ -70,7 +70,7 @@ def planned(asked: Asked, note: Note) -> None:
     timeline = steps.timeline
     times_s = timeline.step_times_s[WARM_UP_STEPS - 1 :]
     step_s = median(times_s)
-    with gzip.open(asked.plans / f"{asked.stage}.spans.json.gz", "wt") as file:  # for `planner.predict.recalibrate`
+    with gzip.open(request.plans / f"{request.stage}.spans.json.gz", "wt") as file:  # for `planner.predict.recalibrate`
         json.dump([astuple(span) for span in timeline.spans], file)
     is_probed, flop = ".probed." in path.name, predicted["model_flop_per_s"] * predicted["step_s"]
     note(
@@ -84,13 +84,13 @@ def planned(asked: Asked, note: Note) -> None:
     )  # fmt: skip
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"a loss is not a number: {losses}")
-    if asked.case.is_profiled:
-        _update_alone(machine, asked.case.n_steps, note)
-        _profiled(machine, asked, note)
+    if request.case.is_profiled:
+        _update_alone(machine, request.case.n_steps, note)
+        _profiled(machine, request, note)
 
 
 def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
-    """Time the ops of one more update in the run's arenas, while no other lane works: interference is what a step adds to it."""
+    """Time the ops of one more update in the run's arenas with idle lanes, to measure interference in a step."""
     busy_s: dict[str, float] = {}
 
     def perform() -> None:
@@ -102,7 +102,7 @@ def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
                     busy_s[op.kind] = busy_s.get(op.kind, 0.0) + time.perf_counter() - began_s
 
     cpu_s = time.process_time()
-    with ThreadPoolExecutor(1) as thread:  # the lane pins its thread to its cores
+    with ThreadPoolExecutor(1) as thread:  # the lane pins its thread to cores
         thread.submit(perform).result()
     cpu_s = time.process_time() - cpu_s
     n_params = sum(b.n_trained for i, b in enumerate(machine.plan.workload.blocks) if i not in machine.plan.policy.device_blocks)
@@ -112,13 +112,13 @@ def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
     note("update alone", busy_s=seconds, n_params=n_params, params_per_s=rate, cores_used=cpu_s / max(sum(busy_s.values()), 1e-9))
 
 
-def _profiled(machine: TorchMachine, asked: Asked, note: Note) -> None:
-    """Perform one more step under torch's profiler, and note the kernels that take longest."""
-    activity = ProfilerActivity.CUDA if asked.device == "cuda" else ProfilerActivity.CPU
+def _profiled(machine: TorchMachine, request: Request, note: Note) -> None:
+    """Run one more step under torch's profiler, and note the longest kernels."""
+    activity = ProfilerActivity.CUDA if request.device == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
-        execute(machine.plan, machine, 1, asked.case.n_steps + 1, QUIET_S)
+        execute(machine.plan, machine, 1, request.case.n_steps + 1, QUIET_S)
     rows = profiler.key_averages()
-    of_device = "self_device_time_total" if asked.device == "cuda" else "self_cpu_time_total"
+    of_device = "self_device_time_total" if request.device == "cuda" else "self_cpu_time_total"
     longest = sorted(rows, key=lambda row: -getattr(row, of_device))[:PROFILED_ROWS]
     note("profile", total_s=sum(getattr(row, of_device) for row in rows) / 1e6)
     for row in longest:
@@ -130,7 +130,7 @@ def settings(step: int) -> AdamW:
 
 
 def host_peak_bytes() -> int:
-    """The most that this process has had of the host's memory."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -139,7 +139,7 @@ def batches_of(plan: Plan) -> Callable[[int], Batch]:
 
 
 def random_batches(vocab_size: int, batch_size: int, seq_len: int) -> Callable[[int], Batch]:
-    """Random tokens, all of them supervised but the last."""
+    """Return random batches with all tokens but the last supervised."""
 
     def of_step(step: int) -> Batch:
         tokens = torch.randint(vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(step))
@@ -154,8 +154,7 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int) -> Callable[[
 
 
 def fill_all(machine: TorchMachine) -> None:
-    """Several at a time, but the largest, whose copies would fill what the plan leaves of the host. What is packed is packed once
-    for each shape."""
+    """Fill weights in parallel, except the largest, whose copies would exceed the host's memory. Pack once per shape."""
     host, plan, numbers = machine.host, machine.plan, pattern()
     owned = [p for block in range(len(plan.workload.blocks)) for p in (*host.owned[block], *host.frozen[block])]
 
@@ -184,13 +183,13 @@ def fill_all(machine: TorchMachine) -> None:
 
 
 def fill(weight: torch.Tensor, pattern: torch.Tensor) -> None:
-    """Random numbers, as a matrix would have them; ones, as a norm would."""
+    """Fill a matrix with random numbers, or a norm with ones."""
     flat = weight.view(-1)
     if weight.dim() < 2:
         flat.fill_(1.0)
         return
-    for at in range(0, flat.numel(), pattern.numel()):
-        part = flat[at : at + pattern.numel()]
+    for start in range(0, flat.numel(), pattern.numel()):
+        part = flat[start : start + pattern.numel()]
         part.copy_(pattern[: part.numel()])
 
 

@@ -1,7 +1,7 @@
-"""The cost model's price of a single published op, copy or collective.
+"""Cost of a single published op, copy or collective in the cost model.
 
-Each row of measurements is put as what a plan would ask of the same machine: products and pieces of a layer as blocks of nothing
-else, attention as a kernel is asked for it. Ops alone are costed without what a step's load takes from products.
+A row of measurements is converted to a plan's request: products and pieces of a layer to blocks of nothing else, attention to a
+kernel call. Single ops are costed without the slowdown of products under a step's load.
 """
 
 from collections.abc import Mapping
@@ -34,11 +34,11 @@ ALONE = Semantics(1, 1, 1)
 
 
 class CannotSayError(PenstockError):
-    """Why an op is not predicted."""
+    """Reason why an op cannot be predicted."""
 
 
 def predict(row: OpRow, profile: Profile) -> float:
-    """What the cost model says of a row, in its unit. CannotSayError where nothing does."""
+    """Return the predicted value of a row, in its unit. CannotSayError without a prediction."""
     if row.kernel in SERVING:
         raise CannotSayError(f"{row.kernel} is a serving engine's kernel, which no trainer calls")
     if row.dtype == "fp8":
@@ -70,15 +70,15 @@ def _copy(row: OpRow, profile: Profile) -> float:
 
 
 def _collective_s(row: OpRow, profile: Profile) -> float:
-    of = COLLECTIVES.get(row.kernel)
-    law = None if of is None or profile.peers is None else profile.peers.collectives.get(of)
+    name = COLLECTIVES.get(row.kernel)
+    law = None if name is None or profile.peers is None else profile.peers.collectives.get(name)
     if law is None:
-        raise CannotSayError(f"the profile says nothing of {row.kernel} among devices of one host")
+        raise CannotSayError(f"the profile has no rates of {row.kernel} among devices of one host")
     return law.latency_of(row.sizes["gpus"]) + law.moving_s(row.sizes["gpus"], row.sizes["bytes"])
 
 
 def _attention_s(row: OpRow, profile: Profile) -> float:
-    """One call, as a kernel is asked for it: FLOP of the causal half, or of the whole."""
+    """Return seconds of one attention call: FLOP of the causal half, or of the whole."""
     name, _, ordered = row.kernel.partition("-")
     kernel = ATTENTION_NAMES.get(name)
     dtype: Dtype = "fp32" if row.dtype == "fp32" else "bf16"
@@ -99,27 +99,27 @@ def _attention_s(row: OpRow, profile: Profile) -> float:
 
 
 def _block_s(row: OpRow, profile: Profile) -> float:
-    """A piece of a block, by the calls that it consists of."""
+    """Return seconds of a piece of a block, summed over its calls."""
     if row.kernel in NORMS:
         rates = profile.device.norms.get(NORMS[row.kernel])
         if rates is None:
             raise CannotSayError(f"the profile has no rates of norms by {row.kernel}")
         profile = profile.model_copy(update={"device": profile.device.model_copy(update={"norms": {"torch-fused": rates}})})
     cost, block = CostModel(profile), block_of(row)
-    of = replace(ALONE, compute_dtype="fp32" if row.kind == "matmul" and row.dtype == "fp32" else "bf16")
+    semantics = replace(ALONE, compute_dtype="fp32" if row.kind == "matmul" and row.dtype == "fp32" else "bf16")
     if row.kind == "head_forward_backward":
-        return cost.loss_s(block, of)
-    return cost.backward_s(block, of) if row.kind.endswith("_backward") else cost.forward_s(block, of)
+        return cost.loss_s(block, semantics)
+    return cost.backward_s(block, semantics) if row.kind.endswith("_backward") else cost.forward_s(block, semantics)
 
 
 def block_of(row: OpRow) -> Block:
-    """What a row asks for, as a block of nothing else."""
+    """Convert a row to a block that contains nothing else."""
     d, tape = row.sizes, Tape(BF16)
     kernel: Kernel = "fused" if row.kernel.endswith(("-fused", "-compile")) else "eager"
     tokens, width = d.get("tokens", 0), d.get("width", 0)
     match row.kind.removesuffix("_forward").removesuffix("_backward"):
         case "matmul":
-            return _of(matmuls=(Matmul(d["m"], d["k"], d["n"]),), n_kernels=1)
+            return _block(matmuls=(Matmul(d["m"], d["k"], d["n"]),), n_kernels=1)
         case "rms_norm":
             op_steps.rms_norm(tape, Tensor(tokens * width, BF16, internal=False), width, kernel)
         case "rope":
@@ -138,54 +138,54 @@ def block_of(row: OpRow) -> Block:
             tape.step([Tensor(tokens * width, BF16, internal=False) for _ in range(2)], tokens * width, call=Call.FUSED)
         case "cross_entropy":
             n_bytes = log_softmax_bytes(tokens, d["vocab"])
-            return _of(pointwise_bytes=n_bytes, fused_bytes=n_bytes, n_kernels=2)
+            return _block(pointwise_bytes=n_bytes, fused_bytes=n_bytes, n_kernels=2)
         case "head_forward":  # and backward
             n_bytes, logits = log_softmax_bytes(tokens, d["vocab"]), tokens * d["vocab"]
             matmuls = (Matmul(tokens, width, d["vocab"]),)
-            return _of(matmuls=matmuls, pointwise_bytes=n_bytes + logits * (BF16 + FP32), fused_bytes=n_bytes, n_kernels=4)
+            return _block(matmuls=matmuls, pointwise_bytes=n_bytes + logits * (BF16 + FP32), fused_bytes=n_bytes, n_kernels=4)
         case _:
             raise CannotSayError(f"nothing predicts {row.kind}")
-    return _of(matmuls=tuple(tape.matmuls), **tape.work._asdict())
+    return _block(matmuls=tuple(tape.matmuls), **tape.work._asdict())
 
 
-def _of(**work: Any) -> Block:
+def _block(**work: Any) -> Block:
     return Block("op", BlockKind.LAYER, (), **work)
 
 
 def _in_a_model_s(row: OpRow, profile: Profile, name: str) -> float:
-    """A layer, or a step's computing, as a plan has it that recomputes nothing, with the kernels that the row names."""
-    of, profile = _as_named(row, profile)
-    cost, (embedding, *layers, head) = CostModel(profile), build_workload(read_model(name), of).blocks
-    vocabulary_s = cost.forward_s(embedding, of) + cost.loss_s(head, of)
+    """Return seconds of a layer, or of a step's compute, without recompute and with the row's kernels."""
+    semantics, profile = _as_named(row, profile)
+    cost, (embedding, *layers, head) = CostModel(profile), build_workload(read_model(name), semantics).blocks
+    vocabulary_s = cost.forward_s(embedding, semantics) + cost.loss_s(head, semantics)
     if row.kind.startswith("layer_"):
         way, _, part = row.kind.removeprefix("layer_").partition("_")
-        return _parts_s(cost, layers[0], of, (way,))[part]
-    found = [_parts_s(cost, layer, of, ("forward", "backward")) for layer in layers]
-    whole_s, attention_s = (sum(parts[part] for parts in found) for part in ("", "attention"))
+        return _parts_s(cost, layers[0], semantics, (way,))[part]
+    times = [_parts_s(cost, layer, semantics, ("forward", "backward")) for layer in layers]
+    whole_s, attention_s = (sum(parts[part] for parts in times) for part in ("", "attention"))
     kinds = {"model_attention_step": attention_s, "model_rest_step": whole_s - attention_s + vocabulary_s}
     return kinds.get(row.kind, whole_s + vocabulary_s)
 
 
 def _as_named(row: OpRow, profile: Profile) -> tuple[Semantics, Profile]:
-    """The semantics with the kernels that a row's text names, and the profile with the rates of its attention."""
+    """Return the semantics with the kernels named in a row, and the profile with the rates of its attention."""
     kernels: dict[str, Any] = dict.fromkeys(FUSED, "eager") if "eager" in row.kernel else FUSED
     rates, flash = profile.device.attention, any(name in row.kernel for name in ("fa2", "flash", "transformers"))
-    own = next((name for name in ATTENTION_NAMES.values() if name in ("fa3", "cudnn") and name in rates), None)
-    of = Semantics(row.sizes["seq"], row.sizes["batch"], row.sizes["batch"], **kernels)
-    if flash or own is None:
-        return of, profile
-    # Plans know the fastest kernel by the name of cuDNN's
-    named = rates | {"cudnn": rates["fa3" if "fa3" in row.kernel and "fa3" in rates else own]}
+    fastest = next((name for name in ATTENTION_NAMES.values() if name in ("fa3", "cudnn") and name in rates), None)
+    semantics = Semantics(row.sizes["seq"], row.sizes["batch"], row.sizes["batch"], **kernels)
+    if flash or fastest is None:
+        return semantics, profile
+    # Plans name the fastest kernel `cudnn`
+    named = rates | {"cudnn": rates["fa3" if "fa3" in row.kernel and "fa3" in rates else fastest]}
     device = profile.device.model_copy(update={"attention": named})
-    return replace(of, attention_kernel="cudnn"), profile.model_copy(update={"device": device})
+    return replace(semantics, attention_kernel="cudnn"), profile.model_copy(update={"device": device})
 
 
-def _parts_s(cost: CostModel, layer: Block, of: Semantics, ways: tuple[str, ...]) -> dict[str, float]:
-    """Seconds of a layer as a whole, and of its parts by their names in a row's kind."""
+def _parts_s(cost: CostModel, layer: Block, semantics: Semantics, ways: tuple[str, ...]) -> dict[str, float]:
+    """Return seconds of a layer and its parts, by the names in a row's kind."""
 
     def seconds(block: Block) -> float:
-        each = {"forward": cost.forward_s, "backward": cost.backward_s}
-        return sum(each[way](block, of) for way in ways)
+        costs = {"forward": cost.forward_s, "backward": cost.backward_s}
+        return sum(costs[way](block, semantics) for way in ways)
 
-    whole_s, bare_s, products_s = seconds(layer), seconds(replace(layer, attention=None)), seconds(_of(matmuls=layer.matmuls))
+    whole_s, bare_s, products_s = seconds(layer), seconds(replace(layer, attention=None)), seconds(_block(matmuls=layer.matmuls))
     return {"": whole_s, "products": products_s, "attention": whole_s - bare_s, "pointwise": bare_s - products_s}

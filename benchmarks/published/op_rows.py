@@ -1,7 +1,7 @@
 """Reader of measurements of single ops, copies and collectives.
 
-A CSV with a row for each, in the columns of `benchmarks/published_ops.csv`. Whether profiles may rest on a row is said by a hash of
-what it measures, so that nobody chooses.
+A CSV with one row per measurement, in the columns of `benchmarks/published_ops.csv`. A hash of the measured quantity assigns rows
+to fit or test, so that nobody chooses.
 """
 
 import csv
@@ -30,7 +30,7 @@ IN_A_MODEL = ("model", "batch", "seq")
 
 @dataclass(frozen=True, slots=True)
 class KindOfRow:
-    """What a row of a kind must say of its shape, what it may, and its units."""
+    """Shape keys of a kind of row, required and optional, and its units."""
 
     keys: tuple[str, ...]
     units: tuple[str, ...] = (SECONDS,)
@@ -65,7 +65,7 @@ CLASS_WITHOUT = {
 }
 LARGEST_SIZE = 2**53
 A_SET = r"\w[\w.+/-]{0,99}"
-ONE_IN = 4  # shape classes of which all rows are kept for the test
+ONE_IN = 4  # one in this many shape classes is in the test
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class OpRow:
     model: str | None
     value: float
     unit: str
-    low: float | None  # over versions of software
+    low: float | None  # over software versions
     high: float | None
     set: str
     is_paged: bool  # attention that also fills a serving engine's paged cache
@@ -89,28 +89,27 @@ class OpRow:
 
     @property
     def shape_class(self) -> str:
-        """What of the shape decides whether the row is of the test."""
+        """Part of the shape that assigns the row to fit or test."""
         left_out = CLASS_WITHOUT.get(self.kind, ("tokens",))
-        of = (f"{key}={self.sizes[key]}" for key in KINDS[self.kind].keys if key in self.sizes and key not in left_out)
-        return ";".join(filter(None, (self.model, *of)))
+        sizes = (f"{key}={self.sizes[key]}" for key in KINDS[self.kind].keys if key in self.sizes and key not in left_out)
+        return ";".join(filter(None, (self.model, *sizes)))
 
     @property
     def share(self) -> Literal["fit", "test"]:
-        """Whether profiles may rest on the row. The tokens of a product, and heads and batch of attention, decide nothing: what is
-        tested are other widths, and other lengths."""
+        """`fit` if profiles may use the row. Tokens of a product, and heads and batch of attention are ignored, so that the test
+        has other widths and other lengths."""
         digest = hashlib.sha256(f"{self.machine} {self.kind} {self.shape_class}".encode()).digest()
         return "test" if int.from_bytes(digest, "big") % ONE_IN == 0 else "fit"
 
 
 def read_ops(path: str, machines: frozenset[str]) -> list[OpRow]:
-    """The rows of a file; PenstockError says in one line which row is wrong, and what it should be. `machines` are the names
-    that there are."""
+    """Read the rows of a file. PenstockError names the wrong row and the expected value. `machines`: known machine names."""
     where = on_one_line(path, 200)
     try:
         text = read_whole(Path(path), MAX_OPS_FILE_BYTES).decode("utf-8-sig")
         reader = csv.DictReader(StringIO(text, newline=""), strict=True)
         names = list(reader.fieldnames or ())
-        found = [(reader.line_num, fields) for fields in reader]
+        rows = [(reader.line_num, fields) for fields in reader]
     except OSError as error:
         raise PenstockError(f"{where}: cannot be read ({error.strerror}); give a CSV file of measurements") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -122,14 +121,14 @@ def read_ops(path: str, machines: frozenset[str]) -> list[OpRow]:
     wrong += [f"column {on_one_line(name, 60)!r} is not known, or there twice" for name in odd]
     if wrong:
         raise PenstockError(f"{where}: {wrong[0]}; the first line is {','.join(COLUMNS)}")
-    if not found:
+    if not rows:
         raise PenstockError(f"{where}: no measurement in it; write a row for each below the header")
-    return [_Reading(fields, f"{where}: row {i} (line {line})", machines).row() for i, (line, fields) in enumerate(found, 1)]
+    return [_Reading(fields, f"{where}: row {i} (line {line})", machines).row() for i, (line, fields) in enumerate(rows, 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A row's fields as they are read."""
+    """Parser of a row's fields."""
 
     fields: Mapping[str, str | None]
     where: str
@@ -137,16 +136,16 @@ class _Reading:
 
     def row(self) -> OpRow:
         if any(value is None for value in self.fields.values()) or None in self.fields:
-            self.fail("has not as many fields as the header", "give each its own")
+            self.fail("differs from the header in its number of fields", "give each its own")
         kind, machine = self.text("kind"), self.text("machine")
         if kind not in KINDS:
             self.unknown("kind", kind, KINDS)
         if machine not in self.machines:
             self.unknown("machine", machine, sorted(self.machines))
         unit, dtype, trust = self.text("unit"), self.text("dtype"), self.text("trust")
-        for name, said, legal in (("unit", unit, KINDS[kind].units), ("dtype", dtype, DTYPES), ("trust", trust, ("1", "2", "3"))):
-            if said not in legal:
-                self.unknown(name, said, legal)
+        for name, text, legal in (("unit", unit, KINDS[kind].units), ("dtype", dtype, DTYPES), ("trust", trust, ("1", "2", "3"))):
+            if text not in legal:
+                self.unknown(name, text, legal)
         if not re.fullmatch(A_SET, self.text("set")):
             self.fail(f"set {on_one_line(self.text('set'), 60)!r} is no name of a source", "write one word, as `aiconfigurator`")
         if not self.text("where").strip():
@@ -165,12 +164,12 @@ class _Reading:
         return self.fields[name] or ""
 
     def shape(self, kind: str) -> tuple[dict[str, int], str | None]:
-        """Sizes by name, and the model's name where it is one of the keys."""
-        of, sizes, model = KINDS[kind], dict[str, int](), None
+        """Parse sizes by name, and the model's name if it is a key."""
+        expected, sizes, model = KINDS[kind], dict[str, int](), None
         for part in filter(None, self.text("shape").split(";")):
             key, sign, value = part.partition("=")
-            if key not in (*of.keys, *of.optional) or not sign:
-                self.unknown("shape key", key, (*of.keys, *of.optional))
+            if key not in (*expected.keys, *expected.optional) or not sign:
+                self.unknown("shape key", key, (*expected.keys, *expected.optional))
             if key == "model":
                 model = value
                 if Path(value).name != value:
@@ -183,9 +182,9 @@ class _Reading:
                 sizes[key] = int(value)
         if sizes.get("causal", 1) > 1:
             self.fail(f"causal is {sizes['causal']}", "write 1, or 0 where nothing is masked")
-        missing = [key for key in of.keys if key not in sizes and not (key == "model" and model)]
+        missing = [key for key in expected.keys if key not in sizes and not (key == "model" and model)]
         if missing:
-            self.fail(f"the shape says no {missing[0]}", f"write {';'.join(f'{key}=...' for key in of.keys)}")
+            self.fail(f"the shape has no {missing[0]}", f"write {';'.join(f'{key}=...' for key in expected.keys)}")
         return sizes, model
 
     def number(self, name: str) -> float:
@@ -204,5 +203,5 @@ class _Reading:
         known = list(legal) if isinstance(legal, Mapping | tuple | list) else []
         self.fail(f"{name} {on_one_line(value, 60)!r} is not known", f"write {' or '.join(known)}")
 
-    def fail(self, what: str, do: str) -> NoReturn:
-        raise PenstockError(f"{self.where}: {what}; {do}")
+    def fail(self, problem: str, do: str) -> NoReturn:
+        raise PenstockError(f"{self.where}: {problem}; {do}")

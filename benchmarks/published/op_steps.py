@@ -1,4 +1,4 @@
-"""Steps of single kernels as transformers' modules make them, eager and fused, for the ledger of ops."""
+"""Kernels of transformers' modules as traced steps, eager and fused, for the ledger of ops."""
 
 from penstock.planner.model import fused
 from penstock.planner.model.memory_replay import FP32, Tape, Tensor

@@ -1,7 +1,7 @@
 """Predictions of published single ops, and their errors.
 
-The op ledger: each measurement of a file is predicted by the cost model that plans are made with, from its machine's profile. What
-the model cannot say stays in the ledger and says why. Ratios are predicted over measured time.
+The op ledger: each measurement in a file is predicted by the planner's cost model from its machine's profile. Rows without a
+prediction are kept, with a reason. Ratios are predicted over measured time.
 """
 
 import math
@@ -22,11 +22,11 @@ from .op_rows import RATE, OpRow, read_ops
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A measurement and what the cost model says of it, both in the row's unit; None: it says nothing, for this reason."""
+    """A measurement and its prediction, both in the row's unit. `predicted` None: see `why_not`."""
 
     row: OpRow
     predicted: float | None
-    interval_fraction: float | None = None  # P10 to P90: divided and multiplied by one more than this
+    interval_fraction: float | None = None  # P10 to P90: prediction divided and multiplied by 1 + this
     why_not: str | None = None
 
     @property
@@ -39,7 +39,7 @@ class Op:
 
     @property
     def covered(self) -> bool | None:
-        """Whether the measurement lies between P10 and P90."""
+        """True if the measurement is between P10 and P90."""
         if self.ratio is None or self.interval_fraction is None:
             return None
         return abs(math.log(self.ratio)) <= math.log1p(self.interval_fraction)
@@ -61,7 +61,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """What the ratios of several ops say together."""
+    """Statistics over the ratios of several ops."""
 
     n: int
     median_ratio: float
@@ -70,7 +70,7 @@ class Errors:
     coverage_fraction: float | None
 
     @staticmethod
-    def of(ops: Iterable[Op]) -> "Errors | None":
+    def from_ops(ops: Iterable[Op]) -> "Errors | None":
         known = [(op.ratio, op.covered) for op in ops if op.ratio is not None]
         if not known:
             return None
@@ -94,22 +94,22 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class OpLedger:
-    """All measurements of a file, predicted."""
+    """All measurements of a file, with predictions."""
 
     ops: tuple[Op, ...]
 
     def groups(self) -> dict[tuple[str, str, str], list[Op]]:
-        """By machine, kind and kernel. Where anything else is known of a group, what is trusted least is left out."""
-        found: dict[tuple[str, str, str], list[Op]] = {}
+        """Group ops by machine, kind and kernel. Rows of trust 3 are dropped if the group has others."""
+        result: dict[tuple[str, str, str], list[Op]] = {}
         for op in self.ops:
-            found.setdefault((op.row.machine, op.row.kind, op.row.kernel), []).append(op)
-        return {key: [op for op in ops if op.row.trust < 3] or ops for key, ops in sorted(found.items())}
+            result.setdefault((op.row.machine, op.row.kind, op.row.kernel), []).append(op)
+        return {key: [op for op in ops if op.row.trust < 3] or ops for key, ops in sorted(result.items())}
 
     def to_json(self) -> dict[str, Any]:
-        """What `python -m benchmarks.validate FILE.csv --json` prints."""
+        """Return the output of `python -m benchmarks.validate FILE.csv --json`."""
         groups = []
         for (machine, kind, kernel), ops in self.groups().items():
-            errors, n_not = Errors.of(ops), sum(op.predicted is None for op in ops)
+            errors, n_not = Errors.from_ops(ops), sum(op.predicted is None for op in ops)
             named = {"machine": machine, "kind": kind, "kernel": kernel, "n": 0 if errors is None else errors.n}
             fields = ("median_ratio", "median_error_fraction", "p90_error_fraction", "coverage_fraction")
             groups.append(named | {name: getattr(errors, name, None) for name in fields} | {"n_not_predicted": n_not})
@@ -120,10 +120,10 @@ class OpLedger:
         }
 
     def table(self) -> str:
-        """A row for each group, then the sums, for a terminal."""
+        """Format a row per group and a summary for a terminal."""
         lines = [f"{'machine':24} {'kind':24} {'kernel':22} {'n':>4} {'ratio':>6} {'median':>7} {'P90':>7}"]
         for (machine, kind, kernel), ops in self.groups().items():
-            errors = Errors.of(ops)
+            errors = Errors.from_ops(ops)
             head = f"{machine:24} {kind:24} {kernel[:22]:22}"
             if errors is None:
                 lines.append(f"{head} {len(ops):4} not predicted: {ops[0].why_not}")
@@ -133,17 +133,17 @@ class OpLedger:
         return "\n".join([*lines, "", *self.summary()])
 
     def summary(self) -> list[str]:
-        """A line for all rows, one for each share; rows of trust 3 are in none, and those that are not predicted are counted."""
+        """Return a line for all rows and one per share, without rows of trust 3. Rows without a prediction are counted."""
         counted = [op for op in self.ops if op.row.trust < 3]
         shares = {"all": counted} | {share: [op for op in counted if op.row.share == share] for share in ("fit", "test")}
-        lines = [f"{name}: {errors.words()}" for name, ops in shares.items() if (errors := Errors.of(ops))]
+        lines = [f"{name}: {errors.words()}" for name, ops in shares.items() if (errors := Errors.from_ops(ops))]
         n_listed, missing = len(self.ops) - len(counted), sum(op.predicted is None for op in counted)
         lines += [f"listed, not counted: {n_listed} rows of trust 3"] if n_listed else []
         return [*lines, *([f"not predicted: {missing} rows"] if missing else [])]
 
 
 def validate_ops(path: str, profile_of: Callable[[str], Profile] = read_profile) -> OpLedger:
-    """The op ledger of a CSV; PenstockError says in one line what is wrong with the file."""
+    """Return the op ledger of a CSV. PenstockError describes an invalid file in one line."""
     rows = read_ops(path, frozenset(shipped_profiles()))
     known = cache(profile_of)
     doubts = {name: _doubts(known(name)) for name in dict.fromkeys(row.machine for row in rows)}
@@ -160,7 +160,7 @@ def _predicted(row: OpRow, profile: Profile, doubts: Mapping[Group, Profile]) ->
 
 
 def _doubts(profile: Profile) -> dict[Group, Profile]:
-    """The machine with each group of its speeds slower by their spreads, one at a time."""
+    """Return machines with one group of speeds slower by its spread, by group."""
 
     def slower(group: Group) -> Profile:
         def change(place: str, q: Quantity) -> Quantity:

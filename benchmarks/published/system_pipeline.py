@@ -1,8 +1,8 @@
-"""Queues of work that share a machine, simulated.
+"""Simulation of task queues that share a machine.
 
-The published systems are programs, not plans: one thread issues copies and kernels to streams, another thread follows. Each
-of these is a queue here. A queue does one task at a time, in the order in which the tasks were issued; a task also waits for
-tasks of other queues. What runs at the same time shares the machine as everywhere else in Penstock (`runtime.plan.region`).
+The published systems are programs without a plan: one thread issues copies and kernels to streams, another thread follows. Each of
+these is a queue. A queue runs one task at a time, in order of issue; a task also waits for tasks of other queues. Concurrent tasks
+share the machine like elsewhere in Penstock (`runtime.plan.region`).
 """
 
 from collections.abc import Sequence
@@ -15,56 +15,56 @@ TIE_FRACTION = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work: which queue does it, what it asks of the machine, and which earlier tasks must be done."""
+    """A task: its queue, its demand on the machine, and its dependencies."""
 
     queue: str
     demand: Demand
-    after: tuple[int, ...]
+    dependencies: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Program:
-    """Tasks in the order in which they were issued. `add` answers a task's number, by which later tasks wait for it."""
+    """Tasks in order of issue. `add` returns a task's number, for later tasks to depend on."""
 
     tasks: list[Task] = field(default_factory=list)
 
-    def add(self, queue: str, demand: Demand, *after: int | None) -> int:
-        """Issue a task; None among `after` is a task that never was."""
-        earlier = tuple(sorted({i for i in after if i is not None}))
-        assert all(i < len(self.tasks) for i in earlier), "a task can only wait for what was issued before it"
+    def add(self, queue: str, demand: Demand, *dependencies: int | None) -> int:
+        """Issue a task. None in `dependencies` is ignored."""
+        earlier = tuple(sorted({i for i in dependencies if i is not None}))
+        assert all(i < len(self.tasks) for i in earlier), "a task can only wait for earlier tasks"
         self.tasks.append(Task(queue, demand, earlier))
         return len(self.tasks) - 1
 
 
 def ends_s(tasks: Sequence[Task], region: Region | None) -> list[float]:
-    """When each task ends. Without a region every task takes its time alone."""
+    """Return the end time of each task. Without a region, tasks run at full speed."""
     names = sorted({task.queue for task in tasks})
     queues = [[i for i, task in enumerate(tasks) if task.queue == name] for name in names]
-    at = [0] * len(queues)
-    left_s: list[tuple[float, float] | None] = [None] * len(queues)  # overhead and work still to do, of the task being done
-    done: list[float | None] = [None] * len(tasks)
+    position = [0] * len(queues)
+    left_s: list[tuple[float, float] | None] = [None] * len(queues)  # remaining overhead and work of the current task
+    finished: list[float | None] = [None] * len(tasks)
     now_s = 0.0
     while True:
         for q, queue in enumerate(queues):
-            if left_s[q] is None and at[q] < len(queue):
-                task = tasks[queue[at[q]]]
-                if all(done[i] is not None for i in task.after):
+            if left_s[q] is None and position[q] < len(queue):
+                task = tasks[queue[position[q]]]
+                if all(finished[i] is not None for i in task.dependencies):
                     left_s[q] = (task.demand.overhead_s, task.demand.alone_s)
-        busy = [q for q, left in enumerate(left_s) if left is not None]
+        busy = [q for q, rest in enumerate(left_s) if rest is not None]
         if not busy:
             break
         working = [q for q in busy if left_s[q][0] <= 0.0]  # type: ignore[index]
         speed = dict.fromkeys(busy, 1.0)
         if region is not None and working:
-            uses = tuple(tasks[queues[q][at[q]]].demand.uses for q in working)
+            uses = tuple(tasks[queues[q][position[q]]].demand.uses for q in working)
             speed.update(zip(working, shares(uses, region), strict=True))
         next_s = {q: _stage_s(left_s[q], speed[q]) for q in busy}
         step_s = min(next_s.values())
         now_s += step_s
         for q in busy:
-            left = left_s[q]
-            assert left is not None
-            overhead_s, work_s = left
+            remaining = left_s[q]
+            assert remaining is not None
+            overhead_s, work_s = remaining
             ends = next_s[q] <= step_s * (1 + TIE_FRACTION)
             if overhead_s > 0.0:
                 left_s[q] = (0.0 if ends else overhead_s - step_s, work_s)
@@ -73,14 +73,14 @@ def ends_s(tasks: Sequence[Task], region: Region | None) -> list[float]:
             elif not ends:
                 left_s[q] = (0.0, work_s - step_s * speed[q])
                 continue
-            done[queues[q][at[q]]] = now_s
+            finished[queues[q][position[q]]] = now_s
             left_s[q] = None
-            at[q] += 1
-    assert all(end is not None for end in done), "a queue waits for a task that waits for it"
-    return [end for end in done if end is not None]
+            position[q] += 1
+    assert all(end is not None for end in finished), "a queue waits for a task that waits for it"
+    return [end for end in finished if end is not None]
 
 
-def _stage_s(left: tuple[float, float] | None, speed: float) -> float:
-    assert left is not None
-    overhead_s, work_s = left
+def _stage_s(remaining: tuple[float, float] | None, speed: float) -> float:
+    assert remaining is not None
+    overhead_s, work_s = remaining
     return overhead_s if overhead_s > 0.0 else work_s / speed

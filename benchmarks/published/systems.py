@@ -1,9 +1,8 @@
-"""Schedules of published systems as they describe them.
+"""Schedules of published systems.
 
-Each system's schedule with its own dtypes, buffers and serial tail, written down as the tasks that its threads and streams
-did, in the order in which they were issued; what overlaps is then found by simulation. The facts are those of
-`docs/accuracy.md`. These are not policies: three uploads, a forward for nothing and an optimizer behind a barrier of its own
-cannot be said in the plan language, and need not be: nobody should run them.
+The schedule of each system with its dtypes, buffers and serial tail, as the tasks of its threads and streams in order of issue;
+simulation finds the overlap. Sources are in `docs/accuracy.md`. These schedules are not policies: the plan language has no form for
+three uploads, a redundant forward or an extra optimizer barrier, and needs none, because nobody should run them.
 """
 
 from dataclasses import dataclass, replace
@@ -21,19 +20,17 @@ from .system_pipeline import Program, ends_s
 
 SYSTEMS = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 VARIANTS = ("full", "no-double-buffer", "checkpoint-every-layer", "no-slab-pool")
-CHECKPOINT_INTERVAL = 4  # layers whose inputs are recomputed from one kept boundary
+CHECKPOINT_INTERVAL = 4  # layers recomputed from one saved boundary
 MEGATRAIN_UPDATE_BYTES = 22  # traffic per parameter: bf16 master and fp32 moments read and written, bf16 gradient read
 SLIDEFORMER_UPDATE_BYTES = 26  # fp32 master and moments read and written, bf16 gradient read
-ZERO3_UPDATE_BYTES = (
-    36  # fp32 gradient read; and it is made from bf16, and the bf16 weight from the fp32 one, in passes of their own
-)
+ZERO3_UPDATE_BYTES = 36  # fp32 gradient read; separate passes convert it from bf16, and the weight to bf16
 N_PLUS_BUFFERS = 3
 N_SLIDE_SLOTS = 3  # uploads ahead of compute
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What somebody ran: a system on a machine, with a model and a batch."""
+    """A published run: a system on a machine, with a model and a batch."""
 
     system: str
     machine: str
@@ -41,23 +38,23 @@ class Run:
     batch: int
     seq_len: int
     variant: str = "full"
-    updates: bool = True  # False: the run made no optimizer step
+    updates: bool = True  # False: no optimizer step
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds of a step and of its phases, and bytes at the peak."""
+    """Seconds of a step and of its phases, and peak bytes."""
 
     step_s: float
     phases_s: dict[str, float]
     device_peak_bytes: int
     host_peak_bytes: int
     n_tokens: int
-    claimed_flop: float  # in the accounting of MegaTrain's authors
+    claimed_flop: float  # by the formula of MegaTrain's authors
 
 
 def predict(run: Run, model: Model, profile: Profile, software: Software) -> Outcome:
-    """What the run would have shown."""
+    """Predict the outcome of a run."""
     attention = supported_attention(model)[0]
     semantics = Semantics(run.seq_len, run.batch, run.batch, attention=attention)  # type: ignore[arg-type]
     workload = build_workload(model, semantics)
@@ -73,12 +70,12 @@ def predict(run: Run, model: Model, profile: Profile, software: Software) -> Out
             phases, device, host = _zero3(c)
         case _:
             raise AssertionError(f"no system {run.system!r}")
-    step_s = sum(seconds for name, seconds in phases.items() if name != "gradient_join_s")  # which lies inside backward
+    step_s = sum(seconds for name, seconds in phases.items() if name != "gradient_join_s")  # part of backward
     return Outcome(step_s, phases, device, host, c.n_tokens, claimed_flop(c))
 
 
 def claimed_flop(c: SystemCosts) -> float:
-    """6 per parameter and token, the embedding table included, plus attention over the whole square, not its causal half."""
+    """Return 6 per parameter and token, embedding table included, plus attention over the whole square, not its causal half."""
     square = sum(
         12 * a.n_sequences * a.n_heads * a.head_dim * a.seq_len**2 for a in (b.attention for b in c.layers) if a is not None
     )
@@ -86,27 +83,27 @@ def claimed_flop(c: SystemCosts) -> float:
 
 
 class MegaTrain:
-    """Issues the tasks of one step, as MegaTrain's main thread does."""
+    """Issues the tasks of one step like MegaTrain's main thread."""
 
     def __init__(self, c: SystemCosts, run: Run) -> None:
         self.c, self.run = c, run
         self.program = Program()
-        # What the fork changed, one by one: backward runs one forward from every layer's own input, a template's weights are
-        # views of the flat buffer, and there are three buffers and two gradient threads.
+        # Changes of the fork: backward runs one forward from every layer's saved input, template weights are views of the flat
+        # buffer, and three buffers with two gradient threads.
         self.keeps_inputs = self.views = plus = run.system == "megatrain-plus"
         self.n_buffers = N_PLUS_BUFFERS if plus else 2 if self.prefetches else 1
         self.n_slabs = 1 if run.variant == "no-slab-pool" else memory.N_SLABS
         self.n_workers = 2 if plus else 1
-        self.uploaded: dict[int, int] = {}  # per flat buffer: its last upload, which the pinned buffer must outlive
-        self.flat_free: dict[int, int] = {}  # what last read the flat buffer
-        self.template_free: dict[int, int] = {}  # the offload of the gradients that last hung on the template
-        self.main: int | None = None  # the main thread's last task
-        self.computed: int | None = None  # the device's last
-        self.added: list[int] = []  # the gradient threads' tasks
+        self.uploaded: dict[int, int] = {}  # per flat buffer: its last upload, which reads the pinned buffer
+        self.flat_free: dict[int, int] = {}  # last reader of the flat buffer
+        self.template_free: dict[int, int] = {}  # last gradient offload from the template
+        self.main: int | None = None  # main thread's last task
+        self.computed: int | None = None  # device's last task
+        self.added: list[int] = []  # tasks of the gradient threads
 
-    def task(self, queue: str, demand: Demand, *after: int | None) -> int:
+    def task(self, queue: str, demand: Demand, *dependencies: int | None) -> int:
         turns = self.c.one_pool and queue in ("main", "h2d", "d2h")
-        n = self.program.add("gpu" if turns else queue, demand, *after)
+        n = self.program.add("gpu" if turns else queue, demand, *dependencies)
         if queue == "main":
             self.main = n
         return n
@@ -119,7 +116,7 @@ class MegaTrain:
         return self.uploaded[buffer]
 
     def compute(self, layer: Block, buffer: int, with_backward: bool = False) -> int:
-        """Kernels start when the weights are there and the main thread issues them, and end no sooner than it has issued all."""
+        """Issue a layer's kernels. They wait for weights and the main thread, and end after all calls are issued."""
         start = [self.uploaded[buffer], self.template_free.get(buffer), self.main]
         n_tensors = len(layer.parameters)
         n_calls = (1 + (BACKWARD_MATMULS if with_backward else 0)) * layer.n_kernels
@@ -136,12 +133,12 @@ class MegaTrain:
         return self.computed
 
     def collect(self, n_bytes: int, n_tensors: int, slab_of: int | None) -> int:
-        """Gradients leave tensor by tensor; a thread adds them to the stored ones, then their slab is free again."""
+        """Offload gradients tensor by tensor. A thread accumulates them, which frees their slab."""
         issued = self.task("main", self.c.issue(n_tensors), slab_of)
-        left = self.task("d2h", self.c.copy("d2h", n_bytes, n_tensors), self.computed, issued)
+        offloaded = self.task("d2h", self.c.copy("d2h", n_bytes, n_tensors), self.computed, issued)
         queue = f"worker {len(self.added) % self.n_workers}"
-        self.added.append(self.task(queue, self.c.add(n_bytes, first_touch=self.run.updates), left))
-        return left
+        self.added.append(self.task(queue, self.c.add(n_bytes, first_touch=self.run.updates), offloaded))
+        return offloaded
 
     def forward(self) -> int:
         layers = self.c.layers
@@ -156,7 +153,7 @@ class MegaTrain:
 
     def loss(self) -> None:
         self.computed = self.task("gpu", self.c.loss(), self.computed)
-        self.task("main", self.c.issue(1), self.computed)  # the loss is read: the main thread waits for the device
+        self.task("main", self.c.issue(1), self.computed)  # reading the loss synchronizes with the device
         if not self.c.workload.tied:
             self.collect(memory.table_bytes(self.c), 1, None)
 
@@ -173,8 +170,8 @@ class MegaTrain:
                 layer, buffer = layers[i], i % self.n_buffers
                 self.load(layer, buffer)
                 self.compute(layer, buffer, with_backward=True)
-                taken = slabs[-self.n_slabs] if len(slabs) >= self.n_slabs else None
-                self.template_free[buffer] = self.collect(layer.n_params * BF16, len(layer.parameters), taken)
+                slab = slabs[-self.n_slabs] if len(slabs) >= self.n_slabs else None
+                self.template_free[buffer] = self.collect(layer.n_params * BF16, len(layer.parameters), slab)
                 slabs.append(self.added[-1])
 
     @property
@@ -183,18 +180,18 @@ class MegaTrain:
 
     @property
     def interval(self) -> int:
-        """Layers between kept boundaries."""
+        """Layers between saved boundaries."""
         return 1 if self.keeps_inputs or self.run.variant == "checkpoint-every-layer" else CHECKPOINT_INTERVAL
 
     def embedding(self) -> int:
-        """The ids are copied from ordinary memory, so the main thread waits for all layers first."""
+        """Issue the embedding's backward. Copying ids from pageable memory makes the main thread wait for all layers."""
         waited = self.task("main", self.c.issue(1), self.computed)
         self.computed = self.task("gpu", self.c.embedding_backward(), waited)
         self.collect(memory.table_bytes(self.c), 1, None)
         return waited
 
     def phases_s(self) -> dict[str, float]:
-        """Seconds of forward and backward, and of the end of backward in which only gradients are added."""
+        """Return seconds of forward and backward, and of the final part of backward with gradient accumulation only."""
         forward = self.forward()
         self.loss()
         self.backward()
@@ -224,7 +221,7 @@ def _megatrain(c: SystemCosts, run: Run) -> tuple[dict[str, float], int, int]:
 
 
 def _slideformer(c: SystemCosts) -> tuple[dict[str, float], int, int]:
-    """Uploads ahead of compute, boundaries in host memory, and each layer's optimizer as its gradient arrives."""
+    """Return phases, device and host bytes: uploads ahead of compute, boundaries in host memory, an optimizer step per layer."""
     p = Program()
     computed: list[int] = []
     table = memory.table_bytes(c) // BF16
@@ -232,9 +229,9 @@ def _slideformer(c: SystemCosts) -> tuple[dict[str, float], int, int]:
     def upload(n_elements: int) -> int:
         return p.add("h2d", c.convert_and_copy(n_elements), computed[-N_SLIDE_SLOTS] if len(computed) >= N_SLIDE_SLOTS else None)
 
-    def update(n_params: int, after: int) -> None:
-        left = p.add("d2h", c.copy("d2h", n_params * BF16), after)
-        p.add("optimizer", c.update(n_params, SLIDEFORMER_UPDATE_BYTES), left)
+    def update(n_params: int, dependency: int) -> None:
+        offloaded = p.add("d2h", c.copy("d2h", n_params * BF16), dependency)
+        p.add("optimizer", c.update(n_params, SLIDEFORMER_UPDATE_BYTES), offloaded)
 
     for layer in c.layers:
         ready = upload(layer.n_params)
@@ -258,11 +255,11 @@ def _slideformer(c: SystemCosts) -> tuple[dict[str, float], int, int]:
 
 
 def _zero3(c: SystemCosts) -> tuple[dict[str, float], int, int]:
-    """One after the other: a layer is larger than the prefetch bucket, gradients go to ordinary memory, then the optimizer."""
-    kept = memory.zero3_keeps_activations(c)
+    """Return phases in sequence: a layer exceeds the prefetch bucket, gradients use pageable memory, then the optimizer."""
+    saves_all = memory.zero3_keeps_activations(c)
     uploads_s = sum(c.copy("h2d", b.n_params * BF16, len(b.parameters)).uncontended_s for b in c.workload.blocks)
     forward_s = sum(c.forward(b).uncontended_s for b in c.layers)
-    recompute_s = 0.0 if kept else forward_s
+    recompute_s = 0.0 if saves_all else forward_s
     backward_s = sum(c.backward(b).uncontended_s for b in c.layers) + c.embedding_backward().uncontended_s
     loss_s = c.loss().uncontended_s
     offload_s = c.pageable_s("d2h", c.workload.n_params * BF16)

@@ -1,7 +1,7 @@
 """Predictions of published runs, their errors, and fits to them.
 
-The ledger: runs that others published, each predicted from profile, system and model, with nothing of the run itself but its
-name, its batch and its sequence length. A run that cannot be predicted stays in it and says why.
+The ledger: published runs, each predicted from profile, system and model. The run itself only contributes name, batch and sequence
+length. Runs without a prediction are kept, with a reason.
 """
 
 import json
@@ -32,15 +32,15 @@ OPTIONAL = ("variant", "optimizer", "note", "source")
 MEMORY = {"device_peak_gib": "device memory", "host_rss_gib": "host memory"}
 STEP = "step"
 SOFTWARE = Software()
-# Errors of constants that were fitted together cancel: a rate found too high comes with an overhead found too high. So a step on
-# a machine that runs were fitted from is surer than its spreads add up to, by what leave-one-out errors show (docs/accuracy.md).
+# Errors of jointly fitted constants cancel: a rate too high is paired with an overhead too high. On fitted machines, a step is
+# therefore more certain than the sum of its spreads, by the factor of leave-one-out errors (docs/accuracy.md).
 FITTED_FRACTION = 0.7
-LARGEST_COUNT = 2**24  # sequences in a step, or tokens in a sequence: more than any run
+LARGEST_COUNT = 2**24  # sequences per step, or tokens per sequence: more than any run
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """A run and what was measured of it. `ignored` are keys of the file that mean nothing to us."""
+    """A run and its measurements. `ignored`: keys of the file without a meaning."""
 
     name: str
     run: Run
@@ -50,7 +50,7 @@ class PublishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A run of the ledger. `predicted` has the keys of `measured`; None where nothing predicts one."""
+    """A run of the ledger. `predicted` has the keys of `measured`; None without a prediction."""
 
     name: str
     run: Run
@@ -58,12 +58,12 @@ class Row:
     predicted: dict[str, float | None]
     ignored: tuple[str, ...] = ()
     step_s: float | None = None  # predicted
-    why_not: str | None = None  # the reason why there is no prediction
-    interval_fraction: float | None = None  # P10 to P90 of the step: divided and multiplied by one more than this
+    why_not: str | None = None  # reason without a prediction
+    interval_fraction: float | None = None  # P10 to P90 of the step: divided and multiplied by 1 + this
 
     @property
     def error_fraction(self) -> float | None:
-        """Predicted step time over the measured one, less one: positive where we predict slower."""
+        """Predicted over measured step time, minus 1: positive if the prediction is slower."""
         for key, inverse in (("step_s", False), ("tokens_per_s", True), ("claimed_tflop_per_s", True)):
             measured, predicted = self.measured.get(key), self.predicted.get(key)
             if measured is not None and predicted is not None:
@@ -72,13 +72,13 @@ class Row:
 
     @property
     def covered(self) -> bool | None:
-        """Whether the measured step lies between P10 and P90."""
+        """True if the measured step is between P10 and P90."""
         if self.error_fraction is None or self.interval_fraction is None:
             return None
         return abs(math.log1p(self.error_fraction)) <= math.log1p(self.interval_fraction)
 
     def error_of(self, key: str) -> float | None:
-        """The same for one measured quantity."""
+        """Return the error of one measured quantity."""
         predicted = self.predicted.get(key)
         return None if predicted is None or key not in self.measured else predicted / self.measured[key] - 1
 
@@ -90,9 +90,9 @@ class Ledger:
     rows: tuple[Row, ...]
 
     def errors(self, key: str = STEP) -> list[float]:
-        """Absolute errors of the step, or of one measured quantity, in ascending order."""
-        found = [row.error_fraction if key == STEP else row.error_of(key) for row in self.rows]
-        return sorted(abs(e) for e in found if e is not None)
+        """Return absolute errors of the step, or of one measured quantity, in ascending order."""
+        values = [row.error_fraction if key == STEP else row.error_of(key) for row in self.rows]
+        return sorted(abs(e) for e in values if e is not None)
 
     def median(self, key: str = STEP) -> float | None:
         errors = self.errors(key)
@@ -103,12 +103,12 @@ class Ledger:
 
     @property
     def coverage_fraction(self) -> float | None:
-        """Share of runs whose measured step lies between P10 and P90: about 0.8 if the spreads are honest."""
+        """Share of runs with the measured step between P10 and P90: about 0.8 for correct spreads."""
         known = [row.covered for row in self.rows if row.covered is not None]
         return sum(known) / len(known) if known else None
 
     def to_json(self) -> dict[str, Any]:
-        """What `python -m benchmarks.validate --json` prints: DESIGN section 8, and the medians of memory besides."""
+        """Return the output of `python -m benchmarks.validate --json`: runs, step errors, and median memory errors."""
         return {
             "runs": [
                 {
@@ -129,7 +129,7 @@ class Ledger:
         }
 
     def table(self) -> str:
-        """A row each, then the summary, for a terminal."""
+        """Format a row per run and the summary for a terminal."""
         lines = [f"{'run':44} {'what':22} {'predicted':>10} {'measured':>10} {'error':>8}"]
         for row in self.rows:
             name = row.name
@@ -151,7 +151,7 @@ class Ledger:
         return "\n".join([*lines, "", *self.summary()])
 
     def summary(self) -> list[str]:
-        """A line for the step and one for each kind of memory."""
+        """Return a line for the step and one per kind of memory."""
         lines = []
         for key, name in {STEP: "step time", **MEMORY}.items():
             errors, median, p90 = self.errors(key), self.median(key), self.p90(key)
@@ -168,17 +168,17 @@ class Ledger:
 
 
 def quantile(ascending: list[float], share: float) -> float | None:
-    """Linear between the values around it."""
+    """Interpolate linearly."""
     if not ascending:
         return None
-    at = share * (len(ascending) - 1)
-    low = int(at)
+    position = share * (len(ascending) - 1)
+    low = int(position)
     high = min(low + 1, len(ascending) - 1)
-    return ascending[low] + (at - low) * (ascending[high] - ascending[low])
+    return ascending[low] + (position - low) * (ascending[high] - ascending[low])
 
 
 def validate_file(path: str) -> Ledger:
-    """The ledger of a file of runs, with intervals; PenstockError says in one line what is wrong with the file."""
+    """Return the ledger of a file of runs, with intervals. PenstockError describes an invalid file in one line."""
     runs = read_runs(path)
     return with_intervals(validate(runs), runs)
 
@@ -188,23 +188,23 @@ def validate(
     software: Software = SOFTWARE,
     profile_of: Callable[[str], Profile] = read_profile,
 ) -> Ledger:
-    """Predict every run, on the machines that `profile_of` knows by name."""
+    """Predict every run. `profile_of`: machine name -> profile."""
     known = cache(profile_of)
     return Ledger(tuple(_row(published, software, known) for published in runs))
 
 
 def with_intervals(ledger: Ledger, runs: Sequence[PublishedRun]) -> Ledger:
-    """How far the step may be off: each group of a profile's speeds, and each constant of the software, slower by its spread.
+    """Add prediction intervals: each group of a profile's speeds, and each constant of the software, slower by its spread.
 
-    What moves a step independently adds up in squares; spreads cover 80 % each, and so does their sum, which is taken whole on
-    machines that nothing was fitted from.
+    Independent changes of the step are summed in squares. A spread covers 80 %, and so does their sum, which is reduced on fitted
+    machines by FITTED_FRACTION.
     """
     variance = [0.0] * len(runs)
     for software, profile_of in _doubts():
         for i, (row, moved) in enumerate(zip(ledger.rows, validate(runs, software, profile_of).rows, strict=True)):
-            before, after = row.step_s, moved.step_s
-            if before is not None and after is not None:
-                variance[i] += math.log(after / before) ** 2
+            base, slower = row.step_s, moved.step_s
+            if base is not None and slower is not None:
+                variance[i] += math.log(slower / base) ** 2
     return Ledger(
         tuple(
             row
@@ -220,7 +220,7 @@ def _tied_fraction(machine: str) -> float:
 
 
 def _doubts() -> Iterator[tuple[Software, Callable[[str], Profile]]]:
-    """Each machine's groups of speeds, and the software's constants, slower one at a time."""
+    """Yield software and profiles with one group of speeds, or one constant, slower by its spread."""
     for group in Group:
         yield SOFTWARE, partial(_slower, group)
     for key, spread_fraction in SOFTWARE_SPREAD_FRACTION.items():
@@ -259,23 +259,23 @@ def _as_measured(outcome: Outcome, measured: Mapping[str, float]) -> dict[str, f
 
 
 def read_runs(path: str) -> list[PublishedRun]:
-    """The runs of a file in the format of the published ones: {"runs": [...]}, or the list alone."""
+    """Read runs from a file: {"runs": [...]}, or the list alone."""
     file = Path(path)
     try:
         fields = json.loads(read_whole(file, MAX_RUNS_FILE_BYTES))
     except OSError as error:
         raise PenstockError(f"{_plain(path)}: cannot be read ({error.strerror}); give a file of runs") from None
-    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8, and numbers without end
+    except (ValueError, RecursionError) as error:  # includes invalid UTF-8 and endless numbers
         raise PenstockError(f'{_plain(path)}: not JSON ({_plain(str(error))}); write {{"runs": [...]}}') from None
     runs = fields.get("runs") if isinstance(fields, dict) else fields
     if not isinstance(runs, list) or not runs:
         raise PenstockError(f'{_plain(path)}: no runs in it; write {{"runs": [{{"id": ..., "system": ..., ...}}]}}')
-    found = [_published(fields, f"{_plain(path)}: run {i}") for i, fields in enumerate(runs)]
-    counts = Counter(run.name for run in found)
+    published = [_published(fields, f"{_plain(path)}: run {i}") for i, fields in enumerate(runs)]
+    counts = Counter(run.name for run in published)
     twice = next((name for name, n in counts.items() if n > 1), None)
     if twice is not None:
         raise PenstockError(f"{_plain(path)}: two runs have the id {twice!r}; give each its own")
-    return found
+    return published
 
 
 def _published(fields: Any, where: str) -> PublishedRun:

@@ -84,7 +84,7 @@ def _run(settings: RunSettings, session_options: dict[str, Any], recalibrate: Pa
         if is_rank():
             assign_device_and_cores(settings.device)
         from penstock.training.device import device_of
-        from penstock.training.following import follow  # imports torch, so only after the plan is read and a GPU is chosen
+        from penstock.training.follower import follow  # imports torch, so only after the plan is read and a GPU is chosen
         from penstock.training.session import checked, open_session
 
         device = device_of(settings.device)

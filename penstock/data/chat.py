@@ -1,9 +1,9 @@
-"""Chat templates: which characters of a conversation are learned.
+"""Chat templates: render conversations and find the character spans of the tokens to learn.
 
-Learned are the assistant's answers, each with the token that ends it. A template with {% generation %} blocks marks them itself.
-With any other, the conversation is rendered up to each answer and through it, and what the answer added is learned. Some templates
-write earlier turns differently once later ones follow (reasoning is left out of them): the whole would then teach what is never
-seen at inference. So each answer becomes a document of its own, after the prompt that the model would be given.
+The assistant's answers are learned, including the token that ends each answer. A template with {% generation %} blocks marks the
+answers itself. With any other template, the conversation is rendered up to each answer and through it; the difference is learned.
+Some templates change earlier turns once later ones follow (they remove reasoning). Training on the whole conversation would then
+teach text that never occurs at inference. In this case each answer becomes a separate document, after the prompt for that answer.
 """
 
 import re
@@ -20,23 +20,23 @@ from .formats import Chat, Message
 from .tokenizer import ModelTokenizer, reason_of
 
 Span = tuple[int, int]  # (first, one past the last) character
-Rendered = tuple[str, list[Span]]  # a document as text, and the spans of it that are learned
+Rendered = tuple[str, list[Span]]  # a document: text, and its spans to learn
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class _FixedDay(datetime):
-    """The clock of templates that write the date: a run resumed tomorrow gives the tokens of today."""
+    """A fixed clock for templates that write the date, so that a run resumed on another day produces the same tokens."""
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> "_FixedDay":
         return cls(2024, 7, 26, tzinfo=tz)
 
 
-vars(chat_template_utils)["datetime"] = _FixedDay  # what `strftime_now` asks
+vars(chat_template_utils)["datetime"] = _FixedDay  # the clock of `strftime_now`
 
 
 class ChatTemplate:
-    """Conversations as the tokenizer's own template renders them, in the sandbox of transformers."""
+    """Conversations rendered with the tokenizer's template, in the sandbox of transformers."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self.tokenizer, library = tokenizer, cast(Any, tokenizer.library)
@@ -44,7 +44,7 @@ class ChatTemplate:
         self._special = tuple(str(token) for token in library.added_tokens_decoder.values() if token.special)
 
     def render(self, chat: Chat, where: str) -> list[Rendered]:
-        """A conversation as one document, or as one for each answer; DataError says where one is that the template refuses."""
+        """Return a conversation as one document, or one document per answer. DataError if the template rejects it."""
         if not chat.messages:
             return [("", [])]
         answers = {i for i, message in enumerate(chat.messages) if message["role"] == "assistant"}
@@ -52,56 +52,56 @@ class ChatTemplate:
         text, marked = self._text(chat.messages, chat.tools, where)
         if marked is None:
             spans = [self._span(chat, i, text, where) for i in learned]
-            whole = [self._without_line_feed(text, span) for span in spans if span is not None]
-        else:  # nothing is left to find but the answers that are not learned
+            learned_spans = [self._without_line_feed(text, span) for span in spans if span is not None]
+        else:  # only the answers excluded from learning have to be found
             spans = [self._span(chat, i, text, where, prompt=False) for i in sorted(answers & chat.unlearned)]
             left_out = [span for span in spans if span is not None]
-            whole = [self._with_end(text, s) for s in marked if not any(first <= s[0] < stop for first, stop in left_out)]
-        if None in spans:  # a turn is written differently once others follow
+            learned_spans = [self._with_end(text, s) for s in marked if not any(first <= s[0] < stop for first, stop in left_out)]
+        if None in spans:  # the template changes this turn once others follow
             return [self._answer(chat, i, where) for i in learned]
-        return [(text, whole)]
+        return [(text, learned_spans)]
 
     def dropped(self, chat: Chat, rendered: Sequence[Rendered]) -> list[str]:
-        """Roles of messages, not the assistant's, without which the text is the same: the template does not know them."""
-        found = set[str]()
+        """Return roles, except the assistant's, that the template ignores: the text is equal without their messages."""
+        ignored = set[str]()
         for i, message in enumerate(chat.messages):
             words = message["content"].strip()
-            if message["role"] not in (*found, "assistant") and not any(words in text for text, _ in rendered):
-                with suppress(DataError):  # a template may insist on it
-                    without = self._text(chat.messages[:i] + chat.messages[i + 1 :], chat.tools, "")
-                    found |= {message["role"]} if without == self._text(chat.messages, chat.tools, "") else set()
-        return sorted(found)
+            if message["role"] not in (*ignored, "assistant") and not any(words in text for text, _ in rendered):
+                with suppress(DataError):  # a template may require the role
+                    shortened = self._text(chat.messages[:i] + chat.messages[i + 1 :], chat.tools, "")
+                    ignored |= {message["role"]} if shortened == self._text(chat.messages, chat.tools, "") else set()
+        return sorted(ignored)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens after which the assistant's answer begins."""
+        """Return the tokens of a generation prompt: the assistant's answer begins after them."""
         text, _ = self._text(messages, None, "the prompt", prompt=True)
         return list(self.tokenizer.backend.encode(text, add_special_tokens=False).ids)
 
     def _answer(self, chat: Chat, i: int, where: str) -> Rendered:
-        """The answer of message `i` after what the model is prompted with when it is to give it."""
+        """Return the answer of message `i` after its inference-time prompt."""
         text, _ = self._text(chat.messages[: i + 1], chat.tools, where)
         if (span := self._span(chat, i, text, where)) is None:
             problem = f"the model's chat template writes message {i} differently from how it prompts for it"
-            raise DataError(f"{where}: {problem}; mark what is learned with {{% generation %}} in it")
+            raise DataError(f"{where}: {problem}; mark the learned parts with {{% generation %}} in it")
         return text, [self._without_line_feed(text, span)]
 
     def _span(self, chat: Chat, i: int, text: str, where: str, prompt: bool = True) -> Span | None:
-        """What message `i` adds to those before it, and to the prompt for it; None where `text` does not begin with either."""
-        before, _ = self._text(chat.messages[:i], chat.tools, where, prompt)
+        """Return the span that message `i` adds to the prompt before it. None if `text` does not begin with either rendering."""
+        prefix, _ = self._text(chat.messages[:i], chat.tools, where, prompt)
         through, _ = self._text(chat.messages[: i + 1], chat.tools, where)
-        is_prefix = text.startswith(before) and text.startswith(through) and len(before) <= len(through)
-        return (len(before), len(through)) if is_prefix else None
+        is_prefix = text.startswith(prefix) and text.startswith(through) and len(prefix) <= len(through)
+        return (len(prefix), len(through)) if is_prefix else None
 
     def _text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str, prompt: bool = False
     ) -> tuple[str, list[Span] | None]:
-        """Messages as text, and the spans that a template marks as generated; None of one that marks nothing."""
+        """Return messages as text and the spans marked by {% generation %}. None for spans if the template has no marks."""
         library: Any = self.tokenizer.library
         schemas = None if tools is None else list(tools)
         try:
             template = library.get_chat_template(tools=schemas)
             marks = _GENERATION.search(template) is not None
-            # What `apply_chat_template` calls, which keeps the spans of characters to itself.
+            # `apply_chat_template` calls this function, but does not return character spans.
             rendered: Any = chat_template_utils.render_jinja_template(
                 [list(messages)],
                 schemas,
@@ -110,20 +110,20 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **library.special_tokens_map,
             )
-        except Exception as error:  # a template is a program
-            raise DataError(f"{where}: the model's chat template does not take it ({reason_of(error)})") from None
+        except Exception as error:  # templates can raise any exception
+            raise DataError(f"{where}: the model's chat template rejects it ({reason_of(error)})") from None
         (text,), spans = rendered
         return text, spans[0] if marks else None
 
     def _with_end(self, text: str, span: Span) -> Span:
-        """With the end token, where a template leaves it outside its mark."""
+        """Extend a span by the end token if the template puts that token outside its {% generation %} block."""
         first, stop = span
         if first == stop or text.endswith(self._ends, first, stop):
             return span
         return first, stop + next((len(end) for end in self._ends if text.startswith(end, stop)), 0)
 
     def _without_line_feed(self, text: str, span: Span) -> Span:
-        """Without the line feed that a template puts after the end token, where generation has ended."""
+        """Shorten a span by the line feed after the end token, because generation stops at the end token."""
         first, stop = span
         end = first + len(text[first:stop].rstrip())
         return (first, end) if text.endswith(self._special, first, end) else span

@@ -1,4 +1,4 @@
-"""Documents of a data set as tokens: a stream that `datasets` reads, or an Arrow file in which it keeps them between runs."""
+"""Tokenised documents: a stream from `datasets`, or an Arrow file cached between runs."""
 
 import hashlib
 import json
@@ -22,139 +22,140 @@ from datasets.utils import tqdm
 from penstock.runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
-from .files import DataFile, DataFiles, parsed, rows_of
+from .files import DataFile, DataFiles, parse_line, rows_of
 from .formats import LABELLED, NEEDED, ROLLOUTS, UNPAIRED, Chat, Completion, answer, document, labelled, pair, renamed, rollouts
-from .tokenizer import is_of_library, reason_of
+from .tokenizer import is_tokenizer_error, reason_of
 
 Array = npt.NDArray[np.int64]
 _Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...]]
-Columns = dict[str, list[Any]]  # a batch of `datasets`: the values of each column
+Columns = dict[str, list[Any]]  # a batch of `datasets`: column name -> values
 MOST_SHOWN = 20  # bad rows
-ROWS_AT_ONCE = 32  # tokenised together: tokens with their offsets take a hundred times the memory of the text
-DOCUMENTS_AT_ONCE = 100  # in memory until they are written
+ROWS_AT_ONCE = 32  # tokenised per call; tokens with offsets take 100 times the memory of the text
+DOCUMENTS_AT_ONCE = 100  # in memory before a write
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
-_SAID = ("problem", "dropped")  # what is wrong with a row, and the roles that its template drops
-BROUGHT = "brought"  # numbers of a row for its loss: a label; or an advantage, and the log-probability of each learned token
-_VERSION = 3  # of what a row becomes; tokens of another version are made again
+_NOTES = ("problem", "dropped")  # why a row is bad; the roles that its template drops
+LOSS_NUMBERS = "brought"  # numbers of a row for its loss: a label; or an advantage and the log-probability of each learned token
+_VERSION = 3  # of the conversion of rows; another version invalidates cached tokens
 
-tqdm.set_lock(RLock())  # its own is a semaphore of the system, which a killed run would leave behind
+tqdm.set_lock(RLock())  # the default lock is a system semaphore that a killed run leaks
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A data set with the template that reads it; called by `map` of `datasets`, it turns a batch of rows into documents."""
+    """A data set and its chat template. A `map` function of `datasets`: turns a batch of rows into documents."""
 
     files: DataFiles
-    columns: dict[str, str]  # by the name of a column here, the file's name for it
+    columns: dict[str, str]  # our column name -> column name in the file
     format: str
     template: ChatTemplate
     vocab_size: int
-    is_text: bool  # texts as they are, not conversations
+    is_text: bool  # plain text, no conversations
 
     @property
     def identity(self) -> str:
-        """Differs where the tokens of some row may differ."""
+        """Identity of the conversion: differs if the tokens of any row can differ."""
         return json.dumps([_VERSION, self.format, self.template.tokenizer.identity, sorted(self.columns.items()), self.vocab_size])
 
     @property
     def features(self) -> Features:
-        """The columns of a document: its ids, edges of the runs that are learned, counts, where it was read, what is said of it."""
+        """Columns of a document: ids, edges of learned runs, counts, source file and row, problem, dropped roles, loss numbers."""
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
-        of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_SAID, Value("string"))
-        return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, BROUGHT: List(Value("float64"))})
+        of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_NOTES, Value("string"))
+        return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, LOSS_NUMBERS: List(Value("float64"))})
 
     def stream(self, order: Iterable[int]) -> IterableDataset:
-        """Documents as they are asked for, of the files in this order. The library keeps its state, by file and row."""
+        """Yield documents lazily from the files in this order. `datasets` tracks the stream state by file and row."""
         shards = [(int(i), self.files.files[i]) for i in order]
-        # Not `from_generator`, which makes a cache in the user's home.
+        # `from_generator` would create a cache in the user's home.
         rows = IterableDataset(ExamplesIterable(_rows, {"files": shards, "mapped": tuple(self.columns.values())}))
         return rows.map(self, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=["file", "row", "value"])
 
     def __call__(self, rows: Columns) -> Columns:
-        """The documents of some rows, at least one each, of a bad row an empty one; DataError for tokens that the model has not."""
+        """Return the documents of a batch of rows: one or more per row, an empty one for a bad row. DataError for unknown
+        tokens."""
         places = list(zip(rows["file"], rows["row"], strict=True))
-        names = ("ids", "learned", *_COUNTS, *_SAID, BROUGHT)
+        names = ("ids", "learned", *_COUNTS, *_NOTES, LOSS_NUMBERS)
         if self.format == ROLLOUTS:
-            given = [one for place, value in zip(places, rows["value"], strict=True) for one in self._given(value, *place)]
-            return {name: [values[column] for values in given] for column, name in enumerate(names)}
-        found = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
+            tokenised = [one for place, value in zip(places, rows["value"], strict=True) for one in self._tokenised(value, *place)]
+            return {name: [values[column] for values in tokenised] for column, name in enumerate(names)}
+        inputs = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
         try:
-            texts = [text for _, (text, _), *_ in found]  # only documents have the tokens that a tokenizer puts around them
+            texts = [text for _, (text, _), *_ in inputs]  # only plain text gets the tokenizer's special tokens
             backend = self.template.tokenizer.backend
             encoded = backend.encode_batch(texts, add_special_tokens=self.is_text)
-            alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in found]
+            alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in inputs]
         except BaseException as error:
-            if not is_of_library(error):
+            if not is_tokenizer_error(error):
                 raise
-            advice = "write it as UTF-8, with a tokenizer that knows its letters"
+            advice = "write it as UTF-8, and use a tokenizer with its letters"
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
-        made = [
-            (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in own), *said, brought)
-            for (place, one, _, said, brought), encoding, own in zip(found, encoded, alone, strict=True)
+        encoded_documents = [
+            (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in encodings), *notes, numbers)
+            for (place, one, _, notes, numbers), encoding, encodings in zip(inputs, encoded, alone, strict=True)
         ]
-        return {name: [values[column] for values in made] for column, name in enumerate(names)}
+        return {name: [values[column] for values in encoded_documents] for column, name in enumerate(names)}
 
-    def _given(self, value: Any, file: int, row: int) -> list[tuple[Any, ...]]:
-        """The documents of a row of tokens, in the order of `features`."""
+    def _tokenised(self, value: Any, file: int, row: int) -> list[tuple[Any, ...]]:
+        """Return the documents of a pre-tokenised row, as tuples in the order of `features`."""
         where = self.files.where(file, row)
         try:
-            given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
-            found = rollouts(given, self.vocab_size, where)
+            fields = renamed(parse_line(value, where) if isinstance(value, bytes) else value, self.columns)
+            completions = rollouts(fields, self.vocab_size, where)
         except DataError as error:
             return [((), (), 0, 0, 0, file, row, 0, str(error), None, ())]
-        counted = [(p + c, (len(p), len(p + c)), len(p + c), len(c), len(c), (a, *logps)) for p, c, a, logps in found]
-        return [(*of, file, row, 0, None, None, brought) for *of, brought in counted]
+        counted = [(p + c, (len(p), len(p + c)), len(p + c), len(c), len(c), (a, *logps)) for p, c, a, logps in completions]
+        return [(*columns, file, row, 0, None, None, numbers) for *columns, numbers in counted]
 
     def _read(self, value: Any, file: int, row: int) -> list[_Read]:
-        """The documents of a row, with the first of them its messages and the roles that the template drops; what is wrong; what
-        the row brings."""
+        """Return the documents of a row: (text, spans), message contents, (problem, dropped roles), loss numbers. Only the first of
+        a conversation has contents and roles."""
         where = self.files.where(file, row)
         try:
-            given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
+            fields = renamed(parse_line(value, where) if isinstance(value, bytes) else value, self.columns)
             if self.format not in NEEDED:
-                return self._rendered(document(given, self.format, where), where)
-            of_one = {UNPAIRED: answer, LABELLED: labelled}.get(self.format)
-            answers = [(half,) for half in pair(given, where)] if of_one is None else [of_one(given, where)]
-            rendered = [self._rendered(said, where, *label) for said, *label in answers]
-            if any(len(of_one) > 1 for of_one in rendered):
+                return self._rendered(document(fields, self.format, where), where)
+            parse = {UNPAIRED: answer, LABELLED: labelled}.get(self.format)
+            answers = [(half,) for half in pair(fields, where)] if parse is None else [parse(fields, where)]
+            rendered = [self._rendered(content, where, *label) for content, *label in answers]
+            if any(len(documents) > 1 for documents in rendered):
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
-            return [document for of_one in rendered for document in of_one]
+            return [document for documents in rendered for document in documents]
         except DataError as error:
             return [(("", []), [], (str(error), None), ())]
 
-    def _rendered(self, said: Chat | Completion, where: str, *brought: float) -> list[_Read]:
-        """The documents of a conversation or a text, with what its row brings."""
-        if isinstance(said, Completion) is not self.is_text:
+    def _rendered(self, item: Chat | Completion, where: str, *numbers: float) -> list[_Read]:
+        """Return the documents of a conversation or text, with the loss numbers of its row."""
+        if isinstance(item, Completion) is not self.is_text:
             raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
-        if isinstance(said, Completion):
-            text = said.prompt + said.completion  # the end token comes after it
-            return [((text, [(len(said.prompt), len(text) + 1)] if text else []), [], (None, None), brought)]
-        rendered = self.template.render(said, where)
-        roles = self.template.dropped(said, rendered)
-        first = [message["content"] for message in said.messages if message["role"] not in roles], (None, ", ".join(roles) or None)
-        return [(one, *(([], (None, None)) if i else first), brought) for i, one in enumerate(rendered)]
+        if isinstance(item, Completion):
+            text = item.prompt + item.completion  # followed by the end token
+            return [((text, [(len(item.prompt), len(text) + 1)] if text else []), [], (None, None), numbers)]
+        rendered = self.template.render(item, where)
+        roles = self.template.dropped(item, rendered)
+        first = [message["content"] for message in item.messages if message["role"] not in roles], (None, ", ".join(roles) or None)
+        return [(one, *(([], (None, None)) if i else first), numbers) for i, one in enumerate(rendered)]
 
     def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
-        """Its ids, the edges of runs that are learned, and the counts of its tokens, of those that are learned, and of targets."""
+        """Return ids, edges of learned runs, and the counts of tokens, learned tokens and targets."""
         ids, end_id = np.array(encoding.ids, dtype=np.int64), self.template.tokenizer.end_id
-        if is_ended := self.is_text and ids.size > 0:  # once, whether or not the tokenizer says so too
+        if is_ended := self.is_text and ids.size > 0:  # exactly once, even if the tokenizer adds it too
             ids = np.append(ids[: ids.size - int(ids[-1] == end_id)], end_id)
         if (largest := ids.max(initial=0)) >= self.vocab_size:
             problem = f"token {largest} is outside the model's {self.vocab_size} token ids"
             raise DataError(f"{self.files.where(*place)}: {problem}; use the tokenizer of this model")
         end = (len(text), len(text) + 1)
-        if is_ended and spans == [(0, end[1])]:  # all of it: offsets, which take as long as encoding, are not asked for
+        if is_ended and spans == [(0, end[1])]:  # all is learned: skip the offsets, which take as long as encoding
             runs = np.array([[0, ids.size]])
         else:
             runs = _runs_of(spans, [*encoding.offsets[: ids.size - 1], end] if is_ended else encoding.offsets)
         n_learned = int((runs[:, 1] - runs[:, 0]).sum())
-        n_targets = n_learned - int((runs[:1, 0] == 0).sum())  # nothing of the document comes before its first token
+        n_targets = n_learned - int((runs[:1, 0] == 0).sum())  # the first token has no context to predict it from
         return ids, runs.reshape(-1), ids.size, n_learned, n_targets
 
 
 def _runs_of(spans: list[Span], offsets: list[Span]) -> Array:
-    """(n, 2): first and one past the last token of each span of characters; in order, none begun before another ends."""
+    """Convert character spans to token runs: (n, 2) of first token and one past the last, sorted and disjoint."""
     places, runs = np.array(offsets, dtype=np.int64).reshape(-1, 2), list[Span]()
     for first, stop in sorted(spans):
         held = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > first))
@@ -165,63 +166,63 @@ def _runs_of(spans: list[Span], offsets: list[Span]) -> Array:
 
 
 def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of files, as `datasets` numbers and keeps them."""
+    """Yield rows of files with the keys that `datasets` expects."""
     for number, file in files:
         for row, value in rows_of(file.path, file.kind, mapped):
             yield row, {"file": number, "row": row, "value": value}
 
 
 class Documents:
-    """Documents of tokens, mapped from a file or in memory: `lengths`, `n_learned` and `n_targets` of each are arrays."""
+    """Tokenised documents, memory-mapped or in memory. `lengths`, `n_learned`, `n_targets`: arrays, one entry per document."""
 
-    def __init__(self, dataset: Dataset, files: DataFiles, kept: str = "") -> None:
-        self.files, self.kept, column = files, kept, dataset.data.column  # `kept`: where its tokens are, in words
+    def __init__(self, dataset: Dataset, files: DataFiles, location: str = "") -> None:
+        self.files, self.location, column = files, location, dataset.data.column  # location of the tokens, for the user
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
-        self._brought = column(BROUGHT)
+        self._loss_numbers = column(LOSS_NUMBERS)
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
-        self.n_own = int(column("n_own").to_numpy().sum())  # tokens of conversations' messages by themselves
+        self.n_own = int(column("n_own").to_numpy().sum())  # tokens of the messages alone, without the template
         places = np.stack([column(name).to_numpy() for name in _COUNTS[3:5]])
         self.n_rows = min(1, places.shape[1]) + int(np.diff(places).any(axis=0).sum())
         problems = column("problem")
-        self.problems = {i: problems[i].as_py() for i in np.flatnonzero(problems.is_valid()).tolist()}  # by document: bad rows
-        self.dropped = Counter[str](column("dropped").drop_null().to_pylist())  # rows by roles that the template drops
+        self.problems = {i: problems[i].as_py() for i in np.flatnonzero(problems.is_valid()).tolist()}  # bad rows, by document
+        self.dropped = Counter[str](column("dropped").drop_null().to_pylist())  # number of rows by dropped roles
 
     def refuse_bad(self, share: float) -> None:
-        """DataError, with the first twenty as notes, where more rows than this share of all are bad."""
+        """Raise DataError, with the first 20 problems as notes, if more than this share of the rows is bad."""
         bad, n = [*self.problems.values()], len(self.problems)
         if n <= share * self.n_rows * (1 + 1e-9):
             return
         least = math.ceil(1000 * n / self.n_rows) / 10
-        how = f", or leave out as many with --bad-rows {least:g}%" if n < self.n_rows else ""
+        how = f", or skip them with --bad-rows {least:g}%" if n < self.n_rows else ""
         error = DataError(f"{bad[0]} ({n:,} of {self.n_rows:,} rows are bad; mend them{how})")
         for line in [*bad[1:MOST_SHOWN], f"and {n - MOST_SHOWN:,} more"][: n - 1]:
             error.add_note(line)
         raise error
 
     def ids(self, document: int) -> npt.NDArray[np.unsignedinteger]:
-        """Its tokens, a view of the file."""
+        """Return token ids: a view of the file."""
         return np.asarray(self._columns[0][document].values)
 
     def runs(self, document: int) -> Array:
-        """(n, 2): first and one past the last of each run of tokens that are learned."""
+        """Return (n, 2): first token and one past the last of each learned run."""
         return np.asarray(self._columns[1][document].values).astype(np.int64).reshape(-1, 2)
 
-    def brought(self, document: int) -> npt.NDArray[np.float64]:
-        """The numbers that its row brings for a loss."""
-        return np.asarray(self._brought[document].values)
+    def loss_numbers(self, document: int) -> npt.NDArray[np.float64]:
+        """Return the loss numbers of the document's row."""
+        return np.asarray(self._loss_numbers[document].values)
 
     def where(self, document: int) -> str:
-        """How a person finds it."""
+        """Return the source file and row, for the user."""
         return self.files.where(*(column[document].as_py() for column in self._columns[2:]))
 
 
-def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
-    """All documents of a data set, made unless an earlier run made them. `datasets` keeps them in the folder `cache`, under a
-    fingerprint of the files' content and of all that decides what becomes of it; processes that start together make them once.
-    DataError for a file that is refused, and a folder that cannot be written."""
+def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
+    """Return all documents of a data set, from the cache if an earlier run wrote them. `datasets` stores them in the folder
+    `cache`. The key is a digest of file contents, reader and library versions. Concurrent processes tokenise once. DataError for a
+    rejected file or a read-only folder."""
     how = ["found in"]
 
-    def told() -> Iterator[dict[str, Any]]:
+    def examples() -> Iterator[dict[str, Any]]:
         how[0] = "made, and kept in"
         for n, example in enumerate(reader.stream(range(len(reader.files.files)))):
             if n % 100 == 0:
@@ -233,7 +234,7 @@ def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Calla
     fingerprint = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
     options = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
     try:
-        dataset = Dataset.from_generator(told, fingerprint=fingerprint, **options)
+        dataset = Dataset.from_generator(examples, fingerprint=fingerprint, **options)
         return Documents(dataset, reader.files, f"{how[0]} {cache}")
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error

@@ -1,11 +1,11 @@
-"""Files of a data set: those of a folder, the split they belong to, a hash of their content, and their rows.
+"""Files of a data set: discovery in a folder, splits, content hash, and rows.
 
-Nothing outside the folder is read. Splits are told apart as data sets of the Hub are laid out: the name of a split begins the name
-of a shard (`train_sft-00000-of-00003.parquet`), or is a word in the name of a file or folder (`data/test/a.jsonl`). Text files are
-of a split only where they have no other name (`train.txt`): a corpus may hold a text about tests.
+Files outside the folder are never read. Splits follow the layout of the Hugging Face Hub: the name of a split starts the name of a
+shard (`train_sft-00000-of-00003.parquet`), or is a word in the name of a file or folder (`data/test/a.jsonl`). A text file belongs
+to a split only if the split is its whole name (`train.txt`), because a corpus may hold a text about tests.
 
-Rows are parsed here and not by the builders of `datasets`, which infer a type for each column: those make a date of the answer
-"2020-01-01" and a number of "4", and read a CSV's "NA" as nothing. What is wrong is named with its file and line.
+Rows are parsed here instead of by the builders of `datasets`, which infer column types: they turn the answer "2020-01-01" into a
+date, "4" into a number, and a CSV's "NA" into null. Errors name the file and line.
 """
 
 import csv
@@ -27,14 +27,14 @@ from penstock.runtime.errors import DataError
 from .formats import COLUMNS, EXAMPLE, not_understood
 
 TRAIN = ("train",)
-HELD_OUT = ("val", "dev", "eval", "test")  # "val" begins "validation" too
+HELD_OUT = ("val", "dev", "eval", "test")  # "val" matches "validation" too
 WANTED = 'give a folder of text files, a JSONL of {"text": "..."} or of chats, a .json list, .csv or .parquet'
 _SHARD = re.compile(r"(\w[\w.]*)-\d{5}-of-\d{5}\b")
 _WORD = re.compile(r"(?:^|[-._ 0-9])((?:train|test|validation|valid|val|dev|eval)(?:_[a-z]+)*)(?:[-._ 0-9]|$)")
 _EDGE_BYTES = 2**16
 Kind = Literal["lines", "list", "csv", "parquet", "text"]
-MAX_ROW_BYTES = 2**30  # a document is tokenised in memory, at a hundred times its size
-ROWS_AT_ONCE = 64  # of a Parquet file
+MAX_ROW_BYTES = 2**30  # documents are tokenised in memory, at 100 times their size
+ROWS_AT_ONCE = 64  # of Parquet
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _KINDS: dict[str, Kind] = {".jsonl": "lines", ".ndjson": "lines", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _LOOK_BYTES = 2**20
@@ -43,7 +43,7 @@ _OBJECT_A_LINE = re.compile(rb"\{[^\n]*\}[ \t\r]*\n\s*\{")
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file, its name within the data set, and how its rows are read."""
+    """A file, its name within the data set, and its row format."""
 
     path: Path
     name: str
@@ -52,50 +52,50 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The files of a data set, in the order of their paths."""
+    """Files of a data set, sorted by path."""
 
     path: Path
     files: tuple[DataFile, ...]
     n_left_out: int = 0  # text files in a set of rows
-    about: str = ""  # for the user: which split was chosen, and what was left out for that
+    about: str = ""  # for the user: the chosen split and the omitted ones
 
     def where(self, number: int, row: int) -> str:
-        """How a person finds a row of file `number`: `data.jsonl:3`."""
+        """Return the place of a row of file `number`, for the user. Example: `data.jsonl:3`."""
         file = self.files[number]
         return str(file.path) if not row else f"{file.path}:{row}" if file.kind in ("lines", "csv") else f"{file.path}: row {row}"
 
     def rows_only(self) -> "DataFiles":
-        """Without text files, which in a folder of chats are its documentation."""
-        kept = tuple(file for file in self.files if file.kind != "text")
-        return replace(self, files=kept, n_left_out=self.n_left_out + len(self.files) - len(kept))
+        """Return these files without text files: in a folder of chats, those are documentation."""
+        row_files = tuple(file for file in self.files if file.kind != "text")
+        return replace(self, files=row_files, n_left_out=self.n_left_out + len(self.files) - len(row_files))
 
-    def content_hash(self, whole: bool) -> str:
-        """SHA-256 of the names and contents of all files; of their sizes, heads and tails alone if not `whole`."""
+    def content_hash(self, full: bool) -> str:
+        """SHA-256 of names and contents of all files. If not `full`: of names, sizes, heads and tails."""
         total = hashlib.sha256()
         for file in self.files:
             try:
                 with file.path.open("rb") as stream:
                     n_bytes = os.fstat(stream.fileno()).st_size
-                    if whole:
+                    if full:
                         digest = hashlib.file_digest(stream, "sha256")
                     else:
                         head, _ = stream.read(_EDGE_BYTES), stream.seek(max(0, n_bytes - _EDGE_BYTES))
                         digest = hashlib.sha256(head + stream.read(_EDGE_BYTES))
             except OSError as error:
-                raise unreadable(file.path, error) from None
+                raise read_error(file.path, error) from None
             total.update(json.dumps([file.name, n_bytes, digest.hexdigest()]).encode())
         return total.hexdigest()
 
 
 def find_files(path: Path, run: Path, split: str | None = None, preferred: tuple[str, ...] = TRAIN) -> DataFiles:
-    """The files to read: without hidden ones, pipes, and what is in `run`, the folder of the run itself.
+    """Return the files to read, without hidden files, pipes, and the run's output folder `run`.
 
-    Of a folder of several splits: those that begin with `split`, else with the first of `preferred` there is. DataError where
-    there is no such file or split, where the choice is not clear, or a link leads out of the folder.
+    In a folder with several splits: the splits that begin with `split`, or with the first match of `preferred`. DataError for a
+    missing file or split, an ambiguous choice, or a link out of the folder.
     """
     try:
         root = path.resolve(strict=True)
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a circle
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: circular links
         raise DataError(f"{path}: not found; {WANTED}") from None
     if root.is_dir():
         return _of_split(_in_folder(path, root, Path(os.path.realpath(run))), split, preferred)
@@ -114,50 +114,50 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
         raise DataError(f"{path}: the run writes to this folder too, and would read that as data; choose another --out")
 
     def refuse(error: OSError) -> None:
-        raise unreadable(Path(error.filename), error)
+        raise read_error(Path(error.filename), error)
 
-    found: list[DataFile] = []
+    files: list[DataFile] = []
     for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and Path(os.path.realpath(Path(folder, name))) != run]
         for file in (Path(folder, name) for name in (*folders, *names) if not name.startswith(".")):
             target = Path(os.path.realpath(file))
             if not target.is_relative_to(root):
-                advice = "copy what it leads to, or give that a --data of its own"
+                advice = "copy its target, or give the target a --data of its own"
                 raise DataError(f"{file}: a link out of the folder, which is not followed; {advice}")
             if target.is_file():  # no sockets, pipes, broken or circular links
-                found.append(DataFile(file, str(file.relative_to(path)), kind_of(file)))
-    return DataFiles(path, tuple(sorted(found, key=lambda file: Path(file.name).parts)))
+                files.append(DataFile(file, str(file.relative_to(path)), kind_of(file)))
+    return DataFiles(path, tuple(sorted(files, key=lambda file: Path(file.name).parts)))
 
 
-def _of_split(found: DataFiles, asked: str | None, preferred: tuple[str, ...]) -> DataFiles:
-    """The files of the splits asked for: `test` asks for `test_sft`, too. Of one split nothing is left out if none is asked for."""
-    split_of = {file: _split(file) for file in found.files}
-    there = sorted({split for split in split_of.values() if split is not None})
-    is_one = len(there) == 1 and all(split is not None or file.kind == "text" for file, split in split_of.items())
-    if asked is None and there == ["train"] and preferred == HELD_OUT:
-        raise DataError(f"{found.path}: all of it is called train; say evaluation.split: train to evaluate on that")
-    if asked is None and (not there or is_one or there == ["train"]):
-        return found
-    chosen = next(filter(None, ([s for s in there if s.startswith(p)] for p in (preferred if asked is None else (asked,)))), None)
+def _of_split(data: DataFiles, name: str | None, preferred: tuple[str, ...]) -> DataFiles:
+    """Return the files of the requested splits. `test` includes `test_sft`. By default, a folder with one split is used whole."""
+    split_of = {file: _split(file) for file in data.files}
+    splits = sorted({split for split in split_of.values() if split is not None})
+    is_one = len(splits) == 1 and all(split is not None or file.kind == "text" for file, split in split_of.items())
+    if name is None and splits == ["train"] and preferred == HELD_OUT:
+        raise DataError(f"{data.path}: all of it is called train; say evaluation.split: train to evaluate on that")
+    if name is None and (not splits or is_one or splits == ["train"]):
+        return data
+    chosen = next(filter(None, ([s for s in splits if s.startswith(p)] for p in (preferred if name is None else (name,)))), None)
     if chosen is None:
-        listed = f"there are {', '.join(there) or 'none'}, and {list(split_of.values()).count(None)} files of no split"
+        listed = f"there are {', '.join(splits) or 'none'}, and {list(split_of.values()).count(None)} files of no split"
         how = "with --split" if preferred == TRAIN else "in evaluation.split"
-        raise DataError(f"{found.path}: no split {asked or preferred[0]!r} in it; {listed}; choose one {how}, or name the files")
-    kept = tuple(file for file, split in split_of.items() if split in chosen)
-    others = [split for split in there if split not in chosen]
-    others += [f"{n:,} file{'s' * (n != 1)} of no split"] if (n := list(split_of.values()).count(None)) else []
-    return replace(found, files=kept, about=f"of {', '.join(chosen)}" + (f", leaving out {', '.join(others)}" if others else ""))
+        raise DataError(f"{data.path}: no split {name or preferred[0]!r} in it; {listed}; choose one {how}, or name the files")
+    files = tuple(file for file, split in split_of.items() if split in chosen)
+    omitted = [split for split in splits if split not in chosen]
+    omitted += [f"{n:,} file{'s' * (n != 1)} of no split"] if (n := list(split_of.values()).count(None)) else []
+    return replace(data, files=files, about=f"of {', '.join(chosen)}" + (f", leaving out {', '.join(omitted)}" if omitted else ""))
 
 
 def _split(file: DataFile) -> str | None:
-    """The split that a file belongs to, by its own name or else by that of the innermost folder that names one."""
+    """Return the split of a file: from its name, or from the innermost folder with a split name."""
     path = Path(file.name)
     if file.kind == "text":
         return path.stem if path.suffix == ".txt" and _WORD.fullmatch(path.stem) else None
     shard = _SHARD.match(path.name)
     for part in (shard[1] if shard else path.name, *reversed(path.parent.parts)):
-        if found := _WORD.search(part.lower()):
-            return found[1]
+        if match := _WORD.search(part.lower()):
+            return match[1]
     return shard[1] if shard else None
 
 
@@ -165,40 +165,40 @@ def _split(file: DataFile) -> str | None:
 
 
 def kind_of(file: Path) -> Kind:
-    """How a file's rows are read: by its suffix, and by the beginning of a .json, where a single object is a text."""
+    """Return the row format of a file: by suffix, and for .json by its beginning (a single object is a text)."""
     if _suffix(file) != ".json":
         return _KINDS.get(_suffix(file), "text")
     try:
         with _opened(file) as stream:
             begins = stream.read(_LOOK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise read_error(file, error) from None
     return "list" if begins.startswith(b"[") else "lines" if _OBJECT_A_LINE.match(begins) else "text"
 
 
 def rows_of(file: Path, kind: Kind, mapped: Collection[str] = ()) -> Iterator[tuple[int, Any]]:
-    """(number, value): a dict, or the bytes of a line of JSON, which a stream that resumes skips unparsed.
+    """Yield (number, value). The value is a dict, or an unparsed line of JSON: a resumed stream skips lines without parsing.
 
-    The number is the line's, elsewhere the row's, counted from 1; 0 for a text file, which is empty if it is not UTF-8. Of Parquet
-    only the columns that some format knows are read, and those of `mapped`. DataError names the file, and the line or row.
+    The number is a line number or row number, starting at 1; 0 for a text file. A text file that is not UTF-8 is returned as empty.
+    Parquet: only columns of known formats and of `mapped` are read. DataError names the file, and the line or row.
     """
     readers = {"lines": _lines, "list": _list, "csv": _csv, "text": _text}
     try:
         yield from _parquet(file, mapped) if kind == "parquet" else readers[kind](file)
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise read_error(file, error) from None
 
 
-def parsed(line: bytes, where: str) -> Any:
-    """A line of JSON as Python has it."""
+def parse_line(line: bytes, where: str) -> Any:
+    """Parse a line of JSON."""
     try:
         return json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError also of numbers without end
+    except (ValueError, RecursionError) as error:  # ValueError includes endless numbers
         raise DataError(f"{where}: {str(error)[:80]}; each line is {EXAMPLE} or a chat, in UTF-8") from None
 
 
-def unreadable(file: Path, error: OSError) -> DataError:
-    """The refusal of a file that the system or a decompressor cannot read."""
+def read_error(file: Path, error: OSError) -> DataError:
+    """Return the error for a file that the system or a decompressor cannot read."""
     advice = "copy it again" if file.suffix in COMPRESSED and not error.strerror else "make it readable"
     return DataError(f"{file}: cannot be read ({error.strerror or str(error)[:80]}); {advice}")
 
@@ -213,7 +213,7 @@ def _opened(file: Path) -> IO[bytes]:
     return file.open("rb")
 
 
-def _whole(file: Path) -> bytes:
+def _read_all(file: Path) -> bytes:
     with _opened(file) as stream:
         content = stream.read(MAX_ROW_BYTES + 1)
     if len(content) > MAX_ROW_BYTES:
@@ -223,7 +223,7 @@ def _whole(file: Path) -> bytes:
 
 def _text(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     try:
-        yield 0, {"text": _whole(file).decode("utf-8-sig")}
+        yield 0, {"text": _read_all(file).decode("utf-8-sig")}
     except UnicodeDecodeError:
         yield 0, {"text": ""}
 
@@ -239,19 +239,19 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def _list(file: Path) -> Iterator[tuple[int, Any]]:
     try:
-        yield from enumerate(json.loads(_whole(file).decode("utf-8-sig")), start=1)
+        yield from enumerate(json.loads(_read_all(file).decode("utf-8-sig")), start=1)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: {str(error)[:80]}; write it as a list of {EXAMPLE} or of chats, in UTF-8") from None
 
 
 def _csv(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows below the line of names, each by the number of the line that it ends on; values are strings."""
+    """Yield rows below the header, numbered by their last line. Values are strings."""
     csv.field_size_limit(MAX_ROW_BYTES)
     with io.TextIOWrapper(_opened(file), "utf-8-sig", newline="") as text:
         reader = csv.reader(text, delimiter="\t" if _suffix(file) == ".tsv" else ",", strict=True)
         try:
             names = next(reader, [])
-            for values in filter(None, reader):  # no empty lines
+            for values in filter(None, reader):  # skip empty lines
                 if len(values) != len(names) or len(set(names)) != len(names):
                     raise ValueError(f"{len(values)} values for {len(names)} columns, {len(set(names))} of different names")
                 yield reader.line_num, dict(zip(names, values, strict=True))

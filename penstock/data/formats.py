@@ -1,6 +1,6 @@
-"""Formats of a row: plain text, messages, ShareGPT, Alpaca, prompt and completion, question and answer, preferences.
+"""Row formats: plain text, messages, ShareGPT, Alpaca, prompt and completion, question and answer, preferences.
 
-The columns of its first row tell the format of a data set. Whatever the format, a row becomes a conversation or a text.
+The columns of the first row select the format of a data set. Rows of any format are converted to a conversation or a text.
 """
 
 import json
@@ -16,14 +16,14 @@ from penstock.runtime.units import on_one_line
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
-Rollout = tuple[list[int], list[int], float, list[float]]  # prompt, completion, advantage, log-probability of each of its tokens
+Rollout = tuple[list[int], list[int], float, list[float]]  # prompt, completion, advantage, log-probability of each completion token
 T = TypeVar("T")
-LEAST_STD = 1e-4  # added to that of a group's rewards, as TRL does
+LEAST_STD = 1e-4  # added to the standard deviation of a group's rewards, like TRL
 MOST_LABELS = 1024
-MOST_NUMBER = 1e30  # of a reward or alike
-MOST_LOGP = 1e-3  # of a token: what rounding may make of 0
+MOST_NUMBER = 1e30  # of a reward, advantage or log-probability
+MOST_LOGP = 1e-3  # of a token: rounding error of a log-probability of 0
 EXAMPLE = '{"text": "..."}'
-# Required columns of each format, and an example row; a row with the columns of two formats has the first one.
+# Required columns of each format, and an example row. The first match wins for a row with the columns of two formats.
 _FORMATS = {
     "messages": (("messages",), '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'),
     "sharegpt": (("conversations",), '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'),
@@ -36,37 +36,37 @@ PREFERENCE, UNPAIRED, ROLLOUTS, LABELLED = "preference", "unpaired-preference", 
 _PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, or as lists of messages, the prompt left out if both begin with it'
 _GROUP = '{"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "logprobs": [[-0.1], [-0.5, -2.0]], "rewards": [0, 1]}'
 _ANSWER = '{"prompt": "...", "completion": "...", "label": true}, or prompt and completion as lists of messages'
-# Columns of what a loss asks for by itself, and how rows that lack them are refused
+# Formats that a loss requires: (name of the loss in errors, required columns)
 NEEDED = {
     PREFERENCE: ("a loss of pairs", ("chosen", "rejected")),
     UNPAIRED: ("KTO", ("prompt", "completion", "label")),
     ROLLOUTS: ("GRPO", ("prompt_ids", "completion_ids", "logprobs")),
     LABELLED: ("a loss of labels", ("text", "label")),
 }
-_BESIDES = ("input", "system", "history", "tools", "chosen", "rejected", "label", *NEEDED[ROLLOUTS][1], "rewards", "advantages")
-COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_BESIDES)
+_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", *NEEDED[ROLLOUTS][1], "rewards", "advantages")
+COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL)
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages as chat templates take them: role, content, and what else a message brings."""
+    """Messages in the layout of chat templates: role, content, and optional fields."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
-    unlearned: frozenset[int] = frozenset()  # messages that are not learned, whoever says them
+    unlearned: frozenset[int] = frozenset()  # indices of messages to exclude from learning
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and its completion as plain text; the completion alone is learned."""
+    """A prompt and its completion as plain text. Only the completion is learned."""
 
     prompt: str
     completion: str
 
 
 def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
-    """The format of a data set by the columns of its first row, those that the user `mapped` first; DataError if none fits."""
+    """Return the format that matches the columns of the first row. `mapped` columns have priority. DataError if none matches."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is no object; write it as {EXAMPLE}, {_FORMATS['messages'][1]} or alike")
     tried = ({*row} & {*mapped}, {*row})
@@ -77,17 +77,17 @@ def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
 
 
 def renamed(row: Any, columns: Mapping[str, str]) -> Any:
-    """The row with columns renamed to ours: `columns` holds the file's name of each, by which it is not read again; a column whose
-    name is taken is left out."""
+    """Rename columns to our names. `columns`: our name -> name in the file. A file's column that already has such a name is
+    dropped, and a renamed column is not read again under its old name."""
     if not columns or not isinstance(row, dict):
         return row
-    kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
-    return kept | {name: row[theirs] for name, theirs in columns.items() if theirs in row}
+    fields = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+    return fields | {name: row[column] for name, column in columns.items() if column in row}
 
 
 @contextmanager
-def _of(row: object, where: str, example: str) -> Iterator[Row]:
-    """The fields of a row; what a ValueError says of them, a DataError says with the place, an example and the row's columns."""
+def _fields_of(row: object, where: str, example: str) -> Iterator[Row]:
+    """Yield the fields of a row. Convert a ValueError to a DataError with the place, an example and the row's columns."""
     try:
         yield row if isinstance(row, dict) else {}
     except ValueError as error:
@@ -96,28 +96,28 @@ def _of(row: object, where: str, example: str) -> Iterator[Row]:
 
 
 def document(row: object, format: str, where: str) -> Chat | Completion:
-    """A row of this format as a conversation or a text; DataError names the place of a row that does not fit."""
-    with _of(row, where, _FORMATS[format][1]) as fields:
+    """Convert a row of this format to a conversation or a text. DataError names the place of an invalid row."""
+    with _fields_of(row, where, _FORMATS[format][1]) as fields:
         return _read(fields, format)
 
 
-def pair(given: object, where: str) -> tuple[Chat | Completion, Chat | Completion]:
-    """The chosen and the rejected half of a row, of which the answers alone are learned; DataError as of `document`."""
-    with _of(given, where, _PAIR) as row:
+def pair(value: object, where: str) -> tuple[Chat | Completion, Chat | Completion]:
+    """Return the chosen and the rejected half of a row. Only the answers are learned. DataError for an invalid row."""
+    with _fields_of(value, where, _PAIR) as row:
         chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
         kind: Any = str if isinstance(chosen, str) else list
         chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
         if (
             kind is str
             and prompt is None
-            and (asked := next((name for name in ("question", "instruction") if row.get(name)), None))
+            and (column := next((name for name in ("question", "instruction") if row.get(name)), None))
         ):
-            raise ValueError(f'no "prompt", but "{asked}": name it with --columns prompt={asked}')
-        if not isinstance(prompt, kind):  # both have it, or it is told a second time as text
+            raise ValueError(f'no "prompt", but "{column}": name it with --columns prompt={column}')
+        if not isinstance(prompt, kind):  # the prompt is inside both, or repeated as text
             n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
             if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
-                raise ValueError('one of chosen and rejected begins with the other, which tells no prompt; give it as "prompt"')
-            n -= kind is str and chosen[:n].endswith(" ")  # a word's tokens have the space before it
+                raise ValueError('one of chosen and rejected begins with the other, so the prompt is unknown; give it as "prompt"')
+            n -= kind is str and chosen[:n].endswith(" ")  # tokenizers attach a space to the next word
             prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
             raise ValueError("chosen and rejected share no prompt")
@@ -128,24 +128,24 @@ def pair(given: object, where: str) -> tuple[Chat | Completion, Chat | Completio
 
 
 def answer(row: object, where: str) -> tuple[Chat | Completion, float]:
-    """A row of one answer, and 1 if that is desirable, 0 if not; DataError as of `document`."""
-    with _of(row, where, _ANSWER) as fields:
+    """Return a row with one answer and its label: 1 if desirable, 0 if not. DataError for an invalid row."""
+    with _fields_of(row, where, _ANSWER) as fields:
         prompt, label = fields.get("prompt"), fields.get("label")
-        label = {"true": True, "false": False}.get(str(label).lower(), label)  # a CSV has words
+        label = {"true": True, "false": False}.get(str(label).lower(), label)  # a CSV has strings
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
             raise ValueError('an empty "prompt"')
         kind: Any = str if isinstance(prompt, str) else list
-        said = _half(fields, _value(fields, "prompt", kind), _value(fields, "completion", kind), "completion")
+        content = _half(fields, _value(fields, "prompt", kind), _value(fields, "completion", kind), "completion")
         if not isinstance(label, int) or label not in (0, 1):
             raise ValueError('a "label" that is neither true nor false')
-        return said, float(label)
+        return content, float(label)
 
 
 def labelled(row: object, where: str) -> tuple[Completion, float]:
-    """A row of a text, and the number of its label; DataError as of `document`."""
-    with _of(row, where, '{"text": "...", "label": 1}') as fields:
+    """Return a row with a text and its class label. DataError for an invalid row."""
+    with _fields_of(row, where, '{"text": "...", "label": 1}') as fields:
         text, label = _value(fields, "text", str), fields.get("label")
-        label = int(label) if isinstance(label, str) and label.isdecimal() else label  # a CSV has words
+        label = int(label) if isinstance(label, str) and label.isdecimal() else label  # a CSV has strings
         if not isinstance(label, int) or not 0 <= label < MOST_LABELS:
             raise ValueError('a "label" that is no whole number from 0')
         if not text.strip():
@@ -154,9 +154,9 @@ def labelled(row: object, where: str) -> tuple[Completion, float]:
 
 
 def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
-    """The completions of a row, a group of them to one prompt, with advantages as GRPO has them where the row has rewards;
-    DataError as of `document`."""
-    with _of(row, where, f"{_GROUP}, or with advantages") as fields:
+    """Return the completions of a row: a group for one prompt. Rewards are converted to GRPO advantages. DataError for an invalid
+    row."""
+    with _fields_of(row, where, f"{_GROUP}, or with advantages") as fields:
         prompt, completions, logps = (_value(fields, name, list) for name in NEEDED[ROLLOUTS][1])
         kind = "rewards" if fields.get("advantages") is None else "advantages"
         numbers = _numbers(_value(fields, kind, list), kind)
@@ -171,41 +171,41 @@ def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
                 raise ValueError('"logprobs" above 0')
         for i in [*prompt, *(i for ids in completions for i in ids)]:
             if type(i) is not int or not 0 <= i < n_ids:
-                raise ValueError(f"a token {str(i)[:20]}, and the model knows 0 to {n_ids - 1}")
+                raise ValueError(f"a token {str(i)[:20]}; the model has ids 0 to {n_ids - 1}")
         if not prompt:
             raise ValueError('an empty "prompt_ids"')
         return [(prompt, ids, float(a), of_ids) for ids, a, of_ids in zip(completions, numbers, logps, strict=True)]
 
 
-def _numbers(found: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    if not all(isinstance(number, int | float) and abs(number) < MOST_NUMBER for number in found):
+def _numbers(values: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    if not all(isinstance(number, int | float) and abs(number) < MOST_NUMBER for number in values):
         raise ValueError(f'"{name}" that are no finite numbers')
-    return np.array(found, dtype=np.float64)
+    return np.array(values, dtype=np.float64)
 
 
 def is_of(format: str, columns: object) -> bool:
-    """Whether a row has the columns of preferences, or of what else a loss asks for by itself."""
+    """Return True if a row has the columns of this format."""
     return isinstance(columns, dict) and set(NEEDED[format][1]) <= columns.keys()
 
 
 def shown(columns: Iterable[object]) -> str:
-    """The names of columns, on one line that is not long."""
+    """Return column names on one short line."""
     return on_one_line(", ".join(map(str, columns)), 80) or "none"
 
 
 def not_understood(where: str, columns: Collection[str]) -> DataError:
-    """The refusal of a row, or a table, with these columns: what they are, and what is read."""
+    """Return the error for a row or table with unknown columns. It lists the columns and the supported formats."""
     if {"chosen", "rejected"} <= set(columns):
         advice = "for the chosen answer alone say --columns messages=chosen, or --columns prompt=prompt --columns completion=chosen"
         return DataError(f"{where}: chosen and rejected are preferences: plan with --loss dpo, or another loss of pairs; {advice}")
     read = " | ".join(", ".join(needed) for needed, _ in _FORMATS.values())
     advice = "name yours with --columns prompt=COLUMN, or in data.columns"
-    return DataError(f"{where}: its columns are {shown(columns)}; what is read: {read}; {advice}")
+    return DataError(f"{where}: its columns are {shown(columns)}; supported: {read}; {advice}")
 
 
 def _read(row: Row, format: str) -> Chat | Completion:
-    """A row as a conversation or a text; ValueError says what is wrong with it."""
-    n_before = 0  # messages of the prompt
+    """Convert a row to a conversation or a text. ValueError if it is invalid."""
+    n_before = 0  # number of prompt messages
     system = [{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []
     match format:
         case "text":
@@ -215,15 +215,15 @@ def _read(row: Row, format: str) -> Chat | Completion:
             n_before = len(messages) - len(row["completion"])
         case "prompt-completion":
             if system:
-                raise ValueError('"system" besides "prompt", which is all that comes before the completion; put it there')
+                raise ValueError('"system" next to a text "prompt"; put it at the start of the prompt')
             return Completion(_value(row, "prompt", str), _value(row, "completion", str))
         case "messages":
             messages = _value(row, "messages", list)
         case "sharegpt":
             messages = [*system, *(_turn(turn, i) for i, turn in enumerate(_value(row, "conversations", list)))]
         case "alpaca":
-            more = f"\n{_value(row, 'input', str)}" if row.get("input") else ""
-            messages = [*system, *_dialogue(row, _value(row, "instruction", str) + more, _value(row, "output", str))]
+            extra = f"\n{_value(row, 'input', str)}" if row.get("input") else ""
+            messages = [*system, *_dialogue(row, _value(row, "instruction", str) + extra, _value(row, "output", str))]
         case _:
             messages = [*system, *_dialogue(row, _value(row, "question", str), _value(row, "answer", str))]
     return _chat(messages, row, n_before)
@@ -232,21 +232,21 @@ def _read(row: Row, format: str) -> Chat | Completion:
 def _half(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
     if isinstance(answer, str):
         if row.get("system"):
-            raise ValueError('"system" besides "prompt", which is all that comes before an answer; put it there')
-        said: Chat | Completion = Completion(prompt, answer)
+            raise ValueError('"system" next to a text "prompt"; put it at the start of the prompt')
+        item: Chat | Completion = Completion(prompt, answer)
         is_empty = not answer.strip()
     else:
-        before = [*([{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []), *prompt]
-        said = _chat([*before, *answer], row, len(before))
-        learned = [message for i, message in enumerate(said.messages) if message["role"] == "assistant" and i not in said.unlearned]
+        prompt_messages = [*([{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []), *prompt]
+        item = _chat([*prompt_messages, *answer], row, len(prompt_messages))
+        learned = [message for i, message in enumerate(item.messages) if message["role"] == "assistant" and i not in item.unlearned]
         is_empty = not any(message["content"].strip() or message.get("tool_calls") for message in learned)
     if is_empty:
         raise ValueError(f'an empty answer under "{name}"')
-    return said
+    return item
 
 
 def _dialogue(row: Row, question: str, answer: str) -> Iterator[Message]:
-    """Earlier pairs of question and answer, and this one."""
+    """Yield messages for the pairs of question and answer in "history", and for this pair."""
     for pair in [*(_value(row, "history", list) if row.get("history") else ()), (question, answer)]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ValueError('"history" is no list of pairs of question and answer')
@@ -254,21 +254,21 @@ def _dialogue(row: Row, question: str, answer: str) -> Iterator[Message]:
 
 
 def _chat(messages: list[Any], row: Row, n_before: int) -> Chat:
-    """A conversation; its first `n_before` messages, and those of weight 0, are not learned."""
-    found = [_message(message, i) for i, message in enumerate(messages)]
-    weights = [message.pop("weight", None) for message in found]  # templates do not see it
+    """Return a conversation. Its first `n_before` messages, and messages of weight 0, are excluded from learning."""
+    parsed = [_message(message, i) for i, message in enumerate(messages)]
+    weights = [message.pop("weight", None) for message in parsed]  # not passed to templates
     for i, weight in enumerate(weights):
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
             raise ValueError(f'message {i} has a "weight" that is neither 0 nor 1')
-        if weight == 1 and found[i]["role"] != "assistant":
-            raise ValueError(f'message {i} has "weight" 1 and is not the assistant\'s, whose alone are learned')
-    return Chat(tuple(found), _tools(row), frozenset(i for i, weight in enumerate(weights) if i < n_before or weight == 0))
+        if weight == 1 and parsed[i]["role"] != "assistant":
+            raise ValueError(f'message {i} has "weight" 1 and is not the assistant\'s; only those are learned')
+    return Chat(tuple(parsed), _tools(row), frozenset(i for i, weight in enumerate(weights) if i < n_before or weight == 0))
 
 
 def _turn(turn: Any, i: int) -> Message:
     if not isinstance(turn, dict) or turn.get("from") not in list(_ROLES):
         if isinstance(turn, dict) and turn.get("from") == "function_call":
-            raise ValueError(f'turn {i} is a "function_call": write it as "messages", whose assistant has "tool_calls"')
+            raise ValueError(f'turn {i} is a "function_call": write it as "messages" with "tool_calls" of the assistant')
         raise ValueError(f'turn {i} is not "from" one of {", ".join(_ROLES)}; if it has a "role": --columns messages=conversations')
     return {"role": _ROLES[turn["from"]], "content": turn.get("value"), "weight": turn.get("weight")}
 
@@ -276,7 +276,7 @@ def _turn(turn: Any, i: int) -> Message:
 def _message(message: object, i: int) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"message {i} is no object")
-    fields = {key: value for key, value in message.items() if value is not None}  # tables fill what a row leaves out
+    fields = {key: value for key, value in message.items() if value is not None}  # tables fill absent fields with None
     role, content = fields.pop("role", None), fields.pop("content", "" if "tool_calls" in fields else None)
     if not isinstance(role, str) or not role:
         raise ValueError(f'message {i} has no "role"')
@@ -289,7 +289,7 @@ def _message(message: object, i: int) -> Message:
 
 
 def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
-    """A list of schemas; some sets hold it as JSON in a string."""
+    """Return a list of tool schemas. Some data sets store it as a JSON string."""
     tools = row.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools

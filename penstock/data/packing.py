@@ -1,12 +1,13 @@
-"""Packing: documents as segments of sequences, and sequences as rows of a batch.
+"""Packing: documents -> segments of sequences -> rows of a batch. A segment is (document, first token, one past the last).
 
-`joined`: all documents in one row, which is cut into sequences. `documents`: whole documents, as many as fit (first fit). `one`: a
-sequence each; `pairs`: so, too, a chosen answer and then the rejected one; `answers`: so, too, each answer of a group, and then its
-prompt with the answer before it in the group. Where these share sequences, a sample is a unit, of as many rows as a pair or a group
-has without that, and of as many pairs or groups as fit into them. A segment is (document, first token, one past the last).
+`joined`: concatenate all documents and cut into sequences. `documents`: whole documents, first fit. `one`: one document per row.
+`pairs`: two rows per sample, the chosen and the rejected answer. `answers` (KTO): for each answer of a group two rows, the answer
+itself and its prompt with the previous answer of the group. If pairs or groups share sequences (`shares`), a sample has the same
+number of rows and holds several pairs or groups, first fit.
+Example, 6 tokens, documents aaa, bb, cccc. joined: aaabbc ccc___; documents: aaabb_ cccc__; one: aaa___ bb____ cccc__.
 
-Targets follow the convention of Hugging Face: position t is supervised with token t + 1 of its own sequence, so a sequence's last
-position is not, nor is padding. Where documents are packed whole, neither is the last position of each.
+Targets follow Hugging Face: position t is supervised with token t + 1 of its sequence. The last position of a sequence and padding
+have no target. With whole documents, the last position of each document has none either.
 """
 
 from collections import Counter
@@ -24,54 +25,54 @@ from penstock.runtime.plan.objective import ANSWER, LAST
 
 from .documents import Array, Documents
 
-# B sequences of a batch, T positions of a sequence
-OPEN_SEQUENCES = 64  # among which a document looks for room; beyond, the fullest is closed
+# B sequences of a batch, T positions of a sequence, K answers of a row, S (start, stop)
+OPEN_SEQUENCES = 64  # candidates of first fit; beyond this number the fullest is closed
 Packing = Literal["joined", "documents", "one", "pairs", "answers"]
 Segment = tuple[int, int, int]
-Span = tuple[int, int, int]  # the number of a document in its sample, and where it lies in a row
-Row = tuple[Array, Array, list[Span]]  # ids_T, targets_T, and the documents in it
-Brought = Sequence[Sequence[npt.NDArray[np.float64]]]  # of each sample what its rows in files say
-Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: all of them
+Span = tuple[int, int, int]  # document number in its sample; first position and one past the last in a row
+Row = tuple[Array, Array, list[Span]]  # ids_T, targets_T, and the documents in the row
+Numbers = Sequence[Sequence[npt.NDArray[np.float64]]]  # sample -> loss numbers of each source row
+Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: total
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sequences of a data set, and what is done with documents that do not suit them."""
+    """Sequence layout of a data set, and the treatment of documents that do not fit."""
 
     packing: Packing
     seq_len: int
     pad_id: int
     too_long: Literal["cut", "split", "skip", "refuse"]
     unsupervised: Literal["refuse", "skip"]
-    group: int = 1  # answers
-    shares: bool = False  # whether several pairs, or groups of answers, share sequences
+    group: int = 1  # answers per group
+    shares: bool = False  # True if several pairs or groups of answers share sequences
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides what becomes of documents."""
+        """Fields that affect the packed sequences."""
         idle = [("group", self.packing != "answers"), ("shares", not self.shares)]
         return {name: value for name, value in asdict(self).items() if (name, True) not in idle}
 
     @property
     def segments_each(self) -> int:
-        """Of a sample, that belong together."""
+        """Segments per sample that must remain together."""
         return {"pairs": 2, "answers": self.group}.get(self.packing, 1)
 
     @property
-    def is_apart(self) -> bool:
-        """Whether documents that share a sequence attend to themselves alone."""
+    def is_isolated(self) -> bool:
+        """True if documents in one sequence are isolated in attention."""
         return self.shares or self.packing == "documents"
 
     @property
     def rows_each(self) -> int:
-        """Of a batch, that a sample takes."""
+        """Batch rows per sample."""
         return {"pairs": 2, "answers": 2 * self.group}.get(self.packing, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Segments in order, (n, 3); those of sequence i are `first[i]` .. `first[i + 1] - 1`. A pair's two are a row each, a group's
-    answers two rows each."""
+    """Segments (n, 3) in order. Sequence i has segments `first[i]` .. `first[i + 1] - 1`. Each segment of a pair is one row; each
+    answer of a group is two."""
 
     segments: Array
     first: Array
@@ -85,7 +86,7 @@ class Sequences:
 
 
 def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, Counts]:
-    """Documents but bad rows, in this order, as sequences that each have something to learn; DataError for one that is refused."""
+    """Pack documents, without bad rows, in this order. Every sequence has a target. DataError for a rejected document."""
     order = order[~np.isin(order, [*documents.problems])]
     learns = (documents.n_learned if shape.packing == "joined" else documents.n_targets)[order] > 0
     counts = Counts({"documents": len(order), "unsupervised": int((~learns).sum())})
@@ -98,27 +99,27 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
         groups = _pairs(documents, order, shape, counts)
     else:
         pieces, n = list(_pieces(documents, order[learns], shape, counts)), shape.segments_each
-        counts["skipped"] += len(pieces) % n  # no whole group
+        counts["skipped"] += len(pieces) % n  # incomplete group
         groups = [pieces[i : i + n] for i in range(0, len(pieces) - n + 1, n)]
-    packed = _first_fit(documents, groups, shape) if shape.is_apart else groups
+    packed = _first_fit(documents, groups, shape) if shape.is_isolated else groups
     segments = np.array([segment for sample in packed for segment in sample], dtype=np.int64).reshape(-1, 3)
     return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64)), counts
 
 
 def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> list[list[Segment]]:
-    """Pairs in the order of the files, or this one where they share sequences: the two documents of a row, unless one of them has
-    nothing to learn within a sequence."""
-    halves, kept = np.sort(order).reshape(-1, 2), list[list[Segment]]()
+    """Return (chosen, rejected) pairs in file order, or in this order if they share sequences. Pairs without a target in both
+    halves are dropped."""
+    halves, pairs = np.sort(order).reshape(-1, 2), list[list[Segment]]()
     if shape.shares:
         halves = halves[np.searchsorted(halves[:, 0], order[np.isin(order, halves[:, 0])])]
     for both in halves:
-        found = list(_pieces(documents, both, shape, counts)) if documents.n_targets[both].all() else []
-        kept += [found] if len(found) == len(both) else []
-    return kept
+        segments = list(_pieces(documents, both, shape, counts)) if documents.n_targets[both].all() else []
+        pairs += [segments] if len(segments) == len(both) else []
+    return pairs
 
 
 def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) -> Iterator[Segment]:
-    """Each document, or what of it fits a sequence."""
+    """Yield each document, cut or split to the sequence length."""
     seq_len = shape.seq_len
     for d, length in zip(order.tolist(), documents.lengths[order].tolist(), strict=True):
         if length <= seq_len:
@@ -133,27 +134,27 @@ def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) ->
                 continue
             case "cut":
                 counts["cut"] += 1
-                found = [(d, 0, seq_len)]
+                pieces = [(d, 0, seq_len)]
             case "split":
                 counts["split"] += 1
-                # Pieces share a token: the last of one comes before the first target of the next.
-                found = [(d, at, min(at + seq_len, length)) for at in range(0, length - 1, seq_len - 1)]
-        kept = [piece for piece in found if n_targets_of(documents.runs(d), piece[1] + 1, piece[2])]
-        counts["unsupervised"] += not kept
-        yield from kept
+                # Pieces overlap by one token: the last token of a piece is the context of the next piece's first target.
+                pieces = [(d, start, min(start + seq_len, length)) for start in range(0, length - 1, seq_len - 1)]
+        supervised = [piece for piece in pieces if n_targets_of(documents.runs(d), piece[1] + 1, piece[2])]
+        counts["unsupervised"] += not supervised
+        yield from supervised
 
 
 def n_targets_of(runs: Array, first: int, stop: int) -> int:
-    """How many of the tokens first .. stop - 1 are learned."""
+    """Return the number of learned tokens in first .. stop - 1."""
     return int((np.minimum(runs[:, 1], stop) - np.maximum(runs[:, 0], first)).clip(min=0).sum())
 
 
 def _first_fit(documents: Documents, groups: list[list[Segment]], shape: Shape) -> list[list[Segment]]:
-    """Each group in the first open sample whose rows have room for it, samples in the order of their opening."""
+    """First fit: put each group into the first open sample with enough free positions. Samples are ordered by opening."""
     samples: list[list[Segment]] = []
-    open_ones: list[tuple[int, int, list[int]]] = []  # (room, number, room of each row), as opened
+    open_ones: list[tuple[int, int, list[int]]] = []  # (free positions, sample number, free positions per row), in order of opening
     for group in groups:
-        lengths = [_length(of) for of in _apart(documents, group, shape)]
+        lengths = [_length(document) for document in _documents_of(documents, group, shape)]
         n = sum(lengths)
         for i, (room, number, rooms) in enumerate(open_ones):
             if n <= room and _placed(rooms, lengths) is not None:
@@ -171,14 +172,14 @@ def _first_fit(documents: Documents, groups: list[list[Segment]], shape: Shape) 
 
 
 def _placed(rooms: list[int], lengths: Sequence[int]) -> list[int] | None:
-    """The row of each document, the longest first in the first that has room for it, which is taken; None: not all have."""
-    left, rows = [*rooms], [0] * len(lengths)
+    """Place documents into rows, longest first, first fit. Return the row of each and update `rooms`; None if they do not fit."""
+    free, rows = [*rooms], [0] * len(lengths)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        row = next((row for row, room in enumerate(left) if lengths[i] <= room), None)
+        row = next((row for row, room in enumerate(free) if lengths[i] <= room), None)
         if row is None:
             return None
-        left[row], rows[i] = left[row] - lengths[i], row
-    rooms[:] = left
+        free[row], rows[i] = free[row] - lengths[i], row
+    rooms[:] = free
     return rows
 
 
@@ -187,7 +188,7 @@ def _length(document: Iterable[Sequence[int]]) -> int:
 
 
 def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
-    """One row of all tokens, cut. A sequence in which nothing is learned is left out, as is a last one of a single token."""
+    """Concatenate and cut all documents. Drop sequences without a target and a last sequence of one token."""
     lengths = documents.lengths[order]
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -197,98 +198,97 @@ def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
     start = begin - (ends - lengths)[place]
     sequence = begin // seq_len
     learned = np.zeros(-(-total // seq_len), dtype=np.int64)
-    whole = (documents.n_learned[order] == lengths)[place]  # text: no need to look at its runs
-    shift = (begin % seq_len == 0).astype(np.int64)  # nothing of the sequence comes before its first token
-    np.add.at(learned, sequence, np.where(whole, end - begin - shift, 0))
-    for i in np.flatnonzero(~whole):
+    is_whole = (documents.n_learned[order] == lengths)[place]  # text: skip its runs
+    shift = (begin % seq_len == 0).astype(np.int64)  # the first token of a sequence has no context
+    np.add.at(learned, sequence, np.where(is_whole, end - begin - shift, 0))
+    for i in np.flatnonzero(~is_whole):
         runs = documents.runs(int(order[place[i]]))
         learned[sequence[i]] += n_targets_of(runs, int(start[i] + shift[i]), int(start[i] + end[i] - begin[i]))
-    kept = learned[sequence] > 0
-    numbers = sequence[kept]
+    has_target = learned[sequence] > 0
+    numbers = sequence[has_target]
     first = np.append(np.flatnonzero(np.diff(numbers, prepend=-1)), len(numbers))
-    return Sequences(np.stack([order[place], start, start + end - begin], axis=1)[kept], first)
+    return Sequences(np.stack([order[place], start, start + end - begin], axis=1)[has_target], first)
 
 
 def row_of(documents: Documents, numbered: Iterable[tuple[int, Sequence[Sequence[int]]]], shape: Shape) -> Row:
-    """Numbered documents one after another, each of segments in a row, and the target of each position that has one."""
+    """Build a row: concatenate numbered documents, each a list of segments, and set the targets."""
     ids_T, targets_T = np.full(shape.seq_len, shape.pad_id), np.full(shape.seq_len, UNSUPERVISED)
-    at, spans = 0, list[Span]()
+    offset, spans = 0, list[Span]()
     for number, segments in numbered:
-        first_at = at
+        first_offset = offset
         for document, start, stop in segments:
             n = stop - start
-            ids_T[at : at + n] = documents.ids(document)[start:stop]
+            ids_T[offset : offset + n] = documents.ids(document)[start:stop]
             for first, last in documents.runs(document).clip(start, stop).tolist():
-                begin, end = at + max(first - start, int(at == first_at)), at + last - start
+                begin, end = offset + max(first - start, int(offset == first_offset)), offset + last - start
                 if begin < end:
                     targets_T[begin - 1 : end - 1] = ids_T[begin:end]
-            at += n
-        spans.append((number, first_at, shape.seq_len if shape.packing == "joined" else at))
+            offset += n
+        spans.append((number, first_offset, shape.seq_len if shape.packing == "joined" else offset))
     return ids_T, targets_T, spans
 
 
 def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[Row]:
-    """The rows of a sample: one of all its segments, or of a pair one of each half, of a group two of each answer; or as they share
-    as many rows."""
-    apart, n = _apart(documents, segments, shape), shape.rows_each
+    """Return the rows of a sample: one; two for a pair; two per answer of a group. With `shares`, documents fill these rows."""
+    parts, n = _documents_of(documents, segments, shape), shape.rows_each
     rooms, rows = [shape.seq_len] * n, list[int]()
-    for i in range(0, len(apart), n):
-        together = [_length(of) for of in apart[i : i + n]]
-        rows += (_placed(rooms, together) if shape.is_apart else None) or range(n)
-    return [row_of(documents, [(i, of) for i, of in enumerate(apart) if rows[i] == row], shape) for row in range(n)]
+    for i in range(0, len(parts), n):
+        together = [_length(part) for part in parts[i : i + n]]
+        rows += (_placed(rooms, together) if shape.is_isolated else None) or range(n)
+    return [row_of(documents, [(i, part) for i, part in enumerate(parts) if rows[i] == row], shape) for row in range(n)]
 
 
-def _apart(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[list[Sequence[int]]]:
-    """The documents that a sample's segments make, each of segments that follow each other."""
+def _documents_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[list[Sequence[int]]]:
+    """Group the segments of a sample into documents of consecutive segments."""
     if shape.packing == "joined":
         return [[*segments]]
-    apart = list[list[Sequence[int]]]()
-    for i, own in enumerate(segments):
-        apart.append([own])
-        if shape.packing == "answers":  # the prompt with the answer of another, as much of it as there is room for
-            other, _, stop = segments[i - 1 if i % shape.group else i + shape.group - 1]
-            end, begin = (int(documents.runs(d)[0, 0]) for d in (own[0], other))
-            apart.append([(own[0], 0, end), (other, begin, min(stop, begin + shape.seq_len - end))])
-    return apart
+    groups = list[list[Sequence[int]]]()
+    for i, segment in enumerate(segments):
+        groups.append([segment])
+        if shape.packing == "answers":  # add the prompt with another answer, cut to fit
+            answer, _, stop = segments[i - 1 if i % shape.group else i + shape.group - 1]
+            end, begin = (int(documents.runs(d)[0, 0]) for d in (segment[0], answer))
+            groups.append([(segment[0], 0, end), (answer, begin, min(stop, begin + shape.seq_len - end))])
+    return groups
 
 
-def batch_of(rows: Sequence[Row], shape: Shape, brings: Sequence[str], brought: Brought, n_slots: int | None) -> Batch:
-    """The rows of a step, with what documents bring for its loss, by name. `n_slots`: answers that a row stands for, where they
-    share sequences.
+def batch_of(rows: Sequence[Row], shape: Shape, extra_names: Sequence[str], loss_numbers: Numbers, n_slots: int | None) -> Batch:
+    """Build the batch of a step, with the extras named in `extra_names`. `n_slots`: answers per row, if answers share sequences.
 
-    The last token is the last that is not padding, as transformers takes it: not one that ends a text, which sequences are filled
-    up with."""
-    ids_BT, targets_BT = (torch.from_numpy(np.stack(of)) for of in list(zip(*rows, strict=True))[:2])
+    LAST is the last token that is not padding, like transformers. An end-of-text token does not count, because it is also the
+    padding.
+    """
+    ids_BT, targets_BT = (torch.from_numpy(np.stack(column)) for column in list(zip(*rows, strict=True))[:2])
     edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)
-    lengths = tuple(tuple(n for n in np.diff(of).tolist() if n) for of in edges)
-    batch = Batch(ids_BT, targets_BT, lengths if shape.is_apart else None)
-    if not brings:
+    lengths = tuple(tuple(n for n in np.diff(stops).tolist() if n) for stops in edges)
+    batch = Batch(ids_BT, targets_BT, lengths if shape.is_isolated else None)
+    if not extra_names:
         return batch
-    (n_rows, n_tokens), n, each = ids_BT.shape, shape.rows_each, 1 + (shape.packing == "answers")
+    (n_rows, n_tokens), n, per_answer = ids_BT.shape, shape.rows_each, 1 + (shape.packing == "answers")
     slots = (n_rows,) if n_slots is None else (n_rows, n_slots)
     spans_BKS, last_BK, label_BK = torch.zeros(*slots, 2).long(), torch.zeros(slots).long(), torch.zeros(slots)
     advantage_BT, old_BT = torch.zeros(n_rows, n_tokens), torch.zeros(n_rows, n_tokens)
     for b, (ids_T, targets_T, spans) in enumerate(rows):
         unit, row = divmod(b, n)
         for number, begin, stop in spans:
-            at = (b,) if n_slots is None else (unit * n + number % n, number // n)
-            first = 0 if n_slots is None else row * n_tokens  # of what places count from
-            spans_BKS[at] = torch.tensor([first + begin, first + stop])
-            last_BK[at] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
-            if not brought:
+            index = (b,) if n_slots is None else (unit * n + number % n, number // n)
+            first = 0 if n_slots is None else row * n_tokens  # origin of the positions
+            spans_BKS[index] = torch.tensor([first + begin, first + stop])
+            last_BK[index] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
+            if not loss_numbers:
                 continue
-            of = brought[unit][number // each]
-            if "label" in brings:
-                label_BK[at] = float(of[0])
-            if "old" in brings:
+            numbers = loss_numbers[unit][number // per_answer]
+            if "label" in extra_names:
+                label_BK[index] = float(numbers[0])
+            if "old" in extra_names:
                 (learned,) = np.nonzero(targets_T[begin:stop] != UNSUPERVISED)
-                old_BT[b, begin + learned] = torch.tensor(of[1 : 1 + len(learned)], dtype=torch.float32)
-                advantage_BT[b, begin:stop] = float(of[0])
-    found = {ANSWER: spans_BKS, LAST: last_BK, "label": label_BK, "advantage": advantage_BT, "old": old_BT}
+                old_BT[b, begin + learned] = torch.tensor(numbers[1 : 1 + len(learned)], dtype=torch.float32)
+                advantage_BT[b, begin:stop] = float(numbers[0])
+    extras = {ANSWER: spans_BKS, LAST: last_BK, "label": label_BK, "advantage": advantage_BT, "old": old_BT}
     n_answers = None if n_slots is None else sum(len(spans) for *_, spans in rows)
-    return replace(batch, n_answers=n_answers, extras={name: found[name] for name in brings})
+    return replace(batch, n_answers=n_answers, extras={name: extras[name] for name in extra_names})
 
 
-def in_words(counts: Counts) -> str:
-    """What became of documents, for the user."""
-    return ", ".join(f"{n:,} {what.removesuffix('s') if n == 1 else what}" for what, n in counts.items() if n)
+def counts_text(counts: Counts) -> str:
+    """Format document counts for the user."""
+    return ", ".join(f"{n:,} {name.removesuffix('s') if n == 1 else name}" for name, n in counts.items() if n)

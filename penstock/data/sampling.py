@@ -1,14 +1,13 @@
-"""Sampling: the batch of each step, from data that is packed once (map-style), or from a stream.
+"""Sampling: the batch of each step, from packed data (map-style) or from a stream.
 
-Map-style, the batch of a step is a function of the step, the seed, the settings and the data. Sequences are packed once, from
-documents in an order that the seed gives; each epoch of a set has an order of its own. Several sets are mixed in rounds: each has
-its share of a round's samples, spread evenly. Without weights a round holds every sequence of every set once. With weights a set
-that is through begins anew, in another order.
+Map-style: a batch is a function of the step, the seed, the settings and the data. Documents are packed once, in a seeded order.
+Each epoch of a set has a different order. Several sets are mixed in rounds: each set has a share of a round's samples, spread
+evenly. Without weights, a round holds every sequence of every set once. With weights, an exhausted set restarts in another order.
 
-Streamed, documents are read as they are needed, shuffled within a buffer, and resumed at any step. `datasets` hands the documents
-of a shuffle buffer to a map function, which puts them in an order given by the seed, the epoch and the buffer's place, and packs
-them. Nothing is carried from one buffer to the next, so the state that the library keeps (where a buffer begins, how many of its
-sequences were used) resumes exactly; its own `shuffle` loses what a buffer holds.
+Streamed: documents are read lazily, shuffled within a buffer, and resumable at any step. `datasets` passes the documents of a
+shuffle buffer to a map function, which orders them by seed, epoch and buffer position, and packs them. No state is carried between
+buffers, so the state of `datasets` (start of a buffer, number of its sequences used) resumes exactly. The library's own `shuffle`
+would lose the contents of a buffer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,19 +26,19 @@ from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.plan.objective import ANSWER
 
 from .documents import Array, Columns, Documents, Reader
-from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, rows_of
+from .packing import Counts, Row, Sequences, Shape, batch_of, counts_text, pack, rows_of
 
-Position = dict[str, Any]  # where a step begins, as JSON can hold it
-SHARES = 1000  # samples of a round in which weights are whole numbers
-TOLERANCE = 0.002  # of weights that add up to 1: three of 0.333 do
-BEGIN: Position = {"epoch": 0, "stream": None}  # where a stream begins
-REMEMBERED_STEPS = 1024  # of a stream: where each began, for a save of a step that is done while later ones are made
-MANY = 1 / 3  # of the documents: where more are cut, a longer sequence is worth a thought
+Position = dict[str, Any]  # start of a step, as JSON
+SHARES = 1000  # samples of a round with weights
+TOLERANCE = 0.002  # of the sum of weights: 3 x 0.333 is accepted
+BEGIN: Position = {"epoch": 0, "stream": None}  # start of a stream
+REMEMBERED_STEPS = 1024  # start positions of a stream's steps, for a save while later batches are prepared
+MANY = 1 / 3  # share of cut documents above which a longer sequence is advised
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSet:
-    """A data set as sequences."""
+    """A data set packed into sequences."""
 
     documents: Documents
     sequences: Sequences
@@ -47,29 +46,29 @@ class PackedSet:
     counts: Counts
     about: str  # the data set and how it is read, for the user
     fingerprint: str
-    brings: tuple[str, ...] = ()  # extras that its documents have for a loss
-    read: Mapping[str, str] = field(default_factory=dict)  # digests of what decides its tokens, by name
+    extra_names: tuple[str, ...] = ()  # names of extras from its documents
+    read: Mapping[str, str] = field(default_factory=dict)  # digests of everything that affects its tokens, by name
 
     @property
     def n_slots(self) -> int | None:
-        """Answers that a row stands for, at most; None: they share none, or there are none."""
-        return int(np.diff(self.sequences.first).max()) // self.shape.segments_each if ANSWER in self.brings else None
+        """Maximum answers per row; None unless documents of answers are isolated in sequences."""
+        return int(np.diff(self.sequences.first).max()) // self.shape.segments_each if ANSWER in self.extra_names else None
 
 
 @dataclass(slots=True, eq=False)
 class MapStyleData:
-    """One data set, or several with a share each: `shares[k]` samples of a round are set k's."""
+    """One data set, or several. `shares[k]`: samples of set k in a round."""
 
     parts: tuple[PackedSet, ...]
     shares: tuple[int, ...]
     batch_size: int
-    seed: int | None  # None: in the order of the files, epoch after epoch
+    seed: int | None  # None: file order, epoch after epoch
     fingerprint: str
     n_sequences: int = field(init=False)
-    n_steps: int = field(init=False)  # of one epoch; the last step may begin the next epoch
-    # Of each set (n_sequences, rows of each): what a reference or a teacher has written of it, by the extra's name
+    n_steps: int = field(init=False)  # per epoch; the last step may continue into the next epoch
+    # Per set, (n_sequences, rows per sample): outputs of a reference model or teacher, by the name of the extra
     references: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
-    _turns: Array = field(init=False, repr=False)  # (set, how many of its samples came before) of each sample of a round
+    _turns: Array = field(init=False, repr=False)  # (set, number of its samples before) for each sample of a round
 
     def __post_init__(self) -> None:
         self.n_sequences = sum(len(part.sequences) for part in self.parts)
@@ -81,108 +80,108 @@ class MapStyleData:
 
     @property
     def rows_each(self) -> int:
-        """Of a batch, that a sample takes."""
+        """Batch rows per sample."""
         return self.parts[0].shape.rows_each
 
     def sample(self, n: int) -> tuple[int, int]:
-        """(set, sequence in it) of sample number `n`, counted from 0 through all epochs."""
+        """Return (set, sequence in it) of sample `n`, counted from 0 across all epochs."""
         n_round, turn = divmod(n, len(self._turns))
-        k, before = self._turns[turn].tolist()
+        k, offset = self._turns[turn].tolist()
         size = len(self.parts[k].sequences)
-        epoch, place = divmod(n_round * self.shares[k] + before, size)
+        epoch, place = divmod(n_round * self.shares[k] + offset, size)
         return k, place if self.seed is None else int(order_of(size, self.seed, epoch)[place])
 
     def batch(self, step: int) -> Batch:
-        """What step number `step`, counted from 0, trains on."""
+        """Return the batch of `step`, counted from 0."""
         n = self.batch_size // self.rows_each
-        return self.of([self.sample(step * n + b) for b in range(n)])
+        return self.batch_of_samples([self.sample(step * n + b) for b in range(n)])
 
-    def of(self, samples: Sequence[tuple[int, int]]) -> Batch:
-        """Some samples, each (set, sequence in it), as a batch."""
+    def batch_of_samples(self, samples: Sequence[tuple[int, int]]) -> Batch:
+        """Return a batch of samples, each (set, sequence in it)."""
         chosen = [(self.parts[k], self.parts[k].sequences[i]) for k, i in samples]
         rows = [row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape)]
         n_slots = max((part.n_slots for part in self.parts if part.n_slots is not None), default=None)
-        extras = {name: torch.cat([_wide(of[k][i], n_slots) for k, i in samples]) for name, of in self.references.items()}
-        brings = max((part.brings for part in self.parts), key=len)
-        brought = [[part.documents.brought(d) for d, _, _ in segments] for part, segments in chosen]
-        batch = batch_of(rows, max((part.shape for part in self.parts), key=lambda of: of.is_apart), brings, brought, n_slots)
+        extras = {name: torch.cat([_padded(sets[k][i], n_slots) for k, i in samples]) for name, sets in self.references.items()}
+        extra_names = max((part.extra_names for part in self.parts), key=len)
+        numbers = [[part.documents.loss_numbers(d) for d, _, _ in segments] for part, segments in chosen]
+        batch = batch_of(rows, max((part.shape for part in self.parts), key=lambda s: s.is_isolated), extra_names, numbers, n_slots)
         return replace(batch, extras={**extras, **batch.extras})
 
     def position(self, step: int) -> Position:
-        """The sample with which that step begins."""
+        """Return the first sample of a step."""
         return {"sample": step * (self.batch_size // self.rows_each)}
 
     def resume(self, step: int, position: Position) -> bool:
-        """Go on at that step; whether this data has such a position there."""
+        """Resume at a step. Return True if this data has that position."""
         return position == self.position(step)
 
     def words(self) -> dict[str, str]:
-        """Of each set what was read and what became of it, and of several the share of each; perhaps a `warning`."""
-        said, cut = dict[str, str](), list[str]()
+        """Return report lines: per set its files, counts and share; a `warning` if documents are cut or data is short."""
+        lines, cut = dict[str, str](), list[str]()
         for number, (part, share) in enumerate(zip(self.parts, self.shares, strict=True), start=1):
-            of, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
+            suffix, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
             segments, packing = part.sequences.segments, part.shape.packing
             full = np.diff(segments[:, 1:]).sum() * (1 + (packing == "answers")) / (n * self.rows_each * seq_len)
             kinds = {"pairs": "pairs", "answers": f"groups of {part.shape.group} answers"}
-            what = f"{kinds[packing]}, sequences of" if packing in kinds else "of"
+            description = f"{kinds[packing]}, sequences of" if packing in kinds else "of"
             if part.shape.shares:
                 n_groups = len(segments) // part.shape.segments_each
-                what = f"times {self.rows_each} sequences, of {n_groups:,} {kinds[packing]} that share them, of"
-            said |= {f"data{of}": part.about, f"rows{of}": in_words(part.counts)}
-            said[f"sequences{of}"] = f"{n:,} {what} {seq_len:,} tokens, {full:.0%} full, packing {packing}"
-            if of:
+                description = f"times {self.rows_each} sequences, of {n_groups:,} {kinds[packing]} that share them, of"
+            lines |= {f"data{suffix}": part.about, f"rows{suffix}": counts_text(part.counts)}
+            lines[f"sequences{suffix}"] = f"{n:,} {description} {seq_len:,} tokens, {full:.0%} full, packing {packing}"
+            if suffix:
                 fraction = share / len(self._turns)
-                said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
+                lines[f"share{suffix}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
             if n_own := part.documents.n_own:
                 n = int(part.documents.lengths.sum())
                 again = ", or earlier turns again, as it writes them differently later: mark answers with {% generation %} in it"
-                more = again if len(part.documents.lengths) > part.documents.n_rows else ", not the messages'"
-                said[f"template{of}"] = f"{(its := max(n - n_own, 0)):,} of {n:,} tokens ({its / n:.0%}) are its own{more}"
-            said |= {f"tokens{of}": part.documents.kept} if part.documents.kept else {}
+                note = again if len(part.documents.lengths) > part.documents.n_rows else ", not the messages'"
+                lines[f"template{suffix}"] = f"{(extra := max(n - n_own, 0)):,} of {n:,} tokens ({extra / n:.0%}) are its own{note}"
+            lines |= {f"tokens{suffix}": part.documents.location} if part.documents.location else {}
             if part.documents.problems:
                 first = "; ".join(problem.partition("; ")[0] for problem in [*part.documents.problems.values()][:3])
-                said[f"bad rows{of}"] = f"{len(part.documents.problems):,} of {part.documents.n_rows:,}, left out: {first}"
+                lines[f"bad rows{suffix}"] = f"{len(part.documents.problems):,} of {part.documents.n_rows:,}, left out: {first}"
             if dropped := part.documents.dropped:
                 roles = ", ".join(f"{role} (in {n:,} rows)" for role, n in sorted(dropped.items()))
-                said[f"warning, roles{of}"] = f"the model's chat template drops what {roles} say; call them system or user"
-            cut += [f"data{of}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
+                lines[f"warning, roles{suffix}"] = f"the model's chat template drops messages of {roles}; call them system or user"
+            cut += [f"data{suffix}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
         if (n_rows := self.n_sequences * self.rows_each) < self.batch_size:
             few = f"a step of {self.batch_size:,} sequences trains on some of these {n_rows:,} more than once"
-            said["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
+            lines["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
         problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
-        return said | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
+        return lines | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
 
 
-def _wide(of: torch.Tensor, n_slots: int | None) -> torch.Tensor:
-    """What a reference has of a sample's rows; where answers share them, of as many answers for each as those of other data are."""
-    return of if n_slots is None or of.dtype != torch.float64 else F.pad(of := of.reshape(len(of), -1), (0, n_slots - of.shape[1]))
+def _padded(x: torch.Tensor, n_slots: int | None) -> torch.Tensor:
+    """Pad reference outputs of shared rows to `n_slots` answers per row, the maximum of all sets."""
+    return x if n_slots is None or x.dtype != torch.float64 else F.pad(x := x.reshape(len(x), -1), (0, n_slots - x.shape[1]))
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Batches one after another, of a length that shows only at its end."""
+    """Batches in sequence, of unknown total length."""
 
     reader: Reader
     shape: Shape
     batch_size: int
     buffer_documents: int
-    seed: int | None  # None: in the order of the files, epoch after epoch
+    seed: int | None  # None: file order, epoch after epoch
     about: str  # the data set and how it is read, for the user
     fingerprint: str
-    brings: tuple[str, ...] = ()  # extras that follow from a batch's tokens
+    extra_names: tuple[str, ...] = ()  # extras that follow from a batch's tokens
     n_steps: None = None
     _positions: dict[int, Position] = field(default_factory=dict, repr=False)
-    _made: Iterator[tuple[Batch, Position]] | None = field(default=None, repr=False)
-    _next: int = 0  # the step that `_made` is about to give
+    _iterator: Iterator[tuple[Batch, Position]] | None = field(default=None, repr=False)
+    _next: int = 0  # step of the next batch from `_made`
 
     def batch(self, step: int) -> Batch:
-        """As above. Reading begins again where that is not the next step."""
-        if self._made is None or step != self._next:
-            self._made, self._next = self._batches(self.position(step)), step
+        """Return the batch of `step`. Restart reading if this is not the next step."""
+        if self._iterator is None or step != self._next:
+            self._iterator, self._next = self._batches(self.position(step)), step
         try:
-            batch, position = next(self._made)
+            batch, position = next(self._iterator)
         except BaseException:
-            self._made = None  # whoever asks again gets the same answer, not the end of what was made
+            self._iterator = None  # a retry must raise the same error, not StopIteration
             raise
         self._next += 1
         self._positions[self._next] = position
@@ -190,32 +189,32 @@ class Stream:
         return batch
 
     def _batches(self, position: Position) -> Iterator[tuple[Batch, Position]]:
-        """Each batch from a position on, and the position after it."""
+        """Yield each batch from a position on, with the position after it."""
         rows = self._rows(position["epoch"], position["stream"])
         while True:
             of_batch = [next(rows) for _ in range(self.batch_size)]
-            of = [row for row, _ in of_batch]
-            most = max((number for *_, spans in of for number, _, _ in spans), default=0)
-            n_slots = 1 + most // self.shape.rows_each if ANSWER in self.brings else None
-            yield batch_of(of, self.shape, self.brings, (), n_slots), of_batch[-1][1]
+            batch_rows = [row for row, _ in of_batch]
+            largest = max((number for *_, spans in batch_rows for number, _, _ in spans), default=0)
+            n_slots = 1 + largest // self.shape.rows_each if ANSWER in self.extra_names else None
+            yield batch_of(batch_rows, self.shape, self.extra_names, (), n_slots), of_batch[-1][1]
 
     def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, Position]]:
         for epoch in count(first_epoch):
             documents = self.reader.stream(self._order(len(self.reader.files.files), epoch))
             options = {"batched": True, "batch_size": self.buffer_documents, "with_indices": True}
             stream = documents.map(partial(self._packed, epoch), remove_columns=list(self.reader.features), **options)
-            found = state is not None
+            has_rows = state is not None
             if state is not None:
                 stream.load_state_dict(state)
             for example in stream:
-                found = True
+                has_rows = True
                 yield example["row"], {"epoch": epoch, "stream": stream.state_dict()}
-            if not found:
+            if not has_rows:
                 raise DataError(f"{self.reader.files.path}: no document in it has anything to learn; give other data")
             state = None
 
     def _packed(self, epoch: int, buffer: Columns, indices: list[int]) -> Columns:
-        """The sequences of a shuffle buffer's documents, in an order of their own."""
+        """Pack the documents of a shuffle buffer, and return the rows in a seeded order."""
         documents = Documents(Dataset.from_dict(buffer, self.reader.features), self.reader.files)
         documents.refuse_bad(0)
         sequences, _ = pack(documents, self._order(len(indices), epoch, indices[0], 0), self.shape)
@@ -226,7 +225,7 @@ class Stream:
         return np.arange(n) if self.seed is None else order_of(n, self.seed, *place)
 
     def position(self, step: int) -> Position:
-        """CheckpointError for a step that was not reached."""
+        """Return the start of a step. CheckpointError if the stream did not reach it."""
         if step == 0:
             return BEGIN
         if step not in self._positions:
@@ -234,7 +233,7 @@ class Stream:
         return self._positions[step]
 
     def resume(self, step: int, position: Position) -> bool:
-        self._made, self._positions = None, {step: position}
+        self._iterator, self._positions = None, {step: position}
         return position.keys() == BEGIN.keys() and (step > 0 or position == BEGIN)
 
     def words(self) -> dict[str, str]:
@@ -243,24 +242,24 @@ class Stream:
 
 
 def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Samples of each set in a round; DataError for weights that are no shares of a whole."""
-    given = [weight for weight in weights if weight is not None]
-    if not given:
+    """Return samples per round of each set. DataError if the weights do not sum to 1."""
+    known = [weight for weight in weights if weight is not None]
+    if not known:
         return tuple(sizes) if len(sizes) > 1 else (1,)
-    if len(given) < len(weights):
-        raise DataError(f"{len(given)} of {len(weights)} data sets have a weight; give one to each, or to none")
-    if abs(sum(given) - 1) > TOLERANCE:
-        raise DataError(f"the weights of the data sets add up to {sum(given):.4g}, not to 1; they are shares of the samples")
-    ends = np.rint(np.cumsum(given) / sum(given) * SHARES).astype(np.int64)
+    if len(known) < len(weights):
+        raise DataError(f"{len(known)} of {len(weights)} data sets have a weight; give one to each, or to none")
+    if abs(sum(known) - 1) > TOLERANCE:
+        raise DataError(f"the weights of the data sets add up to {sum(known):.4g}, not to 1; they are shares of the samples")
+    ends = np.rint(np.cumsum(known) / sum(known) * SHARES).astype(np.int64)
     shares = tuple(np.diff(ends, prepend=0).tolist())
     if min(shares) < 1:
-        raise DataError(f"a data set's weight is {min(given):.3g}, and {1 / SHARES:g} is the least; leave that set out")
+        raise DataError(f"a data set's weight is {min(known):.3g}, and {1 / SHARES:g} is the least; leave that set out")
     return shares
 
 
-@lru_cache(maxsize=64)  # a batch may span two epochs of each of its sets
+@lru_cache(maxsize=64)  # a batch may span two epochs of each set
 def order_of(n: int, seed: int, *place: int) -> Array:
-    """A seeded order of n things, another for each place: an epoch, or a shuffle buffer of one."""
-    # RandomState's stream is frozen across versions of numpy, default_rng's is not; resuming needs the same order.
+    """Return a seeded permutation of n. Different for each `place`: an epoch, or a shuffle buffer of an epoch."""
+    # RandomState's stream is frozen across NumPy versions, default_rng's is not. Resuming needs a reproducible order.
     order: Array = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, *place]).permutation(n)
     return order

@@ -1,6 +1,6 @@
-"""Tokenizers: the model's own, from its tokenizer.json, or one token for each byte.
+"""Tokenizers: from a model's tokenizer.json, or one token per byte.
 
-transformers reads the folder and runs no code from it: Python classes that a configuration names are not looked for.
+transformers reads the folder without running code from it: Python classes named in a configuration are ignored.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from penstock.runtime.errors import DataError
 from penstock.runtime.files import read_whole
 
 MAX_FILE_BYTES = 2**30  # of a configuration
-# For a model that brings no chat template.
+# For models without a chat template.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if tools or message.tool_calls %}"
     "{{ raise_exception('tools and their calls need a chat template, and the model has none; leave them out') }}{% endif %}"
@@ -29,36 +29,36 @@ PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """A tokenizer, and the tokens at which texts of its model end."""
+    """A tokenizer, and the end tokens of its model."""
 
     library: PreTrainedTokenizerFast
-    end_id: int  # closes a document
+    end_id: int  # ends a document
     answer_ends: frozenset[int]  # token ids that end an answer
-    has_template: bool  # a chat template of its own
+    has_template: bool  # False: PLAIN_TEMPLATE is used
 
     @property
     def backend(self) -> Any:
-        """The tokenizer as the `tokenizers` library has it, without the checks of transformers."""
+        """The Rust tokenizer of the `tokenizers` library, without the checks of transformers."""
         return self.library.backend_tokenizer
 
     @property
     def identity(self) -> str:
-        """Differs where the ids of some text, or conversation, may differ."""
+        """Digest that differs if the ids of any text or conversation can differ."""
         known = [self.library.chat_template, self.library.special_tokens_map, self.end_id, sorted(self.answer_ends)]
         return hashlib.sha256(json.dumps([self.backend.to_str(), *known]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a document without its end."""
+        """Return the ids of a document without its end token."""
         ids = list(self.backend.encode(text).ids)
         return ids[:-1] if ids[-1:] == [self.end_id] else ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text, with special tokens if `special`; half a character is shown as U+FFFD."""
+        """Return text, with special tokens if `special`. Incomplete UTF-8 is shown as U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=not special))
 
 
 def read_tokenizer(folder: Path | None) -> ModelTokenizer:
-    """The tokenizer of a model folder, or bytes for no folder; DataError where there is none, or one that cannot be used."""
+    """Read the tokenizer of a model folder, or return the byte tokenizer for None. DataError if it is missing or unusable."""
     if folder is None:
         return _bytes()
     if not (folder / "tokenizer.json").is_file():
@@ -67,11 +67,11 @@ def read_tokenizer(folder: Path | None) -> ModelTokenizer:
     try:
         library = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         backend: Any = library.backend_tokenizer
-        backend.no_truncation()  # a saved tokenizer may cut and pad what it reads
+        backend.no_truncation()  # a saved tokenizer may truncate and pad
         backend.no_padding()
         begin = backend.encode("").tokens
     except BaseException as error:
-        if not is_of_library(error):
+        if not is_tokenizer_error(error):
             raise
         raise DataError(f"{folder}: its tokenizer.json cannot be used ({reason_of(error)}); copy it again from the model") from None
     if getattr(backend.model, "dropout", None):
@@ -85,7 +85,7 @@ def read_tokenizer(folder: Path | None) -> ModelTokenizer:
 
 
 def _bytes() -> ModelTokenizer:
-    """UTF-8 bytes: ids 0..255, and 256 ends a document."""
+    """Return a tokenizer of UTF-8 bytes: ids 0..255, and 256 ends a document."""
     backend = Tokenizer(models.BPE({letter: byte for byte, letter in bytes_to_unicode().items()}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -94,25 +94,25 @@ def _bytes() -> ModelTokenizer:
 
 
 def _ends(folder: Path, library: PreTrainedTokenizerFast) -> list[int]:
-    """The id that ends a document: what the tokenizer says, else the model's configuration. Then all others at which it stops."""
-    found: list[object] = [library.eos_token_id]
+    """Return the end-of-document id (from the tokenizer, or the model's configuration), followed by all other end tokens."""
+    candidates: list[object] = [library.eos_token_id]
     for file in (folder / "config.json", folder / "generation_config.json"):
         try:
             listed = json.loads(read_whole(file, MAX_FILE_BYTES)).get("eos_token_id") if file.is_file() else None
         except (OSError, ValueError, RecursionError, AttributeError) as error:
             raise DataError(f"{file}: no JSON object ({reason_of(error)}); copy it again from the model") from None
-        found += listed if isinstance(listed, list) else [listed]
-    ids = [i for i in found if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
+        candidates += listed if isinstance(listed, list) else [listed]
+    ids = [i for i in candidates if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
     if not ids:
         raise DataError(f"{folder}: no end-of-text token; set eos_token in tokenizer_config.json")
     return ids
 
 
-def is_of_library(error: BaseException) -> bool:
-    """Whether `tokenizers` raised it: any exception, or a panic, which Python sees as a BaseException."""
+def is_tokenizer_error(error: BaseException) -> bool:
+    """Return True for errors of `tokenizers`: any exception, or a Rust panic, which is a BaseException in Python."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def reason_of(error: BaseException) -> str:
-    """What a library says of a failure, in one line that is not long."""
+    """Return the message of a library's error, on one short line."""
     return " ".join(str(error).split())[:120] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The device of a run: which one, what torch is told to use on it, and whether its memory suffices."""
+"""The device of a run: selection, torch settings, and a check of free memory."""
 
 import os
 
@@ -12,21 +12,21 @@ from penstock.runtime.plan.footprint import host_needs, planned_device_needs
 from penstock.runtime.units import show_bytes
 
 
-def device_of(asked: str) -> str:
-    """`cuda`, `cpu` or `emulated`; PlanError where a GPU was asked for and there is none."""
-    if asked in ("cpu", "emulated"):
-        return asked
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # torch reads it when it first looks for a device
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # free memory is then contiguous
+def device_of(requested: str) -> str:
+    """Return `cuda`, `cpu` or `emulated`. PlanError if a GPU is requested and torch sees none."""
+    if requested in ("cpu", "emulated"):
+        return requested
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # torch reads it at its first look for a device
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # keeps free memory contiguous
     if streams.has_cuda():
         return "cuda"
-    if asked == "cuda":
+    if requested == "cuda":
         raise PlanError("--device cuda: torch sees no CUDA device; use --device cpu, or --device emulated")
     return "cpu"
 
 
-def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
-    """Have a GPU use the kernels that the plan names, and no others. PlanError where it cannot, or another device is to."""
+def select_kernels(plan: Plan, device: str, deterministic: bool) -> None:
+    """Select the plan's kernels on the GPU. PlanError if a kernel is not available or the plan requires another device."""
     if device != "emulated":
         refuse_missing_libraries(plan.semantics, device)
     if device != "cuda":
@@ -35,13 +35,13 @@ def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
         refuse_any_order(plan.semantics)
     refuse_missing_attention(plan)
     if deterministic or plan.semantics.attention_kernel == "deterministic":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         streams.use_same_kernels()
 
 
-def refuse_what_does_not_fit(plan: Plan, device: str, asked: str, n_ranks_here: int = 1, of_host: bool = True) -> None:
-    """DoesNotFitError where memory that the plan books is not free: the GPU's, and `of_host` the host's, for the ranks that share
-    it. Without a GPU the host's memory takes the place of the device's. `asked`: the device of the settings."""
+def refuse_what_does_not_fit(plan: Plan, device: str, requested: str, n_ranks_here: int = 1, of_host: bool = True) -> None:
+    """DoesNotFitError if the GPU, or the host (with `of_host`, for all ranks on it), has less free memory than the plan needs.
+    Without a GPU, device arenas are allocated in host memory. `requested`: the device in the settings."""
     device_bytes = sum(planned_device_needs(plan, device == "cuda").values())
     host_bytes = sum(host_needs(plan, n_ranks_here).values())
     where = "here"
@@ -52,15 +52,15 @@ def refuse_what_does_not_fit(plan: Plan, device: str, asked: str, n_ranks_here: 
     else:
         host_bytes += device_bytes
         if plan.profile["device"]["kind"] == "cuda":
-            found = " (no GPU was found)" if asked == "auto" else ""
-            where = f"here, where the CPU's memory takes the place of the GPU's{found}"
+            note = " (no GPU was found)" if requested == "auto" else ""
+            where = f"here, where the CPU's memory takes the place of the GPU's{note}"
     host_bytes *= n_ranks_here
     available_bytes = memory.available_host_bytes()
     if of_host and available_bytes is not None and host_bytes > available_bytes:
         raise _does_not_fit(f"{show_bytes(host_bytes)} {where}", "--host-memory", 0, host_bytes - available_bytes)
 
 
-def _does_not_fit(what: str, flag: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
-    remedy = f"plan again for what is free, with {flag}, which names a smaller job where none fits; or run it on a larger machine"
-    message = f"the plan needs {what}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}"
+def _does_not_fit(need: str, flag: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
+    remedy = f"plan again for the free memory, with {flag} (it names a smaller job if none fits); or run it on a larger machine"
+    message = f"the plan needs {need}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}"
     return DoesNotFitError(message, short_device_bytes, short_host_bytes, remedy)

@@ -1,4 +1,4 @@
-"""What a run reads: its model and the weights it begins with, data, held-out data and prompts."""
+"""Inputs of a run: model, initial weights, training data, held-out data and prompts."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_tensor, has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.data.data import Report, RunData, read_data, reader_of, unheard
+from penstock.data.data import Report, RunData, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.planner.model.config import download
@@ -29,9 +29,9 @@ from penstock.runtime.plan.train import Train, is_adapter
 from penstock.runtime.plan.workload import has_towers
 from penstock.settings import RunSettings
 
-TOKENS_FOLDER = "tokens"  # data as the model reads it, for the next start
-BASE_FORMAT = 1  # of the file of frozen weights on a disk
-PACKED_FOLDER = "base"  # in the run's folder: packed weights, for the next start
+TOKENS_FOLDER = "tokens"  # tokenised data, reused by later runs
+BASE_FORMAT = 1  # version of the file of frozen weights on disk
+PACKED_FOLDER = "base"  # in the run's folder: packed weights, reused by later runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,23 @@ class Prompts:
     tokenizer: ModelTokenizer
 
 
-def own_model(plan: Plan, given: str | None) -> tuple[Plan, Path | None]:
-    """The folder of weights and tokenizer, if one is known, and the plan with that folder's own configuration."""
-    folder = Path(given) if given is not None else Path(plan.model.path) if plan.model.path is not None else None
+def plan_of_folder(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:
+    """Return the plan with the configuration in the model's folder, and that folder. None if neither plan nor settings name a
+    folder."""
+    folder = Path(path) if path is not None else Path(plan.model.path) if plan.model.path is not None else None
     if folder is None:
         return plan, None
     if not folder.is_dir():
         raise PlanError(f"{folder}: the model's folder is not there; name it with --model")
-    found = read_model(str(folder))
-    if (what := difference(found.config, plan.model.config)) is not None:
-        raise PlanError(f"{folder}: another model than the plan's: {what}; plan again with this model")
-    return replace(plan, model=replace(found, name=plan.model.name)), folder
+    model = read_model(str(folder))
+    if (mismatch := difference(model.config, plan.model.config)) is not None:
+        raise PlanError(f"{folder}: another model than the plan's: {mismatch}; plan again with this model")
+    return replace(plan, model=replace(model, name=plan.model.name)), folder
 
 
 def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: State | None) -> Path | None:
-    """The folder of the weights that a run loads; None where they are random, or all in the checkpoint that it resumes. PlanError
-    where there are none, CheckpointError for those that cannot be read."""
+    """Return the folder of the weights to load; None for random weights, or if the resumed checkpoint holds all weights. PlanError
+    if weights are missing, CheckpointError if they cannot be read."""
     sees = has_towers(plan.model.config)
     if settings.from_scratch and sees:
         raise PlanError("--from-scratch: this model's vision tower has no random weights here; leave it out, and give its folder")
@@ -67,22 +68,22 @@ def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: St
     if folder is None or not has_weights(folder):
         where = f"{folder}: holds no weights" if folder is not None else "the plan names no folder of weights"
         raise PlanError(f"{where}; train random weights with --from-scratch, or name one with --model{download(plan.model)}")
-    if plan.semantics.base == "bf16":  # else `packed_base.py` reads them
+    if plan.semantics.base == "bf16":  # other bases are read by `packed_base.py`
         names = {p.name for block in plan.workload.blocks for p in block.parameters}
         refuse_quantised(folder, plan.model.config, names, dequantises=not sees)
     return folder
 
 
 def are_saved_whole(plan: Plan) -> bool:
-    """Whether checkpoints hold all weights that a run resumes from: those of towers it takes from the model's folder."""
+    """True if checkpoints hold all weights needed to resume. Vision towers are loaded from the model's folder."""
     return plan.workload.trains_all and not has_towers(plan.model.config)
 
 
 def fill(
-    store: TorchMachine, settings: RunSettings, data: RunData, weights: Path | None, state: State | None, report: Report = unheard
+    store: TorchMachine, settings: RunSettings, data: RunData, weights: Path | None, state: State | None, report: Report = no_report
 ) -> None:
-    """Put into the store what the run begins with: the model's weights in `weights`, random ones where that is None, and the state
-    of a checkpoint, which has all weights that are trained."""
+    """Load the initial state: weights from the folder `weights` (random for None), and the state of a checkpoint, which holds all
+    trained weights."""
     if state is None or not store.plan.workload.trains_all:
         if weights is None:
             report("making random weights")
@@ -99,9 +100,9 @@ def fill(
         load_adapter(store, Path(settings.adapter))
 
 
-def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = unheard, seed: int = 0) -> None:
-    """Put a Hugging Face model's weights into the store, one tensor at a time; those that are stored packed are packed once, into
-    `cache`. Adapters stay as they are. A head of the run's own that the folder has none of is random, by `seed`."""
+def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = no_report, seed: int = 0) -> None:
+    """Load a Hugging Face model into the store, one tensor at a time. Packed weights are packed once, into `cache`. Adapters do not
+    change. A task head that the folder lacks is initialised with `seed`."""
     plan, host = store.plan, store.host
     packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p) and not host.is_there(p)}
     if packed_shapes:
@@ -122,7 +123,7 @@ def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = 
 
 
 def load_constants(store: TorchMachine, folder: Path | None) -> None:
-    """Put what a model's folder holds of layers though it is no weight into the store; None: what it is at first stays."""
+    """Load the buffers (non-weights) of layers from a model's folder. None: keep the initial values."""
     templates = store.compute.templates
     shapes = {name: tuple(buffer.shape) for name, buffer in templates.constants().items()}
     if shapes and folder is not None:
@@ -132,14 +133,14 @@ def load_constants(store: TorchMachine, folder: Path | None) -> None:
 
 
 def load_adapter(store: TorchMachine, folder: Path) -> None:
-    """Put an adapter, as PEFT saves it, into the store; CheckpointError where it is not the plan's, or of another base."""
+    """Load a PEFT adapter into the store. CheckpointError if it does not fit the plan or its base model."""
     planned = store.plan.semantics.train.lora
     owned = {p.name: p for p in store.host.all_owned()}
     lora, factors = read_adapter(folder, {name: p.shape for name, p in owned.items() if not is_adapter(name)})
     if planned is None:
         raise CheckpointError(f"{folder}: an adapter, but the plan trains none; plan with --train {Train(lora=lora)}")
-    alike = replace(lora, dropout=planned.dropout) == replace(planned, targets=lora.targets)
-    if not alike or factors.keys() - {SCORE} != {name for name in owned if is_adapter(name)}:
+    is_same = replace(lora, dropout=planned.dropout) == replace(planned, targets=lora.targets)
+    if not is_same or factors.keys() - {SCORE} != {name for name in owned if is_adapter(name)}:
         raise CheckpointError(f"{folder}: another adapter than the plan's; plan with --train {Train(lora=lora)}")
     for name, factor in factors.items():
         if factor.shape != owned[name].shape:
@@ -150,19 +151,19 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
 
 
 def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None:
-    """The file of what the plan reads from a disk, by what it depends on: these weights, in words, and how it is laid out; None
-    where all is in memory."""
+    """Return the file for weights that the plan reads from disk. Its name is a hash of `weights` and the layout. None if all
+    weights are in memory."""
     if not (blocks := plan.policy.disk_blocks):
         return None
     if settings.disk is None:
         raise RunConfigError("the plan reads frozen weights from a disk: name a folder there with --disk")
-    of, item = plan.semantics, [(b, sorted(plan.frozen_on_host(b)[0].items())) for b in blocks]
-    key = json.dumps([BASE_FORMAT, weights, plan.model.config, of.base, of.compute_dtype, item])
+    semantics, item = plan.semantics, [(b, sorted(plan.frozen_on_host(b)[0].items())) for b in blocks]
+    key = json.dumps([BASE_FORMAT, weights, plan.model.config, semantics.base, semantics.compute_dtype, item])
     return Path(settings.disk) / f"frozen-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
-def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = unheard) -> RunData:
-    """The batches to train on, or of `held_out` data the sequences to evaluate on."""
+def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = no_report) -> RunData:
+    """Return the training batches, or with `held_out` the sequences for evaluation."""
     semantics, rows_each = plan.semantics, plan.semantics.objective.rows_each
     return read_data(
         settings.data,
@@ -181,34 +182,34 @@ def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bo
 
 
 def tokens_folder(run: Path) -> Path:
-    """The folder in which all runs of a user keep tokens; that of this run where it cannot be written."""
+    """Return the token cache of the user; of this run if it is not writable."""
     try:
         shared = cache_folder() / TOKENS_FOLDER
         shared.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=shared):
             return shared
-    except (OSError, RuntimeError):  # of a user without a home
+    except (OSError, RuntimeError):  # no home folder
         return run / TOKENS_FOLDER
 
 
 def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Report) -> RunData | None:
-    """The data to evaluate on, in its own order, read with the settings of the first training set."""
+    """Return the evaluation data in file order, read with the settings of the first training set."""
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:
         return None
-    of = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False)
+    held_out_settings = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False)
     report("reading the held-out data")
-    return data_of(replace(settings, data=of), plan, folder, held_out=True, report=report)
+    return data_of(replace(settings, data=held_out_settings), plan, folder, held_out=True, report=report)
 
 
 def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompts | None:
-    """The prompts of the settings: turns of a user where the model is trained on conversations, text to continue where on text."""
+    """Return the prompts in the settings: user turns if the model is trained on conversations, otherwise text to continue."""
     texts = settings.evaluation.prompts
     if not texts:
         return None
     tokenizer = read_tokenizer(_tokenizer_folder(settings, folder))
-    of = tokenizer, _vocab_size(plan), Path(settings.out)
-    readers = [reader_of(part, *of, objective=plan.semantics.objective) for part in settings.data.parts]
+    arguments = tokenizer, _vocab_size(plan), Path(settings.out)
+    readers = [reader_of(part, *arguments, objective=plan.semantics.objective) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
     turns = [[{"role": "user", "content": text}] for text in texts]
     ids = [chats[0].template.prompt(turn) for turn in turns] if chats else [tokenizer.encode(text) for text in texts]
@@ -217,7 +218,7 @@ def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompt
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], seq_len: int) -> None:
-    """DataError for a prompt without tokens, or without room for another in a sequence."""
+    """DataError for an empty prompt, or one that fills the sequence."""
     for number, prompt in enumerate(prompts, start=1):
         if not len(prompt):
             raise DataError(f"prompt {number} is empty; give it some text")
@@ -226,7 +227,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], seq_len: int) -> None:
 
 
 def _tokenizer_folder(settings: RunSettings, folder: Path | None) -> Path | None:
-    """The folder of the tokenizer; None: bytes, as the settings say."""
+    """Return the folder of the tokenizer. None for the byte tokenizer."""
     if settings.tokenizer == "bytes":
         return None
     if folder is None:

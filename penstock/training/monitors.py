@@ -1,6 +1,6 @@
-"""Monitors: TensorBoard, Weights & Biases and MLflow, each through its own client, imported when a run asks for it.
+"""Monitors: TensorBoard, Weights & Biases and MLflow, each with its client library, imported on demand.
 
-What goes wrong there is said once, and training goes on without the monitor: `metrics.jsonl` holds everything.
+A failure is reported once; training continues without that monitor. `metrics.jsonl` holds all values.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ PROJECT = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class Monitor:
-    """Shows a run as it goes. A step is the number of those that are done."""
+    """Callbacks that show a run in progress. `step` is the number of finished steps."""
 
     log: Callable[[int, Mapping[str, float]], Any]  # step, values by name
     text: Callable[[int, str, str], Any]  # step, name, text
@@ -27,7 +27,7 @@ class Monitor:
 
 
 def tensorboard(folder: Path, run: Mapping[str, Any], first_step: int) -> Monitor:
-    """Event files in the run's folder, those of a resumed run without what was logged after the checkpoint."""
+    """Write event files to the run's folder. A resumed run drops events after its checkpoint."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1 if first_step else None)
@@ -36,18 +36,19 @@ def tensorboard(folder: Path, run: Mapping[str, Any], first_step: int) -> Monito
     def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in in_groups(values).items():
             writer.add_scalar(name, value, step)
-        writer.flush()  # the run may be killed
+        writer.flush()  # in case the run is killed
 
     return Monitor(log, lambda step, name, text: writer.add_text(name, text, step), writer.close)
 
 
 def wandb(folder: Path, run: Mapping[str, Any], first_step: int) -> Monitor:
-    """A run of W&B: uploaded where the environment has an API key, else kept in files for `wandb sync`; no login is asked for."""
+    """Start a W&B run: uploaded with an API key in the environment, otherwise offline for `wandb sync`. Never prompts for a
+    login."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     settings = wandb.Settings(silent=True, console="off", save_code=False, disable_git=True, disable_code=True)
-    mode, name = None if "WANDB_API_KEY" in os.environ else "offline", folder.resolve().name  # None: as WANDB_MODE says
+    mode, name = None if "WANDB_API_KEY" in os.environ else "offline", folder.resolve().name  # None: use WANDB_MODE
     of_run = wandb.init(project=PROJECT, name=name, dir=str(folder), config=dict(run), mode=mode, settings=settings)
 
     def text(step: int, name: str, text: str) -> None:
@@ -57,7 +58,7 @@ def wandb(folder: Path, run: Mapping[str, Any], first_step: int) -> Monitor:
 
 
 def mlflow(folder: Path, run: Mapping[str, Any], first_step: int) -> Monitor:
-    """A run of MLflow, in a database of the run's own folder: `mlflow ui --backend-store-uri sqlite:///OUT/mlflow.db`."""
+    """Start an MLflow run in a database in the run's folder. Show it: `mlflow ui --backend-store-uri sqlite:///OUT/mlflow.db`."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow
 
@@ -81,12 +82,12 @@ CLIENTS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 
 
 def in_groups(values: Mapping[str, float]) -> dict[str, float]:
-    """Names as transformers' trainer has them, so that curves of both are in one chart: `train/loss`, `eval/loss`."""
+    """Prefix names like transformers' Trainer, for shared charts. Example: `train/loss`, `eval/loss`."""
     return {f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value for name, value in values.items()}
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings by dotted names, as text."""
+    """Flatten nested settings to dotted names and text."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -102,29 +103,29 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 
 class Monitors:
-    """The monitors of a run, opened as a context. One that fails is told no more."""
+    """Monitors of a run, as a context manager. A monitor is dropped after its first failure."""
 
     def __init__(self, names: Sequence[str], of_run: tuple[Path, Mapping[str, Any], int], say: Callable[[str], None]) -> None:
-        """`of_run`: its folder, the settings to show, and the number of steps that are done already."""
+        """`of_run`: output folder, settings to show, number of finished steps."""
         self._names, self._of_run, self._say = dict.fromkeys(names), of_run, say
         self._open = dict[str, Monitor]()
 
     def __enter__(self) -> None:
-        self._each(self._names, lambda name: self._open.update({name: CLIENTS[name](*self._of_run)}))
+        self._call_each(self._names, lambda name: self._open.update({name: CLIENTS[name](*self._of_run)}))
 
     def __exit__(self, *_: object) -> None:
-        self._each(self._open, lambda name: self._open[name].close())
+        self._call_each(self._open, lambda name: self._open[name].close())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._each(self._open, lambda name: self._open[name].log(step, values))
+        self._call_each(self._open, lambda name: self._open[name].log(step, values))
 
     def text(self, step: int, title: str, text: str) -> None:
-        self._each(self._open, lambda name: self._open[name].text(step, title, text))
+        self._call_each(self._open, lambda name: self._open[name].text(step, title, text))
 
-    def _each(self, names: Iterable[str], work: Callable[[str], Any]) -> None:
+    def _call_each(self, names: Iterable[str], work: Callable[[str], Any]) -> None:
         for name in list(names):
             try:
                 work(name)
-            except Exception as error:  # a client may raise anything, and the run is worth more than its picture
+            except Exception as error:  # a client may raise anything; the run must continue
                 self._open.pop(name, None)
-                self._say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; the run goes on without it")
+                self._say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; the run continues without it")

@@ -1,8 +1,8 @@
-"""A reference or a teacher: log-probabilities of data under weights that are not trained, by a streamed forward, in a file.
+"""Reference and teacher files: log-probabilities of the data under frozen weights, from a streamed forward pass.
 
-The file holds a tensor for each set of data, by all that decides its tokens, then the digest of these tensors; and a key: a
-reference of other weights, precision or kernels is refused, and a teacher's ids of another number or temperature. A reference's
-values are to the bit those that a step would have with these weights, under the same sizes of micro-batch and tile.
+The file holds a tensor per data set, named by a digest of everything that affects its tokens, then a SHA-256 of these tensors, and
+a key. A reference with other weights, precision or kernels is rejected; for a teacher, another top k or temperature. Reference
+values are bitwise identical to those of a training step with these weights, at the same micro-batch and tile sizes.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
-from penstock.data.data import BRINGS, Report, RunData, needed, unheard
+from penstock.data.data import EXTRA_NAMES, Report, RunData, no_report, required_format
 from penstock.data.sampling import MapStyleData, PackedSet, Stream
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
@@ -31,43 +31,44 @@ from penstock.runtime.plan.objective import LAST, REFERENCE, TEACHER, Objective
 from penstock.runtime.units import show_bytes
 from penstock.settings import RunSettings
 
-from .forwards import each_pass
+from .streamed_forward import forward_passes
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
-BASE = "base"  # the reference that is the model before training
+BASE = "base"  # the initial model is the reference
 _KERNELS = ("attention", "attention_kernel", "experts", "norm", "loss", "pointwise", "library_kernels")
 _DECIDE = ("compute_dtype", "base", *_KERNELS)
 _HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model that the run begins with"
 _HOW_TEACHER = "make it with `penstock forward PLAN --data DATA --out FILE`, of the teacher's PLAN with this --loss and --seq-len"
 _ODD = {
-    "tokenizer": "of another tokenizer, or chat template, than this model's, which would read other tokens",
-    "sequences": "of this data in other sequences: another --seq-len, --packing or --seed",
+    "tokenizer": "made with another tokenizer or chat template than this model's, so that tokens differ",
+    "sequences": "made from other sequences of this data: another --seq-len, --packing or --seed",
 }
-DIGEST, PIECE = "sha256", 2**24  # the tensor that ends a file, and elements whose bytes are taken at a time
+DIGEST, PIECE = "sha256", 2**24  # name of the checksum tensor; elements hashed at a time
 
 
-def refer(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folder: Path | None) -> None:
-    """Give data its log-probabilities under the reference of the settings, where that is a file; before memory is taken."""
+def attach_reference(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folder: Path | None) -> None:
+    """Attach log-probabilities from the reference file in the settings, before memory is allocated."""
     if plan.semantics.objective.n_top is not None and maps and _is_base(settings):
         raise PlanError("--loss distill learns from a teacher's file: make one with `penstock forward`, and say --reference FILE")
     if settings.reference is not None and not maps:
         raise PlanError("--reference: the plan's loss takes none, or its batches bring their own; leave it out")
     if maps and not _is_base(settings):
         is_teacher = plan.semantics.objective.n_top is not None
-        put_reference(Path(settings.reference or ""), plan, maps, {} if is_teacher else _of_weights(settings, folder))
+        attach_file(Path(settings.reference or ""), plan, maps, {} if is_teacher else _of_weights(settings, folder))
 
 
-def refer_to_base(
+def attach_base_reference(
     settings: RunSettings,
     store: TorchMachine,
     maps: Sequence[MapStyleData],
     folder: Path | None,
     is_first: bool,
-    report: Report = unheard,
+    report: Report = no_report,
     stop: Stop | None = None,
 ) -> Path | None:
-    """The same where that is the model of the run's first step, or one without its adapter, by a file in the run's folder, which is
-    made before that step (`is_first`), or where it has gone and can be made again; the file, if there is one."""
+    """Attach log-probabilities of the initial model (without its adapter) from a file in the run's folder. Written before the first
+    step (`is_first`), or again if the file is gone and only adapters are trained. Return the file, or None without such a
+    reference."""
     if not maps or not _is_base(settings):
         return None
     plan, path = store.plan, Path(settings.out) / FILE_NAME
@@ -76,7 +77,7 @@ def refer_to_base(
             write_reference(path, settings, folder, store, maps, report, stop)
         except Abandoned:
             raise PlanError("asked to end while the reference was made, before any step: nothing is saved; run again") from None
-    put_reference(path, plan, maps)  # the run's own, whatever folder a resumed one is given
+    attach_file(path, plan, maps)  # accept the run's file, even if a resumed run has another model folder
     return path
 
 
@@ -85,21 +86,21 @@ def _is_base(settings: RunSettings) -> bool:
 
 
 def _key(plan: Plan) -> dict[str, str]:
-    """What decides a file's values besides the weights, by name."""
+    """Return the fields of a file's key, without the weights: they affect its values."""
     return _kind(plan) | {"model": plan.model.fingerprint} | {name: str(getattr(plan.semantics, name)) for name in _DECIDE}
 
 
 def _kind(plan: Plan) -> dict[str, str]:
-    """What a file's values are, and of how long sequences, which a student's plan shares with its teacher's."""
-    of, by = plan.semantics.objective, "token" if plan.semantics.objective.has_token_reference else "answer"
-    top = f"the {of.n_top} likeliest ids at temperature {of.numbers.get('temperature', 1):g}"
-    return {"kind": f"log-probabilities by {by}" if of.n_top is None else top, "seq_len": str(plan.semantics.seq_len)}
+    """Return type and sequence length of a file's values. A student's plan shares them with its teacher's."""
+    objective, unit = plan.semantics.objective, "token" if plan.semantics.objective.has_token_reference else "answer"
+    top = f"the {objective.n_top} likeliest ids at temperature {objective.numbers.get('temperature', 1):g}"
+    return {"kind": f"log-probabilities by {unit}" if objective.n_top is None else top, "seq_len": str(plan.semantics.seq_len)}
 
 
 def _of_weights(settings: RunSettings, folder: Path | None) -> dict[str, str]:
-    """A digest of those in `folder`."""
-    found = None if settings.from_scratch or folder is None else weights_digest(folder)
-    return {"weights": found or f"random, by seed {settings.seed}"}
+    """Return a digest of the weights in `folder`."""
+    digest = None if settings.from_scratch or folder is None else weights_digest(folder)
+    return {"weights": digest or f"random, by seed {settings.seed}"}
 
 
 def write_reference(
@@ -108,26 +109,26 @@ def write_reference(
     folder: Path | None,
     machine: TorchMachine,
     sets: Iterable[MapStyleData],
-    report: Report = unheard,
+    report: Report = no_report,
     stop: Stop | None = None,
 ) -> int:
-    """Write the log-probabilities of all sets under the weights as they are, without adapters, pass by pass; how many sequences
-    these are. Abandoned after `stop.request()`."""
+    """Write log-probabilities of all sets under the current weights, without adapters, pass by pass. Return the number of
+    sequences. Abandoned after `stop.request()`."""
     templates, parts = machine.compute.templates, {_name(part): (data, k) for data in sets for k, part in enumerate(data.parts)}
-    outlines = {name: _outline(data.parts[k], machine.plan) for name, (data, k) in parts.items()}
+    outlines = {name: _meta_tensor(data.parts[k], machine.plan) for name, (data, k) in parts.items()}
     read, digest = {name: dict(data.parts[k].read) for name, (data, k) in parts.items()}, hashlib.sha256()
 
     def contents() -> Iterator[torch.Tensor]:
         for name, (data, k) in parts.items():
             n = len(data.parts[k].sequences)
             report(f"log-probabilities of {n:,} samples under the reference")
-            for found, _ in each_pass(machine, partial(_sample, data, k), n, stop):
-                values = found[:, :, : outlines[name].shape[2]].contiguous() if found.dim() > 2 else found
+            for outputs, _ in forward_passes(machine, partial(_sample, data, k), n, stop):
+                values = outputs[:, :, : outlines[name].shape[2]].contiguous() if outputs.dim() > 2 else outputs
                 digest.update(values.numpy().data)
                 yield values
         yield torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
-    n_bytes, n_free_bytes = sum(of.nbytes for of in outlines.values()), shutil.disk_usage(path.absolute().parent).free
+    n_bytes, n_free_bytes = sum(outline.nbytes for outline in outlines.values()), shutil.disk_usage(path.absolute().parent).free
     report(f"log-probabilities: a file of {show_bytes(n_bytes)}")
     if n_bytes > n_free_bytes:
         fewer = ", or plan with a smaller k" if machine.plan.semantics.objective.n_top else ""
@@ -142,7 +143,7 @@ def write_reference(
             write_tensors(unfinished, outlines | digests, contents(), {"key": json.dumps(key), "sets": json.dumps(read)})
         os.replace(unfinished, path)
     rows = {name: data.parts[k] for name, (data, k) in parts.items()}
-    # Of answers that share sequences each has its segment, and of a group another one's besides
+    # One per segment if answers share sequences; answers of a group also count with a mismatched prompt
     return sum(
         len(outlines[name]) * outlines[name].shape[1]
         if part.n_slots is None
@@ -152,79 +153,79 @@ def write_reference(
 
 
 def _sample(data: MapStyleData, k: int, i: int) -> Batch:
-    return data.of([(k, i)])
+    return data.batch_of_samples([(k, i)])
 
 
 def _name(part: PackedSet) -> str:
-    """Of the tensor of a set, by all that decides its tokens."""
+    """Return the tensor name of a set: a digest of everything that affects its tokens."""
     return f"logps.{hashlib.sha256(json.dumps(part.read).encode()).hexdigest()}"
 
 
-def _outline(part: PackedSet, plan: Plan) -> torch.Tensor:
-    """What a file has of a set."""
-    of, shape = plan.semantics.objective, (len(part.sequences), part.shape.rows_each, plan.semantics.seq_len)
+def _meta_tensor(part: PackedSet, plan: Plan) -> torch.Tensor:
+    """Return a meta tensor with the shape and dtype of a set in a file."""
+    objective, shape = plan.semantics.objective, (len(part.sequences), part.shape.rows_each, plan.semantics.seq_len)
     slots = () if part.n_slots is None else (part.n_slots,)
-    if of.n_top is not None:
-        return torch.empty(*shape, of.teacher_bytes // torch.int16.itemsize, dtype=torch.int16, device="meta")
-    by_token = of.has_token_reference
+    if objective.n_top is not None:
+        return torch.empty(*shape, objective.teacher_bytes // torch.int16.itemsize, dtype=torch.int16, device="meta")
+    by_token = objective.has_token_reference
     return torch.empty(
         shape if by_token else (*shape[:2], *slots), dtype=torch.float32 if by_token else torch.float64, device="meta"
     )
 
 
-def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Give each set of data what a file holds of it, which stays there, memory-mapped; CheckpointError where it is others', or
-    damaged. `more`: what its key has to hold besides the plan's."""
-    of = plan.semantics.objective
-    key, (fields, tensors) = (_kind(plan) if of.n_top else _key(plan)) | dict(more), read_tensors(path)
-    how = _HOW if of.n_top is None else _HOW_TEACHER
+def attach_file(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Memory-map a reference file and attach it to each data set. CheckpointError if the file is damaged or of other data. `extra`:
+    extra key fields that must match."""
+    objective = plan.semantics.objective
+    key, (fields, tensors) = (_kind(plan) if objective.n_top else _key(plan)) | dict(extra), read_tensors(path)
+    how = _HOW if objective.n_top is None else _HOW_TEACHER
     try:
-        found, read = (json.loads(fields.get(name, "")) for name in ("key", "sets"))
+        stored, read = (json.loads(fields.get(name, "")) for name in ("key", "sets"))
     except ValueError:
-        found = read = None
-    if not isinstance(found, dict) or not isinstance(read, dict) or (digest := tensors.pop(DIGEST, None)) is None:
+        stored = read = None
+    if not isinstance(stored, dict) or not isinstance(read, dict) or (digest := tensors.pop(DIGEST, None)) is None:
         raise CheckpointError(f"{path}: no file of a reference; {how}")
-    if not more and found.get("loss") == "fused" and key.get("loss") == "online":  # a run's own, made before plans of format 4
+    if not extra and stored.get("loss") == "fused" and key.get("loss") == "online":  # a run's file, written before plan format 4
         del key["loss"]
-    if odd := next((name for name in key if found.get(name) != key[name]), None):
-        was, now = (str(of.get(odd))[:60] for of in (found, key))
+    if odd := next((name for name in key if stored.get(name) != key[name]), None):
+        was, now = (str(fields_of.get(odd))[:60] for fields_of in (stored, key))
         raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {how}")
     for number, data in enumerate(sets):
-        its = [tensors.get(_name(part)) for part in data.parts]
-        if number and of.n_top is not None and its == [None]:  # held-out data, of which a teacher need say nothing
+        set_tensors = [tensors.get(_name(part)) for part in data.parts]
+        if number and objective.n_top is not None and set_tensors == [None]:  # held-out data is optional in a teacher's file
             continue
-        for part, of_set in zip(data.parts, its, strict=True):
-            outline = _outline(part, plan)
+        for part, of_set in zip(data.parts, set_tensors, strict=True):
+            outline = _meta_tensor(part, plan)
             if of_set is None or (of_set.shape, of_set.dtype) != (outline.shape, outline.dtype):
-                same = [other for other in read.values() if isinstance(other, dict) and other.get("data") == part.read["data"]]
+                same = [entry for entry in read.values() if isinstance(entry, dict) and entry.get("data") == part.read["data"]]
                 odd = next((name for name in part.read if same and same[0].get(name) != part.read[name]), None)
-                what = "holds nothing of this data" if odd is None else _ODD[odd]
-                raise CheckpointError(f"{path}: {what} ({part.about[:80]}); {how}")
-        data.references = {TEACHER if of.n_top else REFERENCE: [each for each in its if each is not None]}
-        if of.n_top and not number:  # the model and its weights are any: a resumed run has to learn from the same
+                problem = "holds nothing of this data" if odd is None else _ODD[odd]
+                raise CheckpointError(f"{path}: {problem} ({part.about[:80]}); {how}")
+        data.references = {TEACHER if objective.n_top else REFERENCE: [tensor for tensor in set_tensors if tensor is not None]}
+        if objective.n_top and not number:  # the model and weights of a teacher are free, but a resumed run needs the same teacher
             data.fingerprint = hashlib.sha256(data.fingerprint.encode() + digest.numpy().tobytes()).hexdigest()
-    whole, largest = hashlib.sha256(), 0
-    for tensor in (tensors[name] for name in read if name in tensors):  # as they were written
+    checksum, largest = hashlib.sha256(), 0
+    for tensor in (tensors[name] for name in read if name in tensors):  # in the order of writing
         for piece in tensor.flatten().split(PIECE):
-            whole.update(piece.numpy().data)
-        if of.n_top:
-            largest = max(largest, *(int(each[..., : 2 * of.n_top].contiguous().view(torch.int32).max()) for each in tensor))
-    if whole.digest() != digest.numpy().tobytes():
+            checksum.update(piece.numpy().data)
+        if objective.n_top:
+            largest = max(largest, *(int(row[..., : 2 * objective.n_top].contiguous().view(torch.int32).max()) for row in tensor))
+    if checksum.digest() != digest.numpy().tobytes():
         raise CheckpointError(f"{path}: damaged, its bytes are not those that were written; {how}")
     if largest >= (n_ids := plan.workload.blocks[0].parameters[0].shape[0]):
-        raise CheckpointError(f"{path}: the teacher says id {largest}, and this model has {n_ids} ids; distil into one that has it")
+        raise CheckpointError(f"{path}: the teacher has id {largest}, and this model has {n_ids} ids; distil into one that has it")
 
 
-def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
-    """What is read from files, if the loss has a reference; DataError where it asks more of a batch than files bring."""
+def sets_with_reference(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
+    """Return the data sets that need a reference file. DataError if the loss requires extras that files cannot have."""
     is_used = objective.has_first_pass or objective.n_top is not None
     used, from_file = [data, held_out if is_used else None], {REFERENCE, TEACHER}.intersection(objective.extras)
-    brought = (*from_file, *([LAST] if objective.n_labels else []), *BRINGS.get(needed(objective) or "", ()))
-    for other in (name for name in objective.extras if name not in brought):
-        if any(isinstance(each, MapStyleData | Stream) for each in used):
+    available = (*from_file, *([LAST] if objective.n_labels else []), *EXTRA_NAMES.get(required_format(objective) or "", ()))
+    for missing in (name for name in objective.extras if name not in available):
+        if any(isinstance(source, MapStyleData | Stream) for source in used):
             raise DataError(
-                f"the plan's loss asks batches for {other!r}, which no file brings; give `train` an object with batch(step)"
+                f"the plan's loss requires {missing!r}, which no file provides; give `train` an object with batch(step)"
             )
     if from_file and isinstance(data, Stream):
         raise DataError("a loss that has a reference takes data that is read before training; leave out --streaming")
-    return [each for each in used if isinstance(each, MapStyleData) and from_file]
+    return [source for source in used if isinstance(source, MapStyleData) and from_file]

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time in it, files that it may replace there, its logs, and the checkpoint it resumes."""
+"""The output folder of a run: lock, replaceable files, logs, and the checkpoint to resume."""
 
 import fcntl
 import json
@@ -25,14 +25,14 @@ from penstock.settings import RunSettings
 
 from .inputs import TOKENS_FOLDER
 
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE, PLAN_FILE)  # besides checkpoints
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE, PLAN_FILE)  # in addition to checkpoints
 
 
 @contextmanager
 def run_folder(out: Path) -> Iterator[None]:
-    """Within, the folder is there, can be written and is this run's alone. CheckpointError where it cannot be.
+    """Create and lock the output folder. CheckpointError if it is locked, not writable, or holds foreign files.
 
-    A folder that was not there before is deleted again if an error ends the run before it wrote anything.
+    A folder that was created here is deleted if an error ends the run before it wrote a file.
     """
     _refuse_foreign_files(out)
     was_there = out.is_dir()
@@ -46,12 +46,12 @@ def run_folder(out: Path) -> Iterator[None]:
         if not was_there and not any((out / name).exists() for name in WRITTEN):
             shutil.rmtree(out / TOKENS_FOLDER, ignore_errors=True)
             with suppress(OSError):
-                out.rmdir()  # only if empty
+                out.rmdir()  # fails if not empty
         raise
 
 
 def _refuse_foreign_files(out: Path) -> None:
-    """A run replaces what an earlier run wrote, whose settings are there, and nothing else; and opens no pipe, which may wait."""
+    """Raise if a file to replace was not written by an earlier run (no settings are there), or is a link, pipe or device."""
     for path in (out / f"{name}{end}" for name in WRITTEN for end in ("", ".partial")):
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             raise CheckpointError(f"{path}: a folder, link, pipe or device where the run writes a file; choose another --out")
@@ -65,7 +65,7 @@ def _refuse_foreign_files(out: Path) -> None:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """A second run in the folder is refused. The system unlocks it when the process ends."""
+    """Lock the folder against a second run. The system releases the lock when the process ends."""
     descriptor = os.open(out, os.O_RDONLY)
     try:
         try:
@@ -80,7 +80,7 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def write_settings(settings: RunSettings, file: PlanFile) -> None:
-    """Write all settings and the plan into the folder of the run, which may be moved then; CheckpointError if the disk refuses."""
+    """Write all settings and the plan to the output folder, so that it can be moved. CheckpointError if writing fails."""
     out, model = Path(os.path.abspath(settings.out)), settings.model or file.plan.model.path
     with writing(out / RUN_FILE):
         write_whole(out / RUN_FILE, run_text(located(replace(settings, out=str(out), plan=str(out / PLAN_FILE), model=model))))
@@ -91,8 +91,8 @@ def write_settings(settings: RunSettings, file: PlanFile) -> None:
 
 
 def add_lines(path: Path, lines: Sequence[Mapping[str, Any]], to_disk: bool = False) -> None:
-    """Add lines of JSON; a number that is not finite is null. `to_disk`: sync the file. CheckpointError where the disk refuses: a
-    line may then be cut off, which readers leave out and the run that goes on drops."""
+    """Append lines of JSON, with null for numbers that are not finite. `to_disk`: sync the file. CheckpointError if writing fails;
+    a truncated line can remain, which readers skip and a resumed run drops."""
     plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in lines]
     with writing(path), path.open("a", encoding="utf-8") as log:
         log.writelines(json.dumps(fields) + "\n" for fields in plain)
@@ -102,7 +102,7 @@ def add_lines(path: Path, lines: Sequence[Mapping[str, Any]], to_disk: bool = Fa
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, fields) of each line of a log, without one that was cut off when a run was killed."""
+    """Yield (line, fields) of a log, without a truncated line of a killed run."""
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if (fields := fields_of(line)) is not None:
@@ -110,39 +110,39 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def keep_lines_up_to(path: Path, n_steps: int) -> None:
-    """Drop the lines of later steps: a run that was killed logged them after the checkpoint that is resumed."""
+    """Drop lines of later steps, logged by a killed run after the checkpoint to resume."""
     if path.exists():
-        kept = [line + "\n" for line, fields in lines_of(path) if isinstance(fields.get("step"), int) and fields["step"] <= n_steps]
+        rows = [line + "\n" for line, fields in lines_of(path) if isinstance(fields.get("step"), int) and fields["step"] <= n_steps]
         with writing(path):
-            write_whole(path, "".join(kept))
+            write_whole(path, "".join(rows))
 
 
 # -- resuming -----------------------------------------------------------------------------------------------------------------
 
 
 def state_to_resume(out: Path, resume: bool, resume_from: str | None) -> State | None:
-    """The checkpoint to resume, whole; None to begin at the beginning. CheckpointError where it is damaged, or not the last."""
+    """Return the checkpoint to resume, or None to start at step 0. CheckpointError if it is damaged or not the last."""
     resumes = resume or resume_from is not None
     if resumes:
         clean(out)
-    found = latest(out) if resume_from is None else _named(out, resume_from)
-    if found is not None and not resumes:
-        raise CheckpointError(f"{out}: holds {found.name} of an earlier run; add --resume, or choose another --out")
-    if found is None and resumes:
+    path = latest(out) if resume_from is None else _named(out, resume_from)
+    if path is not None and not resumes:
+        raise CheckpointError(f"{out}: holds {path.name} of an earlier run; add --resume, or choose another --out")
+    if path is None and resumes:
         say(f"{on_one_line(str(out))}: no checkpoint yet, starting from the beginning")
-    state = None if found is None else load_state(found)
+    state = None if path is None else load_state(path)
     refuse_later(out, 0 if state is None else state.step)
     return state
 
 
 def _named(out: Path, name: str) -> Path:
-    """The checkpoint of that name in the folder, or the one at that path, where the folder holds none of its own."""
+    """Return the checkpoint with that name in the folder. Otherwise the one at that path, if the folder has no checkpoint."""
     if name and Path(name).name == name and (out / name).is_dir():
         return out / name
     elsewhere = Path(name)
     if not name or not elsewhere.is_dir():
-        there = ", ".join(path.name for _, path in complete_checkpoints(out)) or "none"
-        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; there are: {there}")
-    if (own := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
-        raise CheckpointError(f"{out}: holds {own.name} of another run than {elsewhere}; choose another --out")
+        names = ", ".join(path.name for _, path in complete_checkpoints(out)) or "none"
+        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; it holds: {names}")
+    if (last := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
+        raise CheckpointError(f"{out}: holds {last.name} of another run than {elsewhere}; choose another --out")
     return elsewhere

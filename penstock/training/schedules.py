@@ -1,6 +1,6 @@
-"""Learning rate schedules: those of transformers to the bit, as a function of the step, so that a resumed run needs no state.
+"""Learning rate schedules: functions of the step, so that a resumed run needs no state. Bitwise identical to transformers.
 
-Told again: `transformers.get_scheduler` imports peft, 57 MB and more than a second of every start.
+Reimplemented because `transformers.get_scheduler` imports peft: 57 MB, and more than a second per start.
 """
 
 import math
@@ -10,25 +10,26 @@ from dataclasses import dataclass, replace
 from penstock.run_config import RunConfigError
 from penstock.settings import OptimizerSettings
 
-DECAY_FRACTION = 0.1  # of a run: the decay of warmup-stable-decay where the settings do not say
+DECAY_FRACTION = 0.1  # of a run: default decay of warmup-stable-decay
 
 
 @dataclass(slots=True)
 class Rates:
-    """The hyperparameters of each step: of the settings, but for a learning rate that was asked for while no lane was at work."""
+    """Hyperparameters of each step. `fixed_lr` overrides the scheduled learning rate; it is set while no lane is busy."""
 
     settings: OptimizerSettings
     scheduled: Callable[[int], float]
-    asked: float | None = None
+    fixed_lr: float | None = None
 
     def __call__(self, step: int) -> OptimizerSettings:
-        return replace(self.settings, lr=self.scheduled(step) if self.asked is None else self.asked)
+        return replace(self.settings, lr=self.scheduled(step) if self.fixed_lr is None else self.fixed_lr)
 
 
 def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int], float]:
-    """The learning rate of a step, counted from 0, of a run of `n_steps`. RunConfigError where the parts do not fit into it.
+    """Return the learning rate as a function of the step, counted from 0. RunConfigError if warm-up and decay exceed `n_steps`.
 
-    With warm-up the first step's is 0, as in transformers. Steps beyond the last are given what transformers gives them.
+    With warm-up, the rate of the first step is 0, like in transformers. Steps beyond the last are extrapolated like in
+    transformers.
     """
     schedule, lr = settings.schedule, settings.lr
     assert lr is not None, "a session has one"
@@ -47,14 +48,14 @@ def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int],
         if step < warmup_steps:
             risen = step / warmup_steps
             return risen * (1.0 - least) + least if schedule.kind == "warmup-stable-decay" else risen
-        left = n_steps - step
+        remaining = n_steps - step
         match schedule.kind:
             case "linear":
-                return max(0.0, left / (n_steps - warmup_steps))
+                return max(0.0, remaining / (n_steps - warmup_steps))
             case "cosine":
                 return falling((step - warmup_steps) / (n_steps - warmup_steps))
-            case "warmup-stable-decay" if left <= decay_steps:
-                return falling((decay_steps - left) / decay_steps) if left > 0 else least
+            case "warmup-stable-decay" if remaining <= decay_steps:
+                return falling((decay_steps - remaining) / decay_steps) if remaining > 0 else least
         return 1.0
 
     return lambda step: lr * factor(step)

@@ -1,4 +1,4 @@
-"""A session: a run that is put together from a plan, settings, data and a machine, and waits to be started."""
+"""A session: a run assembled from plan, settings, data and a machine, ready to start."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from penstock.checkpoint.checkpoint import State, identity, refuse_another, refu
 from penstock.checkpoint.conversion import scoring_config
 from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Report, RunData, needed, unheard
+from penstock.data.data import Report, RunData, no_report, required_format
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.check.check import check
@@ -42,11 +42,11 @@ from penstock.runtime.units import on_one_line, show_bytes
 from penstock.settings import ADAPTERS_LR, LION, CheckpointSettings, OptimizerSettings, RunSettings
 from penstock.user_loss import planned_loss
 
-from .device import device_of, refuse_what_does_not_fit, settle_kernels
-from .inputs import Prompts, are_saved_whole, data_of, file_on_disk, fill, held_out_of, own_model, prompts_of, weights_of
-from .leading import Leader, begin, wait_for_others
+from .device import device_of, refuse_what_does_not_fit, select_kernels
+from .inputs import Prompts, are_saved_whole, data_of, file_on_disk, fill, held_out_of, plan_of_folder, prompts_of, weights_of
 from .monitors import refuse_missing
-from .references import mapped, refer, refer_to_base, write_reference
+from .rank0 import Leader, begin, wait_for_others
+from .references import attach_base_reference, attach_reference, sets_with_reference, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import Rates, learning_rates
 from .self_test import self_test
@@ -54,26 +54,26 @@ from .self_test import self_test
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A run that waits to be started."""
+    """A run ready to start."""
 
     settings: RunSettings
-    plan: Plan  # the user's, with the model's own configuration
+    plan: Plan  # the user's, with the configuration in the model's folder
     device: str  # cuda, cpu or emulated
-    machine: Machine  # performs the ops
-    store: TorchMachine  # holds the state, of a stand-in model where the machine is emulated
+    machine: Machine  # executes the ops
+    store: TorchMachine  # holds the state; of a stand-in model if the machine is emulated
     data: RunData
     n_steps: int  # of the whole run
     prediction: Prediction
-    identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that resumes from this one's checkpoints must share
-    first_step: int = 0  # steps that are done
-    scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
-    weights: str = ""  # where they come from, in words
-    tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
-    towers_from: Path | None = None  # folder of a vision-language model, whose towers checkpoints hold too
+    identity: Mapping[str, Any] = field(default_factory=dict)  # fields that a resumed run must match
+    first_step: int = 0  # number of finished steps
+    scale: float = 1.0  # slowdown of an emulated machine against the plan's machine
+    weights: str = ""  # their source, for the user
+    tokenizer_from: Path | None = None  # copied into checkpoints; None: bytes
+    towers_from: Path | None = None  # folder of a vision-language model, with the towers to copy into checkpoints
     checkpoint_bytes: int = 0  # of each: state, weights and towers
-    held_out: RunData | None = None  # each sequence is a batch of its own
+    held_out: RunData | None = None  # one sequence per batch
     prompts: Prompts | None = None
-    leader: Leader | None = None  # of several ranks
+    leader: Leader | None = None  # with several ranks
     stop: Stop = field(default_factory=Stop)
     say: Callable[[str], None] = say
 
@@ -83,41 +83,41 @@ class Session:
 
     @property
     def rates(self) -> Rates:
-        """The hyperparameters of each step, which a turn may change."""
-        assert isinstance(self.store.settings, Rates), "what opens a session makes them"
+        """Hyperparameters of each step, which a turn may change."""
+        assert isinstance(self.store.settings, Rates), "set by open_session"
         return self.store.settings
 
     @property
     def saves(self) -> bool:
-        """Whether there are checkpoints; an emulated run has the state of a stand-in."""
+        """True if checkpoints are written; an emulated run only has the state of a stand-in."""
         return self.device != "emulated"
 
     @property
     def checkpoint(self) -> CheckpointSettings:
-        """When and how states are saved: of several ranks while all lanes are idle."""
-        asked = self.settings.checkpoint
-        return asked if self.leader is None else replace(asked, background=False)
+        """When and how to save. With several ranks, never in the background."""
+        settings = self.settings.checkpoint
+        return settings if self.leader is None else replace(settings, background=False)
 
     @property
-    def of_head(self) -> dict[str, Any]:
-        """What a checkpoint's configuration says of a head of the run's own."""
+    def head_config(self) -> dict[str, Any]:
+        """Configuration fields of a task head, for checkpoints."""
         config, n = self.plan.model.config, self.plan.semantics.objective.n_labels
         pad_id = self.data.parts[0].shape.pad_id if isinstance(self.data, MapStyleData) else config.get("pad_token_id")
         return {} if n is None else scoring_config(config, n, pad_id)
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the prediction is for a machine of this kind."""
+        """True if the prediction is for a machine of this kind."""
         return self.device == "emulated" or self.plan.profile["device"]["kind"] == self.device
 
     @property
     def predicted_step_s(self) -> float | None:
-        """Seconds of a step here, as predicted; None where the prediction is for another kind of machine."""
+        """Predicted seconds of a step; None if the prediction is for another kind of machine."""
         return self.prediction.step_s * self.scale if self.is_comparable else None
 
     @property
     def late_fraction(self) -> float:
-        """Of the ops of an emulated run: those whose real work took this computer longer than they were to last."""
+        """Share of emulated ops that took longer in real work than their emulated duration."""
         machine = self.machine
         return machine.n_real_work_binds / max(machine.n_performed, 1) if isinstance(machine, EmulatedMachine) else 0.0
 
@@ -132,16 +132,15 @@ def open_session(
     resume_from: str | None = None,
     time_scale: float | None = None,
     data: RunData | None = None,
-    report: Report = unheard,
+    report: Report = no_report,
     ranks: Processes | None = None,
     stop: Stop | None = None,
     loss: Callable[..., Any] | None = None,
 ) -> Iterator[Session]:
-    """Put a run together. PenstockError for what cannot be, before anything but a cache of tokens is written.
+    """Assemble a run. PenstockError for invalid inputs, before anything but a cache of tokens is written.
 
-    `where`: the plan's place, for errors; `data`: batches that are not read from where the settings say; `report` is told of
-    progress; `ranks`: all ranks of the run, where this is the first of several; `loss`: the function of a plan whose loss
-    is one's own.
+    `where`: the plan's place, for errors. `data`: batches of a program, instead of the settings' data. `report`: receives progress.
+    `ranks`: all ranks of the run, if this is rank 0. `loss`: the function of a plan with a user loss.
     """
     report("checking the plan")
     plan, device, out = checked(file, where).plan, device_of(settings.device), Path(settings.out)
@@ -151,24 +150,24 @@ def open_session(
     if settings.device == "auto" and device == "cpu" and plan.profile["device"]["kind"] == "cuda":
         say(f"no GPU found: the plan for {on_one_line(plan.profile['name'])} trains on this CPU")
     refuse_missing(settings.monitors)
-    settle_kernels(plan, device, settings.deterministic)
+    select_kernels(plan, device, settings.deterministic)
     with run_folder(out):
         if resume or resume_from is not None:
             report("reading the checkpoint")
         state = state_to_resume(out, resume, resume_from)
-        settings = with_rate(settings, plan)
+        settings = with_defaults(settings, plan)
         _refuse_unknown_parameters(settings.optimizer, plan)
         if device == "emulated":
             if state is not None or data is not None:
-                what = "saves nothing and resumes nothing" if data is None else "trains a stand-in: give it files, not batches"
-                raise RunConfigError(f"an emulated run {what}; or choose another device")
+                reason = "saves nothing and resumes nothing" if data is None else "trains a stand-in: give it files, not batches"
+                raise RunConfigError(f"an emulated run {reason}; or choose another device")
             session = _emulated(settings, plan, report, time_scale)
         else:
             session = _real(settings, plan, device, state, resume_from is not None, data, ranks, report, loss, stop)
         session = replace(session, stop=stop or Stop())
         try:
             yield session
-        except GeneratorExit:  # of a loop that is left
+        except GeneratorExit:  # the user left the loop
             if session.leader is not None:
                 session.leader.end()
             raise
@@ -177,7 +176,7 @@ def open_session(
 
 
 def checked(file: PlanFile, where: str) -> PlanFile:
-    """The plan, proven by the checker, with the blocks and arenas of its model and policy; else PlanError."""
+    """Return the plan if the checker proves it, with the blocks and arenas of its model and policy. Otherwise PlanError."""
     claim = None if file.claim is None else claimed(file.claim, where)
     try:
         check(file.plan)
@@ -189,7 +188,7 @@ def checked(file: PlanFile, where: str) -> PlanFile:
 
 
 def predicted(plan: Plan) -> tuple[list[Demand], Region, Prediction]:
-    """What the ops ask of the machine in the plan's profile, what that offers, and the prediction that follows."""
+    """Return the demands of the ops, the resources of the machine in the plan's profile, and the prediction."""
     profile = Profile.from_json(plan.profile, "the plan's profile")
     demands, region = costs(plan, profile), region_of(profile)
     return demands, region, simulate(plan, demands, region)
@@ -204,13 +203,13 @@ def _real(
     data: RunData | None,
     ranks: Processes | None,
     report: Report,
-    own: Callable[..., Any] | None = None,
+    user_loss: Callable[..., Any] | None = None,
     stop: Stop | None = None,
 ) -> Session:
-    """A run of the plan's own model on this machine. What is quickly refused is read before the weights are. `converts`: the state
-    of another optimizer is taken."""
-    prediction, loss = predicted(plan)[2], planned_loss(plan.semantics.objective, own or settings.loss)
-    plan, folder = own_model(plan, settings.model)
+    """Assemble a run of the plan's model on this machine. Cheap checks precede loading weights. `converts`: accept the state of
+    another optimizer."""
+    prediction, loss = predicted(plan)[2], planned_loss(plan.semantics.objective, user_loss or settings.loss)
+    plan, folder = plan_of_folder(plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
     of_weights = f"random, by seed {settings.seed}" if weights is None else weights_digest(weights)
     if state is None and settings.adapter is not None:
@@ -220,8 +219,8 @@ def _real(
     report("reading the data")
     data = data or data_of(settings, plan, folder, report=report)
     held_out = held_out_of(settings, plan, folder, report)
-    maps = mapped(plan.semantics.objective, data, held_out)
-    refer(settings, plan, maps, folder)
+    maps = sets_with_reference(plan.semantics.objective, data, held_out)
+    attach_reference(settings, plan, maps, folder)
     prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
     saves_towers = has_towers(plan.model.config) and plan.semantics.train.lora is None
@@ -252,20 +251,20 @@ def _real(
         if (converted := refuse_another(state, session.identity, converts)) is not None:
             say(converted)
     elif weights is None:
-        say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model knows nothing at its first step")
+        say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model is untrained at its first step")
     fill(store, settings, data, weights, state, report)
     if ranks is not None:
         report("waiting for all ranks")
-        wait_for_others(ranks, read_by_all(data, weights))
-    made = refer_to_base(settings, store, maps, folder, state is None, report, stop)
-    if made is not None and session.leader is not None:
-        session.leader.refer(made)
+        wait_for_others(ranks, input_digests(data, weights))
+    reference_file = attach_base_reference(settings, store, maps, folder, state is None, report, stop)
+    if reference_file is not None and session.leader is not None:
+        session.leader.refer(reference_file)
     return session
 
 
-def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path, report: Report = unheard) -> int:
-    """Write what log-probability the settings' model gives to each answer of their data, held-out data too, into a file that
-    `--reference` takes; how many answers these are. PenstockError for what cannot be, before anything is written."""
+def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path, report: Report = no_report) -> int:
+    """Write a reference file for `--reference`: log-probabilities of each answer in training and held-out data. Return the number
+    of answers. PenstockError for invalid inputs, before anything is written."""
     plan, device = checked(file, where).plan, device_of(settings.device)
     if plan.semantics.ranks > 1 or device == "emulated":
         raise PlanError(f"{where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
@@ -273,15 +272,15 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
         raise PlanError(f"{where}: its loss scores texts, and has no log-probabilities to write; plan with another --loss")
     if settings.data.streaming:
         raise RunConfigError("a reference takes data that is read before training; leave out data.streaming")
-    settle_kernels(plan, device, settings.deterministic)
-    loss = LossFunction(plan.semantics.objective, torch.zeros_like)  # no forward asks for it
-    plan, folder = own_model(plan, settings.model)
+    select_kernels(plan, device, settings.deterministic)
+    loss = LossFunction(plan.semantics.objective, torch.zeros_like)  # not used in a forward pass
+    plan, folder = plan_of_folder(plan, settings.model)
     weights = weights_of(settings, plan, folder, None)
     refuse_what_does_not_fit(plan, device, settings.device)
     report("reading the data")
     data = data_of(settings, plan, folder, report=report)
-    sets = [each for each in (data, held_out_of(settings, plan, folder, report)) if isinstance(each, MapStyleData)]
-    of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, 1)
+    sets = [source for source in (data, held_out_of(settings, plan, folder, report)) if isinstance(source, MapStyleData)]
+    of_step, _ = optimizer_of(with_defaults(settings, plan).optimizer, 1)
     disk = file_on_disk(settings, plan, f"random, by seed {settings.seed}" if weights is None else weights_digest(weights))
     store = machine_of(device, plan, data, of_step, settings.seed, None, loss, disk)
     fill(store, settings, data, weights, None, report)
@@ -291,20 +290,20 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
 def _weights_in_words(settings: RunSettings, weights: Path | None, state: State | None) -> str:
     if state is not None:
         return f"{state.path}, after step {state.step}"
-    found = f"RANDOM, from scratch, by seed {settings.seed}" if weights is None else str(weights)
-    return found if settings.adapter is None else f"{found}, with the adapter {settings.adapter}"
+    text = f"RANDOM, from scratch, by seed {settings.seed}" if weights is None else str(weights)
+    return text if settings.adapter is None else f"{text}, with the adapter {settings.adapter}"
 
 
-def read_by_all(data: RunData, weights: Path | None) -> dict[str, str]:
-    """Digests of what every rank reads for itself, by name."""
+def input_digests(data: RunData, weights: Path | None) -> dict[str, str]:
+    """Return digests of the inputs that every rank reads, by name."""
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
 
 def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: float | None) -> Session:
-    """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
-    if (kind := needed(plan.semantics.objective)) is not None:
+    """Assemble a run at the pace of the machine in the profile, on a stand-in model without checkpoints."""
+    if (kind := required_format(plan.semantics.objective)) is not None:
         raise RunConfigError(f"an emulated run trains on sequences too short for {kind} rows; emulate the plan of another --loss")
-    refer(settings, plan, [], None)  # refused, as nothing here has one
+    attach_reference(settings, plan, [], None)  # raises if the settings name a reference
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")
     data = data_of(replace(settings, tokenizer="bytes"), small, None, report=report)
@@ -312,8 +311,8 @@ def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: flo
     of_step, _ = optimizer_of(settings.optimizer, n_steps)
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
     disk = file_on_disk(settings, small, f"random, by seed {settings.seed}, of a stand-in")
-    alike = Alike(n, max(1, n // n_hosts)) if n > 1 else None
-    store = machine_of("cpu", small, data, of_step, settings.seed, alike, disk=disk)
+    ranks = Alike(n, max(1, n // n_hosts)) if n > 1 else None
+    store = machine_of("cpu", small, data, of_step, settings.seed, ranks, disk=disk)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
@@ -322,7 +321,7 @@ def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: flo
 
 
 def _stand_in(plan: Plan) -> Plan:
-    """The same ops on a tiny model with the same blocks."""
+    """Return the same ops for a tiny model with the same blocks."""
     semantics = stand_in_semantics(plan.semantics)
     model = Model(stand_in_config(plan.model.config), name="stand-in")
     small = lower(model, build_workload(model, semantics), semantics, plan.policy, plan.profile)
@@ -341,38 +340,37 @@ def machine_of(
     loss: LossFunction | None = None,
     disk: Path | None = None,
 ) -> TorchMachine:
-    """A machine that trains the plan, with its memory taken. `loss`: the user's own, where the plan's is that; `disk`: the file
-    of what it reads from a disk."""
+    """Return a machine for the plan, with memory allocated. `loss`: a user loss; `disk`: the file of weights on disk."""
     if device == "cuda":
         return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss, disk=disk)
     return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks, loss=loss, disk=disk)
 
 
 def steps_of(settings: RunSettings, data: RunData) -> int:
-    """Steps of the whole run."""
+    """Return the number of steps of the whole run."""
     if settings.steps is not None:
         return settings.steps
     if data.n_steps is None:
-        raise RunConfigError("how long streamed data is shows only at its end: say how many --steps to take")
+        raise RunConfigError("the length of streamed data is unknown: give --steps")
     return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
 
 
-def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
-    """The settings with a learning rate and a beta2: where none is given, those of what the plan trains, and by what."""
-    of, is_lion = settings.optimizer, plan.semantics.optimizer.rule == "lion"
-    if is_lion and of.eps != AdamW().eps:
+def with_defaults(settings: RunSettings, plan: Plan) -> RunSettings:
+    """Return the settings with learning rate and beta2. Defaults depend on the optimizer, and on adapters or full training."""
+    optimizer, is_lion = settings.optimizer, plan.semantics.optimizer.rule == "lion"
+    if is_lion and optimizer.eps != AdamW().eps:
         raise RunConfigError("optimizer.eps: the plan's optimizer is Lion, which has none; leave it out")
     usual = (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR) * (LION["lr_fraction"] if is_lion else 1)
-    beta2 = of.beta2 if of.beta2 is not None else LION["beta2"] if is_lion else AdamW().beta2
-    return replace(settings, optimizer=replace(of, lr=of.lr or usual, beta2=beta2))
+    beta2 = optimizer.beta2 if optimizer.beta2 is not None else LION["beta2"] if is_lion else AdamW().beta2
+    return replace(settings, optimizer=replace(optimizer, lr=optimizer.lr or usual, beta2=beta2))
 
 
 def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[Rates, dict[str, Any]]:
-    """The hyperparameters of each step, and what of them a checkpoint keeps: a resumed run must use the same."""
+    """Return the hyperparameters of each step, and the fields of them that a resumed run must match."""
     lr_of = learning_rates(settings, n_steps)
     horizon = n_steps if settings.schedule.kind != "constant" else None  # a constant rate does not depend on it
-    kept = asdict(settings) | {"no_decay": list(settings.no_decay), "n_steps": horizon}
-    return Rates(settings, lr_of), kept
+    saved = asdict(settings) | {"no_decay": list(settings.no_decay), "n_steps": horizon}
+    return Rates(settings, lr_of), saved
 
 
 def _refuse_unknown_parameters(settings: OptimizerSettings, plan: Plan) -> None:

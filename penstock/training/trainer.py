@@ -1,4 +1,4 @@
-"""The training loop of a session: train, log, save, validate."""
+"""Training loop of a session: train, log, save, validate."""
 
 import json
 import math
@@ -27,9 +27,9 @@ from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
 from .validation import Validation, held_out_loss, validations_of
 
-LOST_TIMES = 10  # the first loss
-LEAST_LOSS = 1.0  # that counts as a first one, in nats per token: below, the first batch may have been an easy one
-LOST_STEPS = 3  # one after the other
+LOST_TIMES = 10  # x the first loss
+LEAST_LOSS = 1.0  # minimum of the first loss, in nats per token: a lower one may be an easy batch
+LOST_STEPS = 3  # consecutive
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,39 +45,39 @@ class Metrics:
     step_s: float
     tokens_per_s: float
     skipped: bool
-    busy_s: Mapping[str, float]  # by lane, where that is known at once
+    busy_s: Mapping[str, float]  # by lane, if measured on the host
     predicted_step_s: float | None = None
 
     def values(self) -> dict[str, float]:
-        """Curves over the steps."""
-        drawn = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "step_s": self.step_s}
-        drawn |= {"tokens_per_s": self.tokens_per_s, "skipped": float(self.skipped)}
-        drawn |= {f"busy_fraction/{lane}": share for lane, share in self.busy_fractions().items()}
-        return drawn | ({} if self.predicted_step_s is None else {"predicted_step_s": self.predicted_step_s})
+        """Return the values to plot over steps."""
+        curves = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "step_s": self.step_s}
+        curves |= {"tokens_per_s": self.tokens_per_s, "skipped": float(self.skipped)}
+        curves |= {f"busy_fraction/{lane}": share for lane, share in self.busy_fractions().items()}
+        return curves | ({} if self.predicted_step_s is None else {"predicted_step_s": self.predicted_step_s})
 
     def busy_fractions(self) -> dict[str, float]:
-        """Of the step's time, by lane."""
-        # Lanes run ahead: ops of this step began while the one before was still going on, and all their time counts here.
+        """Return the busy fraction of the step, by lane."""
+        # Lanes run ahead: an op of this step may start during the previous step; its whole time counts here.
         return {lane: min(1.0, s / self.step_s) for lane, s in self.busy_s.items()}
 
 
 class LostError(PenstockError):
-    """A run that no further step will mend."""
+    """A run that cannot recover."""
 
     exit_code = 4
 
 
 @dataclass(slots=True)
 class Watch:
-    """Looks for what no further step will mend, and keeps the first such thing, in words."""
+    """Detector of a diverged run. Stores the first finding as text."""
 
     first_loss: float | None = None
     n_without_gradient: int = 0
-    found: str | None = None
-    may_be_flat: bool = False  # as rollouts are, all of whose rewards are equal
+    finding: str | None = None
+    may_be_flat: bool = False  # for rollouts with equal rewards
 
     def look(self, metrics: Metrics) -> bool:
-        """Whether it is found at this step. A loss that is not finite is not below any limit."""
+        """Return True if a run is lost at this step, for the first time. NaN loss compares as too large."""
         self.first_loss = first = metrics.loss if self.first_loss is None else self.first_loss
         self.n_without_gradient = self.n_without_gradient + 1 if metrics.grad_norm == 0 and not self.may_be_flat else 0
         signs = {
@@ -85,20 +85,20 @@ class Watch:
             f"the gradient has been exactly 0 for {LOST_STEPS} steps": self.n_without_gradient == LOST_STEPS,
         }
         words = next((sign for sign, is_there in signs.items() if is_there), None)
-        if words is None or self.found is not None:
+        if words is None or self.finding is not None:
             return False
-        self.found = f"step {metrics.step}: {words}; the run is lost: lower --lr"
+        self.finding = f"step {metrics.step}: {words}; the run is lost: lower --lr"
         return True
 
 
 class DeviceMemoryError(PenstockError):
-    """The device had less memory left than an op needed."""
+    """The device had less free memory than an op needed."""
 
     exit_code = 3
 
 
 class Trainer:
-    """Trains a session to its end, or until `session.stop.request()` makes the step in progress the last."""
+    """Trains a session to its end, or until `session.stop.request()` makes the current step the last."""
 
     def __init__(
         self,
@@ -107,8 +107,7 @@ class Trainer:
         validations: Sequence[Validation] | None = None,
         every: int | None = None,
     ) -> None:
-        """CheckpointError where nothing is left to do. `validations`: those of the settings, if none are said. `every`: steps
-        from one turn to the next."""
+        """CheckpointError if no step remains. `validations`: default: those of the settings. `every`: steps between turns."""
         self.session, self.on_step, self.every = session, on_step, every
         settings, first_step = session.settings, session.first_step
         self.monitors = Monitors(settings.monitors, (session.folder, asdict(settings), first_step), session.say)
@@ -116,87 +115,87 @@ class Trainer:
         self.timeline, self.times_s = Timeline(()), list[float]()
         self.watch = Watch(may_be_flat="advantage" in session.plan.semantics.objective.extras)
         self._made = list[Metrics]()  # since the last turn
-        self.rests_after: int | None = None  # steps, while no lane is at work
+        self.rests_after: int | None = None  # number of steps, while no lane is busy
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
-            more = f"ask for more than {session.n_steps} with --steps"
-            raise CheckpointError(f"{session.folder}: holds step {first_step} already; {more}")
+            advice = f"ask for more than {session.n_steps} with --steps"
+            raise CheckpointError(f"{session.folder}: holds step {first_step} already; {advice}")
 
     def train(self) -> tuple[Timeline, list[float]]:
-        """Train; the timeline of the longest stretch between two pauses, and the seconds of each step after the warm-up."""
+        """Train. Return the longest timeline between two pauses, and the seconds of each step after warm-up."""
         for _ in self.turns():
             pass
         return self.timeline, self.times_s
 
     def turns(self) -> Iterator["Turn"]:
-        """Train as far as one iterates, from a turn after `every` steps to the next; without `every` there is none.
+        """Train lazily: yield a turn after each `every` steps. Without `every`, no turn is yielded.
 
-        Lanes run through until a validation, the end, a turn, or a save where that is not done in the background. The last
-        checkpoint is written before the last validation, which a resumed run makes up for.
+        Lanes run without a break until a validation, the end, a turn, or a foreground save. The last checkpoint is written before
+        the last validation; a resumed run repeats a missing validation.
         """
-        session, done = self.session, self.session.first_step
+        session, n_done = self.session, self.session.first_step
         self._leave_what_followed()
         saver = self.saver() if session.saves else None
         with device_memory_named(), self.monitors, nullcontext() if saver is None else saver.at_work():
-            self._validate(done)
-            while done < session.n_steps and not session.stop.is_requested:
+            self._validate(n_done)
+            while n_done < session.n_steps and not session.stop.is_requested:
                 self.rests_after = None
-                self.rests_after = done = self._train_until_pause(done, saver)
-                if saver is not None and saver.is_due(done):
-                    saver.save(done)
-                if done < session.n_steps:
-                    self._validate(done)
-                is_over = done == session.n_steps or session.stop.is_requested
-                if self._made and self.every is not None and (is_over or done % self.every == 0):
-                    made, self._made = tuple(self._made), []
-                    yield Turn(self, saver, made)
-            if self.watch.found is not None and session.settings.stop_if_lost:
-                raise LostError(f"{self.watch.found}, and begin again from a checkpoint before it")
+                self.rests_after = n_done = self._train_until_pause(n_done, saver)
+                if saver is not None and saver.is_due(n_done):
+                    saver.save(n_done)
+                if n_done < session.n_steps:
+                    self._validate(n_done)
+                is_over = n_done == session.n_steps or session.stop.is_requested
+                if self._made and self.every is not None and (is_over or n_done % self.every == 0):
+                    metrics, self._made = tuple(self._made), []
+                    yield Turn(self, saver, metrics)
+            if self.watch.finding is not None and session.settings.stop_if_lost:
+                raise LostError(f"{self.watch.finding}, and begin again from a checkpoint before it")
             if saver is not None:
-                saver.save(done)
+                saver.save(n_done)
                 saver.wait()
-            if done > session.first_step:
+            if n_done > session.first_step:
                 self._keep_timeline()
-                self._validate(done)
+                self._validate(n_done)
 
     def _leave_what_followed(self) -> None:
-        """Leave no line in the folder of a later step than that which is resumed from, and nothing half written."""
+        """Remove log lines after the resumed step, and incomplete checkpoints."""
         session = self.session
         clean(session.folder)
         for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_lines_up_to(session.folder / name, session.first_step or -1)  # a run from the beginning keeps no line of another
+            keep_lines_up_to(session.folder / name, session.first_step or -1)  # a run from the beginning drops all old lines
         if session.first_step < session.n_steps:
             with writing(session.folder / "timeline.json"):
                 (session.folder / "timeline.json").unlink(missing_ok=True)
 
     # -- train, log -------------------------------------------------------------------------------------------------
 
-    def _train_until_pause(self, done: int, saver: Saver | None) -> int:
-        """Train, and log each step, until a pause is due, for which lanes are drained; the number of steps that are done."""
+    def _train_until_pause(self, n_done: int, saver: Saver | None) -> int:
+        """Train and log each step until a pause is due, in which lanes are drained. Return the number of finished steps."""
         session, checkpoint = self.session, self.session.checkpoint
         saves_in_pauses = saver is not None and not checkpoint.background
         validates = session.settings.evaluation.every if self.validations else None
         every = [validates, checkpoint.every if saves_in_pauses else None, self.every]
-        until = min([session.n_steps, *(done + n - done % n for n in every if n is not None)])
+        until = min([session.n_steps, *(n_done + n - n_done % n for n in every if n is not None)])
         pause = Stop(session.stop)
-        stop = pause if session.leader is None else session.leader.train(done, until - done, pause, session.rates.asked)
+        stop = pause if session.leader is None else session.leader.train(n_done, until - n_done, pause, session.rates.fixed_lr)
         let_go = saver.snapshots.end if saver is not None else lambda: None
-        with Execution(session.store.plan, session.machine, until - done, done, stop=stop, on_interrupt=let_go) as steps:
+        with Execution(session.store.plan, session.machine, until - n_done, n_done, stop=stop, on_interrupt=let_go) as steps:
             for step in steps:
-                done = step.number + 1
+                n_done = step.number + 1
                 self._log(step, saver)
                 if saver is not None and saves_in_pauses and saver.is_time():
                     pause.request()
-        # In the seconds of the plan's machine, where that is emulated
+        # convert an emulated run to seconds of the plan's machine
         spans = (replace(s, start_s=s.start_s / session.scale, end_s=s.end_s / session.scale) for s in steps.timeline.spans)
         timeline = Timeline(tuple(spans))
-        times_s = timeline.step_times_s  # from the second step on; those of the warm-up are not compared with the prediction
+        times_s = timeline.step_times_s  # from the second step on, without warm-up steps
         self.times_s += times_s[WARM_UP_STEPS - 1 :] or times_s
-        self.timeline = max(timeline, self.timeline, key=lambda timeline: len(timeline.spans))  # the later one of equals
-        return done
+        self.timeline = max(timeline, self.timeline, key=lambda timeline: len(timeline.spans))  # the last of equals
+        return n_done
 
     def _log(self, step: Step, saver: Saver | None) -> None:
         metrics = self._metrics(step)
-        to_disk = saver is not None and saver.is_due_in_background(metrics.step)  # a checkpoint has its line on the disk, too
+        to_disk = saver is not None and saver.is_due_in_background(metrics.step)  # sync the log line of a checkpoint's step
         add_lines(self.session.folder / "metrics.jsonl", [asdict(metrics)], to_disk)
         self.monitors.log(metrics.step, metrics.values())
         if saver is not None:
@@ -208,13 +207,13 @@ class Trainer:
             if self.session.settings.stop_if_lost:
                 self.session.stop.request()
             else:
-                self.session.say(f"{self.watch.found}, or end such runs with --stop-if-lost")
+                self.session.say(f"{self.watch.finding}, or end such runs with --stop-if-lost")
 
     def _metrics(self, step: Step) -> Metrics:
         assert step.result is not None
         session, store = self.session, self.session.store
         step_s, n_tokens = max(step.seconds, 1e-9), store.plan.semantics.tokens_per_step
-        is_known = store.device_name() is None  # a device's own lanes only issue work, and do not know how long it takes
+        is_known = store.device_name() is None  # device lanes only issue work; its duration is unknown here
         return Metrics(
             step=step.number + 1,
             loss=step.result.loss,
@@ -230,7 +229,7 @@ class Trainer:
         )
 
     def _keep_timeline(self) -> None:
-        """Write the timeline's spans, unless the disk refuses: all that counts is saved by then."""
+        """Write the timeline. A disk error is not fatal: the checkpoint is saved by then."""
         path = self.session.folder / "timeline.json"
         try:
             with writing(path):
@@ -241,55 +240,55 @@ class Trainer:
     # -- save -------------------------------------------------------------------------------------------------------
 
     def saver(self) -> Saver:
-        """What writes the session's checkpoints."""
+        """Return the saver of the session's checkpoints."""
         session = self.session
 
         def fields(step: int) -> dict[str, Any]:
             return {**session.identity, "data_position": session.data.position(step)}
 
         state = session.store.host if session.leader is None else session.leader.state()
-        of = (session.tokenizer_from, session.say, session.first_step, session.towers_from)
-        return Saver(state, session.folder, session.checkpoint, fields, *of, session.of_head)
+        arguments = (session.tokenizer_from, session.say, session.first_step, session.towers_from)
+        return Saver(state, session.folder, session.checkpoint, fields, *arguments, session.head_config)
 
     # -- validate ---------------------------------------------------------------------------------------------------
 
-    def due_validations(self, done: int) -> list[Validation]:
-        """Validations that are due after `done` steps and not logged; a resumed run makes up for them."""
-        every, is_last = self.session.settings.evaluation.every, done == self.session.n_steps
-        is_due = is_last or (every is not None and done % every == 0)
-        due = [validation for validation in self.validations if (is_due if done else validation.first)]
-        return [validation for validation in due if not validation.is_logged(self.session, done)]
+    def due_validations(self, n_done: int) -> list[Validation]:
+        """Return validations due after `n_done` steps and not logged yet. A resumed run repeats missing ones."""
+        every, is_last = self.session.settings.evaluation.every, n_done == self.session.n_steps
+        is_due = is_last or (every is not None and n_done % every == 0)
+        due = [validation for validation in self.validations if (is_due if n_done else validation.first)]
+        return [validation for validation in due if not validation.is_logged(self.session, n_done)]
 
-    def _validate(self, done: int) -> None:
-        """While all lanes are idle; not once the run is asked to end."""
+    def _validate(self, n_done: int) -> None:
+        """Run due validations while all lanes are idle, unless a stop is requested."""
         with suppress(Abandoned):
-            for validation in self.due_validations(done):
+            for validation in self.due_validations(n_done):
                 if self.session.stop.is_requested:
                     break
-                validation.perform(done)
+                validation.perform(n_done)
 
 
 @dataclass(slots=True)
 class Turn:
-    """A pause of a run, in which all lanes are idle: what it is asked holds from the next step on."""
+    """A pause of a run with idle lanes. Changes take effect from the next step."""
 
     trainer: Trainer = field(repr=False)
     _saver: Saver | None = field(repr=False)
-    metrics: tuple[Metrics, ...]  # of each step since the turn before
+    metrics: tuple[Metrics, ...]  # one per step since the previous turn
 
     @property
     def step(self) -> int:
-        """Steps that are done in all."""
+        """Number of finished steps."""
         return self.metrics[-1].step
 
     @property
     def loss(self) -> float:
-        """Of the last of them."""
+        """Loss of the last finished step."""
         return self.metrics[-1].loss
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step. Once set, no schedule changes it; a run that resumes has to be told again."""
+        """Learning rate of the next step. Setting it disables the schedule. It is not stored in checkpoints."""
         lr = self.trainer.session.rates(self.step).lr
         assert lr is not None, "a run has one"
         return lr
@@ -298,11 +297,11 @@ class Turn:
     def lr(self, rate: float) -> None:
         if not 0 <= rate < math.inf:
             raise RunConfigError(f"lr is {rate}; a learning rate is a number from 0 up")
-        self.trainer.session.rates.asked = float(rate)
+        self.trainer.session.rates.fixed_lr = float(rate)
 
     @property
     def _session(self) -> Session:
-        """That of a state which is the turn's; RunConfigError once the run has gone on, or where the state is a stand-in's."""
+        """Return the session. RunConfigError if the run has moved on, or is emulated."""
         session, rests_after = self.trainer.session, self.trainer.rests_after
         if not session.saves:
             raise RunConfigError("an emulated run has the state of a stand-in, not the model's; run on another device")
@@ -311,51 +310,51 @@ class Turn:
         return session
 
     def evaluate(self) -> dict[str, float]:
-        """The loss on the run's held-out data, the setting `evaluation.data`, by the names of metrics.jsonl."""
+        """Return the loss on the run's held-out data, the setting `evaluation.data`, with the names of metrics.jsonl."""
         return held_out_loss(self._session)
 
     def save(self) -> Path:
-        """Write a checkpoint, which stays, unless `checkpoint.keep` says how many do; its folder."""
+        """Write a checkpoint and return its folder. It is not removed later, unless `checkpoint.keep` sets a limit."""
         session = self._session
-        assert self._saver is not None, "what saves has one"
+        assert self._saver is not None, "a session that saves has a saver"
         self._saver.save(self.step, stays=True)
         return session.folder / f"checkpoint-{self.step}"
 
     def weights(self, copy: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each weight that is not packed, by its name in the model, as it is computed with: a copy on the host; or else a view of
-        the slot that holds it, which costs nothing, is for reading alone, and is another step's once the turn is over. Of several
-        ranks, which hold parts of it, always a copy."""
+        """Yield (name, weight) in compute precision, without packed weights. With `copy`: a copy on the host. Otherwise a read-only
+        view of the slot, free of cost, valid until the turn ends. With several ranks, which hold shards: always a copy."""
         session = self._session
         host, leader = session.store.host, session.leader
-        whole = host if leader is None else leader.state()
+        state = host if leader is None else leader.state()
         for p in host.all_owned():
             if not host.plan.is_packed(p):
                 host.settle(host.block_of(p))
-                weight = whole.compute_weight(p)
-                before = weight._version
+                weight = state.compute_weight(p)
+                version = weight._version
                 yield p.name, weight.to("cpu", copy=True) if copy else weight.detach()
-                if weight._version != before:
+                if weight._version != version:
                     raise RunConfigError(f"{p.name} was written to: weights are views; change a copy, and resume a checkpoint")
 
     def gradient_norms(self) -> dict[str, float]:
-        """Of the last step, before clipping, by the weight's name: what the global norm was made of, so that it costs nothing."""
+        """Return the gradient norm per weight in the last step, before clipping. Free of cost: they are the terms of the global
+        norm."""
         return self._session.store.gradient_norms()
 
     def stop(self) -> None:
-        """End after this step, and save."""
+        """Stop after this step, and save."""
         self.trainer.session.stop.request()
 
 
 @contextmanager
 def device_memory_named() -> Iterator[None]:
-    """One line where the device ran out of memory: no plan counts what kernels and other processes take."""
+    """Report an out-of-memory error of the device in one line. No plan counts memory of kernels and other processes."""
     try:
         yield
     except OpError as error:
         if not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
-        at, what = str(error).partition(" failed: ")[0], (str(error.__cause__).splitlines() or ["no memory"])[0][:200]
+        place, reason = str(error).partition(" failed: ")[0], (str(error.__cause__).splitlines() or ["no memory"])[0][:200]
         raise DeviceMemoryError(
-            f"{at}: the device is out of memory ({what}); free what other processes hold of it, or plan again for less with "
+            f"{place}: the device is out of memory ({reason}); free memory of other processes, or plan again for less with "
             "--device-memory, and go on with --resume"
         ) from error

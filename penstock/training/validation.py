@@ -1,8 +1,8 @@
-"""Validation: the loss on held-out data and samples of what the model writes, logged and shown every N steps.
+"""Validation: loss on held-out data and generated samples, logged and shown every N steps.
 
-A sample computes its sequence again for every new token, without a cache of keys and values: where weights are streamed a forward
-takes as long for one token as for hundreds, and the plan has set no device memory aside for a cache. A token costs one upload of
-the model, for all prompts together.
+Generation recomputes the whole sequence for each new token, without a KV cache: with streamed weights a forward pass takes the same
+time for one token and for hundreds, and the plan reserves no device memory for a cache. A token costs one upload of the model,
+shared by all prompts.
 """
 
 # B sequences, T positions of a sequence, D width, S sequences of all prompts, V vocabulary
@@ -25,60 +25,60 @@ from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan.objective import TEACHER, Of
 from penstock.runtime.units import on_one_line, show_seconds
 
-from .forwards import log_probabilities, passes
 from .inputs import Prompts
 from .monitors import Monitors
 from .run_folder import add_lines, lines_of
 from .session import Session
+from .streamed_forward import log_probabilities, passes
 
-SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds all
-LENGTH_STEP_TOKENS = 64  # sequences are padded to a multiple of it: shapes change seldom, and suit kernels
+SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds full texts
+LENGTH_STEP_TOKENS = 64  # sequences are padded to a multiple: fewer distinct shapes, which suit kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Looks at the weights while all lanes are idle, and adds lines to a log of the run."""
+    """A check of the weights while all lanes are idle. Appends lines to a log of the run."""
 
     log: str  # file in the run's folder
-    field: str  # that its lines have, and no others there
-    perform: Callable[[int], None]  # given the number of steps done; Abandoned when the run is asked to end
-    first: bool = False  # before the first step, too
+    field: str  # present only in this validation's lines
+    perform: Callable[[int], None]  # called with the number of finished steps; raises Abandoned on a stop request
+    first: bool = False  # True: also before the first step
 
     def is_logged(self, session: Session, step: int) -> bool:
         return any(fields.get("step") == step and self.field in fields for _, fields in lines_of(session.folder / self.log))
 
 
 def validations_of(session: Session, monitors: Monitors) -> tuple[Validation, ...]:
-    """Those that the settings ask for."""
-    found = []
+    """Return the validations in the settings."""
+    validations = []
     if session.held_out is not None:
         perform = partial(_evaluate, session, monitors)
-        found.append(Validation("metrics.jsonl", "eval_loss", perform, session.settings.evaluation.first))
+        validations.append(Validation("metrics.jsonl", "eval_loss", perform, session.settings.evaluation.first))
     if session.prompts is not None:
-        found.append(Validation("samples.jsonl", "prompt", partial(_sample, session, monitors, session.prompts)))
-    return tuple(found)
+        validations.append(Validation("samples.jsonl", "prompt", partial(_sample, session, monitors, session.prompts)))
+    return tuple(validations)
 
 
 def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
-    """The loss on held-out data; where the settings say so, that without the adapter too."""
+    """Log the loss on held-out data, and with `evaluation.base` the loss without the adapter."""
     measure = partial(held_out_loss, session, session.stop)
-    values, without = measure(), ""
+    values, base_text = measure(), ""
     if _compares(session):
         with session.store.compute.templates.without_adapters():
             values["base_eval_loss"] = measure()["eval_loss"]
-        without = f"  without the adapter: loss {values['base_eval_loss']:.4f}"
+        base_text = f"  without the adapter: loss {values['base_eval_loss']:.4f}"
     add_lines(session.folder / "metrics.jsonl", [{"step": step} | values])
     monitors.log(step, values)
     when = f"after step {step}" if step else "before the first step"
-    session.say(f"evaluation {when}: {_in_words(values)}  {show_seconds(values['eval_s'])}{without}")
+    session.say(f"evaluation {when}: {_in_words(values)}  {show_seconds(values['eval_s'])}{base_text}")
 
 
 def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float]:
-    """`evaluate` of as much of the held-out data as the settings say; PlanError where there is none."""
-    data, most = session.held_out, session.settings.evaluation.max_sequences
+    """Run `evaluate` on up to `evaluation.max_sequences` held-out sequences. PlanError without held-out data."""
+    data, limit = session.held_out, session.settings.evaluation.max_sequences
     if data is None:
         raise PlanError("no held-out data to evaluate on; name it in the settings, as evaluation.data")
-    return evaluate(session.store, data.batch, min(most, data.n_steps or most), stop)
+    return evaluate(session.store, data.batch, min(limit, data.n_steps or limit), stop)
 
 
 def _in_words(values: dict[str, float]) -> str:
@@ -88,17 +88,17 @@ def _in_words(values: dict[str, float]) -> str:
         return f"loss {values['eval_loss']:.4f}  {of_tokens}"
     how = "labelled" if f"eval_{Of.SEQUENCES}" in values else "preferred" if "eval_pairs" in values else "judged"
     right = f"  {values['eval_accuracy']:.1%} {how} rightly" if "eval_accuracy" in values else ""
-    n = next((f"{values[f'eval_{of}']:,} {of}" for of in Of if f"eval_{of}" in values), "")
+    n = next((f"{values[f'eval_{unit}']:,} {unit}" for unit in Of if f"eval_{unit}" in values), "")
     return f"loss {values['eval_loss']:.4f}{right}  {n}"
 
 
 def _sample(session: Session, monitors: Monitors, prompts: Prompts, step: int) -> None:
-    """Answers to the prompts; where the settings say so, those without the adapter too."""
-    asked, store = session.settings.evaluation, session.store
+    """Log answers to the prompts, and with `evaluation.base` the answers without the adapter."""
+    evaluation, store = session.settings.evaluation, session.store
     tokenizer = prompts.tokenizer
 
     def answers() -> list[str]:
-        new = generate(store, prompts.ids, asked.max_new_tokens, tokenizer.answer_ends, session.stop)
+        new = generate(store, prompts.ids, evaluation.max_new_tokens, tokenizer.answer_ends, session.stop)
         return [tokenizer.decode(ids) for ids in new]
 
     lines = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, answers(), strict=True)]
@@ -122,13 +122,11 @@ def _compares(session: Session) -> bool:
 def evaluate(
     machine: TorchMachine, sequence: Callable[[int], Batch], n_sequences: int, stop: Stop | None = None
 ) -> dict[str, float]:
-    """The loss on `n_sequences`, batches of one as long as the plan's, of the weights as they are: as in training, without dropout.
+    """Return the loss on `n_sequences` batches of one sequence with the plan's length. Current weights, no dropout.
 
-    By the names of metrics.jsonl: the mean over supervised tokens, which is their cross entropy whatever the loss of tokens, its
-    perplexity, how many they are, and the seconds it took; the mean divergence from a teacher who has something to say of them;
-    of any other loss its own mean instead, and of pairs the share in which
-    the chosen answer is preferred. All lanes of the machine must be idle. DataError where no token is supervised;
-    Abandoned after `stop.request()`, once the pass in progress is done.
+    Names like in metrics.jsonl. Loss of tokens: mean cross entropy over supervised tokens, perplexity, token count, seconds, and
+    mean divergence from a teacher. Other losses: the mean loss; for pairs also the share with the chosen answer preferred. All
+    lanes of the machine must be idle. DataError without supervised tokens. Abandoned after `stop.request()`, at the end of a pass.
     """
     began_s, losses, divergences, n_tokens = time.perf_counter(), list[torch.Tensor](), list[torch.Tensor](), 0
     objective = machine.plan.semantics.objective
@@ -138,54 +136,54 @@ def evaluate(
 
     def batch(number: int) -> Batch:
         nonlocal n_tokens
-        found = batch_of(number)
-        n_tokens += found.n_supervised
-        return found
+        result = batch_of(number)
+        n_tokens += result.n_supervised
+        return result
 
     def note(last: LastHidden) -> None:
-        of, head = (last.weights, last.hidden_BTD, last.targets_BT), last.templates.head
-        losses.append(head.summed_losses(*of))
+        arguments, head = (last.weights, last.hidden_BTD, last.targets_BT), last.templates.head
+        losses.append(head.summed_losses(*arguments))
         if TEACHER in last.extras:
-            divergences.append(head.divergence(*of, last.extras))
+            divergences.append(head.divergence(*arguments, last.extras))
 
     machine.forward(plan, batch, note, n_passes, stop)
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
     loss = torch.tensor(sum(loss.item() for loss in losses) / n_tokens, dtype=torch.float64)
-    found = {"eval_loss": loss.item(), "eval_perplexity": loss.exp().item(), "eval_tokens": n_tokens}  # exp may be infinite
+    results = {"eval_loss": loss.item(), "eval_perplexity": loss.exp().item(), "eval_tokens": n_tokens}  # exp may be infinite
     if divergences:
-        found["eval_divergence"] = sum(of.item() for of in divergences) / n_tokens
-    return found | {"eval_s": time.perf_counter() - began_s}
+        results["eval_divergence"] = sum(divergence.item() for divergence in divergences) / n_tokens
+    return results | {"eval_s": time.perf_counter() - began_s}
 
 
 def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None) -> dict[str, float]:
-    """The mean of a loss that is not of tokens. A pair is right where the chosen answer gains more on the reference
-    than the other, or, without a reference, has the larger mean log-probability; where both have the same it is half right. An
-    answer of KTO's is right where it gains more than its group's baseline if it is wanted, and less if not."""
+    """Return the mean of a loss over answers, and the accuracy. A pair is correct if the chosen answer gains more on the reference
+    than the rejected one; without a reference, if its mean log-probability is higher. Ties count half. A KTO answer is correct if
+    it gains more than its group's baseline when desirable, less when not."""
     sums, n_tokens, extras = log_probabilities(machine, sample, n_samples, stop)
     loss, objective = machine.compute.templates.head.function, machine.plan.semantics.objective
     assert loss is not None
     sums, n_tokens, rows_each = sums.flatten(0, 1), n_tokens.flatten(0, 1), objective.rows_each
     values = loss.values(sums, n_tokens, extras)
 
-    def in_groups(of: torch.Tensor) -> torch.Tensor:
-        """Of those that are there, a row of each pair or group."""
+    def in_groups(tensor: torch.Tensor) -> torch.Tensor:
+        """Return one row per complete pair or group."""
         by_group = [
-            in_order(each, rows_each, n_tokens).view(-1, rows_each, *each.shape[n_tokens.dim() :]) for each in (of, n_tokens)
+            in_order(part, rows_each, n_tokens).view(-1, rows_each, *part.shape[n_tokens.dim() :]) for part in (tensor, n_tokens)
         ]
         return by_group[0][(by_group[1] > 0).all(dim=1)]
 
     n_losses = len(in_groups(n_tokens)) * rows_each // (2 if objective.of in HALVES else 1)
-    found = {"eval_loss": values.sum().item() / n_losses, f"eval_{objective.of}": n_losses}
+    report = {"eval_loss": values.sum().item() / n_losses, f"eval_{objective.of}": n_losses}
     scores = in_groups(sums - extras["reference"] if "reference" in extras else sums if objective.n_labels else sums / n_tokens)
     if objective.of is Of.PAIRS:
-        found["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
+        report["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
     elif objective.of is Of.ANSWERS:
         over = scores[:, 0::2] - scores[:, 1::2].mean(dim=1, keepdim=True).clamp(min=0)
-        found["eval_accuracy"] = (torch.where(in_groups(extras["label"])[:, 0::2] > 0, over, -over).sign() / 2 + 0.5).mean().item()
+        report["eval_accuracy"] = (torch.where(in_groups(extras["label"])[:, 0::2] > 0, over, -over).sign() / 2 + 0.5).mean().item()
     elif objective.n_labels is not None:
-        found["eval_accuracy"] = (scores.argmax(dim=-1) == in_groups(extras["label"])).float().mean().item()
-    return found
+        report["eval_accuracy"] = (scores.argmax(dim=-1) == in_groups(extras["label"])).float().mean().item()
+    return report
 
 
 # -- samples -------------------------------------------------------------------------------------------------------------
@@ -198,7 +196,7 @@ def generate(
     end_ids: Collection[int] = (),
     stop: Stop | None = None,
 ) -> list[list[int]]:
-    """The likeliest tokens after each prompt: up to `max_new_tokens`, one of `end_ids`, or the length of the plan's sequences.
+    """Generate greedily after each prompt: up to `max_new_tokens`, a token of `end_ids`, or the plan's sequence length.
 
     All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
@@ -210,9 +208,9 @@ def generate(
         return n_new < max_new_tokens and n < semantics.seq_len and not (n_new and sequences[number][-1] in end_ids)
 
     while unfinished := [number for number in range(len(prompts)) if is_open(number)]:
-        for first in range(0, len(unfinished), semantics.loss_tile_tokens):  # as many rows of logits as a tile of the loss has
-            some = unfinished[first : first + semantics.loss_tile_tokens]
-            for number, logits_V in zip(some, _next_logits(machine, [sequences[n] for n in some], stop), strict=True):
+        for first in range(0, len(unfinished), semantics.loss_tile_tokens):  # at most one tile of logits
+            numbers = unfinished[first : first + semantics.loss_tile_tokens]
+            for number, logits_V in zip(numbers, _next_logits(machine, [sequences[n] for n in numbers], stop), strict=True):
                 if not bool(logits_V.isfinite().all()):
                     raise PenstockError("the model's logits are not finite: its weights are spoilt; resume an earlier checkpoint")
                 sequences[number].append(int(logits_V.argmax()))
@@ -220,21 +218,21 @@ def generate(
 
 
 def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop | None) -> torch.Tensor:
-    """(S, V) fp32 logits of the token after each sequence, on the host."""
+    """Return (S, V) fp32 logits of the token after each sequence, on the host."""
     semantics = machine.plan.semantics
     longest = max(map(len, sequences))
     seq_len = min(semantics.seq_len, -(-longest // LENGTH_STEP_TOKENS) * LENGTH_STEP_TOKENS)
     plan = forward_plan(machine.plan, -(-len(sequences) // semantics.micro_batch), seq_len)
-    tokens_BT = torch.zeros((plan.semantics.batch_size, seq_len), dtype=torch.int64)  # padded on the right: attention is causal
+    tokens_BT = torch.zeros((plan.semantics.batch_size, seq_len), dtype=torch.int64)  # right padding: attention is causal
     for row, sequence in enumerate(sequences):
         tokens_BT[row, : len(sequence)] = torch.tensor(sequence)
-    batch, found = Batch(tokens_BT, torch.full_like(tokens_BT, UNSUPERVISED)), list[torch.Tensor]()
+    batch, parts = Batch(tokens_BT, torch.full_like(tokens_BT, UNSUPERVISED)), list[torch.Tensor]()
 
     def note(last: LastHidden) -> None:
         first = last.micro_batch * semantics.micro_batch
         ends = [len(sequence) - 1 for sequence in sequences[first : first + semantics.micro_batch]]
         rows_SD = torch.stack([last.hidden_BTD[b, end] for b, end in enumerate(ends)])
-        found.append(last.templates.head.logits(last.weights, rows_SD))
+        parts.append(last.templates.head.logits(last.weights, rows_SD))
 
     machine.forward(plan, lambda step: batch, note, 1, stop)
-    return torch.cat([logits.cpu() for logits in found])
+    return torch.cat([logits.cpu() for logits in parts])

@@ -17,12 +17,12 @@ import pytest
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.expected import EXPECTED
-from benchmarks.gpu.harness import ARCHIVE, DONE, FAILED, INTERRUPTED, SKIPPED, STREAM, Harness, Results
+from benchmarks.gpu.harness import ARCHIVE, FAILED, FINISHED, INTERRUPTED, SKIPPED, STREAM, Harness, Results
 from benchmarks.gpu.host import SIZES
 from benchmarks.gpu.packages import missing
 from benchmarks.gpu.page import lines
 from benchmarks.gpu.smoke import POLICIES, smoke
-from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, Asked, Stage
+from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, Request, Stage
 from penstock.runtime.plan.workload import Saved
 from tests.forks import Forked, is_alive
 from tests.tour import ROOT
@@ -46,7 +46,7 @@ def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path, monke
         forks.setattr("benchmarks.gpu.harness.subprocess", SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired))
         code = main([*TINY, "--home", str(tmp_path), "--fail", "host"])
     stream = Results(results)
-    expected = dict.fromkeys([*NAMES, PAGE.name], DONE) | {"host": FAILED, "megatrain": SKIPPED}
+    expected = dict.fromkeys([*NAMES, PAGE.name], FINISHED) | {"host": FAILED, "megatrain": SKIPPED}
     expected |= {stage.name: SKIPPED for stage in STAGES if not stage.in_tiny}
     if missing(["deepspeed"]):
         expected["zero3"] = SKIPPED
@@ -78,8 +78,8 @@ def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path, monke
     command = [sys.executable, "-m", "benchmarks.gpu", *TINY, "--home", tmp_path]
     again = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     begun = [row["stage"] for row in stream.rows()[n_rows:] if row["what"] == "began"]
-    assert begun == [name for name in [*NAMES, PAGE.name] if expected[name] != DONE or name == PAGE.name]
-    assert (again.returncode, stream.outcomes()["host"]) == (0, DONE), again.stderr
+    assert begun == [name for name in [*NAMES, PAGE.name] if expected[name] != FINISHED or name == PAGE.name]
+    assert (again.returncode, stream.outcomes()["host"]) == (0, FINISHED), again.stderr
     assert "| host | done |" in (results / "page.md").read_text()
 
 
@@ -109,7 +109,7 @@ def test_a_stage_over_its_limit_is_killed_with_its_children(tmp_path):
     child = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); note('slow', 'child', pid=p.pid); time.sleep(60)"
     harness, stages = harness_of(tmp_path, {"slow": child, "next": "note('next', 'measured', x=1)"})
     stages[0] = replace(stages[0], limit_s=2.0)
-    assert harness.perform_all(stages, 100.0) == {"slow": FAILED, "next": DONE}
+    assert harness.perform_all(stages, 100.0) == {"slow": FAILED, "next": FINISHED}
     rows = harness.stream.rows()
     (said,) = [row["said"] for row in rows if row["stage"] == "slow" and row["what"] == "ended"]
     assert said.startswith("over its limit of 2 s")
@@ -122,12 +122,12 @@ def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
     codes = {"good": "note('good', 'measured')", "bad": "print('x'); raise ValueError('no such device')"}
     codes["killed"] = "import os; os.abort()"
     harness, stages = harness_of(tmp_path, codes)
-    assert harness.perform_all(stages, 100.0) == {"good": DONE, "bad": FAILED, "killed": FAILED}
+    assert harness.perform_all(stages, 100.0) == {"good": FINISHED, "bad": FAILED, "killed": FAILED}
     said = {row["stage"]: row["said"] for row in harness.stream.rows() if row["what"] == "ended"}
     assert said["bad"] == "ValueError: no such device"
     assert said["killed"].startswith("killed by signal 6")
     harness, stages = harness_of(tmp_path, codes | {"bad": "note('bad', 'measured')"})
-    assert harness.perform_all(stages, 100.0) == {"good": DONE, "bad": DONE, "killed": FAILED}
+    assert harness.perform_all(stages, 100.0) == {"good": FINISHED, "bad": FINISHED, "killed": FAILED}
     assert [row["stage"] for row in harness.stream.rows() if row["what"] == "measured"] == ["good", "bad"]
     log = (tmp_path / "logs" / "bad.log").read_text()
     assert "no such device" in log, "what an earlier call's log said is kept"
@@ -146,7 +146,7 @@ def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
     process.send_signal(number)
     process.wait(timeout=30)
     assert [row["x"] for row in stream.rows() if row["what"] == "measured"] == [1, 2]
-    assert stream.outcomes() == {"first": DONE} | ({"second": INTERRUPTED} if number != signal.SIGKILL else {})
+    assert stream.outcomes() == {"first": FINISHED} | ({"second": INTERRUPTED} if number != signal.SIGKILL else {})
     with tarfile.open(tmp_path / "results" / ARCHIVE) as tar:
         assert "logs/first.log" in tar.getnames()
         assert ("logs/second.log" in tar.getnames()) == (number != signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_stages_are_functions_and_fit_into_their_calls():
     assert len({*NAMES}) == len(NAMES)
     for stage in (*STAGES, PAGE):
         module, _, function = stage.perform.partition(":")
-        assert [*signature(getattr(import_module(f"benchmarks.gpu.{module}"), function)).parameters] == ["asked", "note"]
+        assert [*signature(getattr(import_module(f"benchmarks.gpu.{module}"), function)).parameters] == ["request", "note"]
     for call in CALLS.values():
         assert sum(stage.limit_s for stage in STAGES if stage.call == call) <= CALL_S == 540.0
     assert {name for name in NAMES if name in FULL.cases} == {*FULL.cases}
@@ -184,7 +184,7 @@ def test_a_policy_that_changes_a_bit_fails_the_smoke(tmp_path, monkeypatch):
         return bits if Saved.ATTENTION not in policy.save else {name: x + 1 for name, x in bits.items()}
 
     monkeypatch.setattr("benchmarks.gpu.smoke._trained", trained)
-    rows, asked = [], Asked(tmp_path, tmp_path / "results", "cpu", tiny=True, stage="smoke-llama")
+    rows, asked = [], Request(tmp_path, tmp_path / "results", "cpu", tiny=True, stage="smoke-llama")
     with pytest.raises(RuntimeError, match="2 cases failed or changed bits, the first: llama, eager, attention saved"):
         smoke(asked, lambda what, **values: rows.append(values["n_different"]))
     changed = [2, 6]  # of three policies with eager kernels, one with fused pointwise ones, three with all fused

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.killing import PHASES, lines
-from benchmarks.kills import POLICIES, Trial, differences, left_by, page, perform, prepared, told, undisturbed
+from benchmarks.kills import POLICIES, Trial, differences, page, perform, prepared, read_stories, results_of, undisturbed
 from tests.forks import Forked
 
 N_STEPS = 14
@@ -94,7 +94,7 @@ def test_training_killed_three_times_goes_on_to_the_same_bits(tmp_path, monkeypa
     assert len(kills) == 3
     assert all(kill.resumed for kill in kills)
     assert len(lines(tmp_path / "undisturbed" / "metrics.jsonl")) == 6 + 3, "six steps, three evaluations"
-    assert "last checkpoint" in left_by(tmp_path / "undisturbed")
+    assert "last checkpoint" in results_of(tmp_path / "undisturbed")
 
 
 def test_every_kill_is_counted_and_honest_runs_differ_nowhere(numbers):
@@ -106,7 +106,7 @@ def test_every_kill_is_counted_and_honest_runs_differ_nowhere(numbers):
     assert all(kill.resumed for kill in kills)
     assert {phase for kill in kills for phase in kill.phases} <= {*PHASES}
     assert not list(trial.home.glob("run-*")), "what is as it should be is not kept"
-    assert perform(trial, 6, seed=0, n_jobs=2) == told(trial.home / "kills.jsonl"), "none is left to do"
+    assert perform(trial, 6, seed=0, n_jobs=2) == read_stories(trial.home / "kills.jsonl"), "none is left to do"
 
 
 SINS = {
@@ -136,7 +136,7 @@ def test_what_differs_from_the_undisturbed_run_is_seen(numbers):
     trial = numbers("honest")
     out, doctored = trial.home / "undisturbed", trial.home / "doctored"
     change_log(out, lambda said: [line.replace('"step_s": ', '"step_s": 1') for line in said])
-    assert differences(left_by(out), trial.usual.left) == [], "times may differ"
+    assert differences(results_of(out), trial.usual.results) == [], "times may differ"
     for doctor in (
         lambda: (doctored / "checkpoint-14" / "moments").write_text("1"),
         (doctored / "checkpoint-14" / "more").touch,
@@ -146,5 +146,5 @@ def test_what_differs_from_the_undisturbed_run_is_seen(numbers):
     ):
         shutil.copytree(out, doctored)
         doctor()
-        assert differences(left_by(doctored), trial.usual.left) != []
+        assert differences(results_of(doctored), trial.usual.results) != []
         shutil.rmtree(doctored)

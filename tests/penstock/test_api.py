@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock.data.data import read_data
-from penstock.data.given import Given
+from penstock.data.user_batches import UserBatches
 from penstock.run_config import RunConfigError
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
@@ -141,7 +141,7 @@ def test_a_command_goes_on_with_a_programs_run(home: Path) -> None:
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        (Batches(300), "the model knows 0 to 271"),
+        (Batches(300), "the model has ids 0 to 271"),
         (type("Short", (), {"batch": lambda self, step: (torch.zeros(4, 8).long(),) * 2})(), r"are \(4, 8\) torch.int64"),
         (Batches(documents=((5, 5),) * 4), r"have \[10, 10, 10, 10\] tokens"),
         (type("Texts", (), {"batch": lambda self, step: ["a", "b"]})(), "gave a list; give a Batch, or input ids and targets"),
@@ -170,8 +170,8 @@ def test_batches_are_refused_where_they_cannot_be_used(home: Path) -> None:
     assert not (home / "out").exists()
     packed = Batches(documents=((16, 16),) * 4)
     with pytest.raises(DataError, match="leave document_tokens out"):
-        Given(packed, 32, 4, 272, "attention by document is not there").batch(0)
-    assert Given(packed, 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4
+        UserBatches(packed, 32, 4, 272, "attention by document is not there").batch(0)
+    assert UserBatches(packed, 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4
 
 
 def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:

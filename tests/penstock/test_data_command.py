@@ -163,7 +163,7 @@ def test_bad_rows_are_a_line_each_and_left_out_by_share(home, given):
     for share in ("1", "few"):  # one per cent, one row, or all of them?
         one_line(penstock(*asked, "--bad-rows", share), 2, "--bad-rows", "write 1% or 0.01")
     refused = penstock(*asked, "--bad-rows", "1%")
-    one_line(refused, 2, "dirty.jsonl:1: ", "3 of 15 rows are bad; mend them, or leave out as many with --bad-rows 20%")
+    one_line(refused, 2, "dirty.jsonl:1: ", "3 of 15 rows are bad; mend them, or skip them with --bad-rows 20%")
     assert [line.split(": ")[0] for line in refused.stderr.splitlines()[-3:-1]] == [f"  {home}/dirty.jsonl:{n}" for n in (14, 15)]
     said = succeeded(penstock(*asked, "--bad-rows", "20%", "--eval-data", home / "dirty.jsonl")).stderr
     assert all(f"bad rows{of} 3 of 15, left out: " in said for of in (":", "")), "of the held-out data, too"

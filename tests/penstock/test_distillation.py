@@ -58,7 +58,7 @@ def test_a_teachers_file_is_what_transformers_says(school):
     assert held.shape == (data.n_sequences, 1, 32, 16)
     for i in range(data.n_sequences):
         with torch.no_grad():
-            likely = (teacher(data.of([(0, i)]).input_ids).logits[0] / 2).log_softmax(-1)
+            likely = (teacher(data.batch_of_samples([(0, i)]).input_ids).logits[0] / 2).log_softmax(-1)
         torch.testing.assert_close(likely.gather(1, ids[i, 0].long()), logps[i, 0, :, :5].float(), rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(likely.topk(5).values, logps[i, 0, :, :5].float(), rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(logps.float().exp().sum(-1), torch.ones(held.shape[:3]), rtol=1e-3, atol=0)

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import penstock
-from penstock.data.data import needed, read_data
-from penstock.data.given import Given
+from penstock.data.data import read_data, required_format
+from penstock.data.user_batches import UserBatches
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.plan.objective import Of, parse_objective
@@ -153,7 +153,7 @@ def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     found, expected = (read(path, loss).batch(0) for path in paths)
     assert torch.equal(found.input_ids, expected.input_ids)
     assert {name: of.tolist() for name, of in found.extras.items()} == {name: of.tolist() for name, of in expected.extras.items()}
-    assert needed(replace(parse_objective(loss), name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
+    assert required_format(replace(parse_objective(loss), name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
 
 
 def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
@@ -198,7 +198,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
         (pairs_of, {**PAIR, "prompt": ""}, "share no prompt"),
         (pairs_of, {"chosen": [ASKED, YES], "rejected": [YES, NO]}, "share no prompt"),
         (pairs_of, {**PAIR, "rejected": [NO]}, 'no string under "rejected"'),
-        (pairs_of, {**PAIR, "system": "be brief"}, '"system" besides "prompt"'),
+        (pairs_of, {**PAIR, "system": "be brief"}, '"system" next to a text "prompt"'),
         (pairs_of, {"question": "tea?", "chosen": "a yes", "rejected": "a no"}, "name it with --columns prompt=question"),
         (pairs_of, {"chosen": "tea? yes", "rejected": "tea? yes, please"}, "one of chosen and rejected begins with the other"),
         (pairs_of, {"text": "tea"}, "a loss of pairs needs chosen and rejected"),
@@ -213,7 +213,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
         (rollouts_of, GROUP | {"logprobs": [[-0.5], [-0.25, -2]]}, 'not one of "logprobs" for each'),
         (rollouts_of, GROUP | {"logprobs": [[-0.5], [-0.25, -2, 3]]}, '"logprobs" above 0'),
         (rollouts_of, GROUP | {"rewards": [0, float("nan")]}, '"rewards" that are no finite numbers'),
-        (rollouts_of, GROUP | {"completion_ids": [[1], [2, 3, 300]]}, "a token 300, and the model knows 0 to 299"),
+        (rollouts_of, GROUP | {"completion_ids": [[1], [2, 3, 300]]}, "a token 300; the model has ids 0 to 299"),
         (rollouts_of, GROUP | {"completion_ids": [[], [2, 3, 4]], "logprobs": [[], [-1, -1, -1]]}, "a completion that is empty"),
         (rollouts_of, GROUP | {"prompt_ids": []}, 'an empty "prompt_ids"'),
         (rollouts_of, GROUP | {"prompt_ids": "tea"}, 'no list under "prompt_ids"'),
@@ -391,13 +391,13 @@ def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
 
 def test_batches_bring_what_the_loss_asks_and_keep_no_more():
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    given = lambda loss="dpo", **extras: Given(  # noqa: E731
+    given = lambda loss="dpo", **extras: UserBatches(  # noqa: E731
         SimpleNamespace(batch=lambda step: Batch(ids, ids, extras=extras)), 8, 2, 96, objective=parse_objective(loss)
     ).batch(0)
     assert given(reference=torch.zeros(2), more=torch.zeros(())).extras.keys() == {"reference"}
-    with pytest.raises(DataError, match=r"asks for extras\['reference'\] of \(2,\), and step 0 brings one of \(2, 8\)"):
+    with pytest.raises(DataError, match=r"requires extras\['reference'\] of \(2,\), and step 0 has one of \(2, 8\)"):
         given(reference=torch.zeros(2, 8))
-    with pytest.raises(DataError, match=r"asks for extras\['old'\] of \(2, 8\), and step 0 brings one of \(2,\)"):
+    with pytest.raises(DataError, match=r"requires extras\['old'\] of \(2, 8\), and step 0 has one of \(2,\)"):
         given("grpo", advantage=torch.zeros(2), old=torch.zeros(2))
 
 
@@ -430,7 +430,7 @@ def test_a_loss_of_ones_own_gets_what_ones_own_batches_bring(home):
     first, *_, last = (step.loss for step in done.metrics)
     assert last < first - 0.1
     Rollouts.extras = ("advantage",)
-    with pytest.raises(DataError, match=r"asks for extras\['sampled'\] of \(8,\) or \(8, 32\), and step 0 brings none"):
+    with pytest.raises(DataError, match=r"requires extras\['sampled'\] of \(8,\) or \(8, 32\), and step 0 has none"):
         penstock.train(found, Rollouts(), out=home / "lacking", steps=1, **how)
-    with pytest.raises(DataError, match="asks batches for 'advantage', which no file brings"):
+    with pytest.raises(DataError, match="requires 'advantage', which no file provides"):
         penstock.train(found, home / "data", out=home / "files", steps=1, settings={"tokenizer": "bytes"}, **how)

@@ -135,7 +135,7 @@ def test_decay_spares_named_parameters_that_there_are(home):
     [
         (["--steps", "2", "--epochs", "1"], ("steps and epochs",)),
         (["--warmup-steps", "4"], ("warm-up takes 4 steps", "the run has 4")),
-        (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "there are: ")),
+        (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "it holds: ")),
         (["--recalibrate", "none/profile.json"], ("none/profile.json", "cannot be written")),
         (["--device", "emulated", "--save-minutes", "5"], ("an emulated run trains a stand-in and saves nothing",)),
         (["--prompt", "x" * 40], ("prompt 1 has 40 tokens", "32")),
@@ -162,7 +162,7 @@ def test_a_run_without_plan_or_data_is_told_where_to_name_them(home):
 
 def test_streamed_data_need_a_number_of_steps(home):
     asked = ["run", plan_in(home), "--data", home / "data", "--out", home / "o", "--streaming", *SCRATCH]
-    one_line(penstock(*asked), 2, "say how many --steps")
+    one_line(penstock(*asked), 2, "give --steps")
     assert not (home / "o").exists()
     succeeded(penstock(*asked, "--steps", 3))
     assert [line["step"] for line in lines_of(home, "o")] == [1, 2, 3]

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from benchmarks.op_fit import Found, attention, collectives, digest_of, eager_rates, memory_rates, norms, products, rows_to_fit
+from benchmarks.op_fit import FitResult, attention, collectives, digest_of, eager_rates, memory_rates, norms, products, rows_to_fit
 from benchmarks.op_profiles import FOLDER, profiles
 from benchmarks.published.ops import validate_ops
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
@@ -29,7 +29,7 @@ def test_every_number_that_names_rows_names_rows_of_the_fit(monkeypatch):
     """Each such source has a mark of the very rows; the marks of all groups of today are there to be found. But for products, on
     which rates rest, what is fitted to them is for the next test."""
     products()
-    monkeypatch.setattr("benchmarks.op_fit.Found.of", lambda groups, *_: Found({}, groups, {}))
+    monkeypatch.setattr("benchmarks.op_fit.FitResult.validated", lambda groups, *_: FitResult({}, groups, {}))
     several = (found for of in collectives().values() for found in of.values())
     groups = [rows for found in (*products().values(), *several) for rows in found.rows.values()]
     for kernel, way in product(("flash", "cudnn", "fa3", "aiter"), ("forward", "backward")):

@@ -83,10 +83,10 @@ def test_rows_of_the_test_are_predicted_as_well_as_was_wanted(ledger):
     """But for one, which the page shows: collectives' 90th percentile is 11.3 % where 10 % was wanted."""
     of_the_test = [op for op in ledger.ops if op.row.share == "test" and op.row.trust < 3]
     for name, (belongs, median, p90) in WANTED.items():
-        found = Errors.of(op for op in of_the_test if belongs(op.row))
+        found = Errors.from_ops(op for op in of_the_test if belongs(op.row))
         assert found.median_error_fraction <= median, name
         assert found.p90_error_fraction <= (0.115 if name == "collectives over NVLink" else p90), name
-    assert TEST_COVERAGE[0] <= Errors.of(of_the_test).coverage_fraction <= TEST_COVERAGE[1]
+    assert TEST_COVERAGE[0] <= Errors.from_ops(of_the_test).coverage_fraction <= TEST_COVERAGE[1]
 
 
 @pytest.mark.soak

@@ -56,7 +56,7 @@ def longest_paths(tasks):
     last = {}
     for i, task in enumerate(tasks):
         graph.add_node(i)
-        graph.add_edges_from((j, i) for j in (*task.after, *([last[task.queue]] if task.queue in last else [])))
+        graph.add_edges_from((j, i) for j in (*task.dependencies, *([last[task.queue]] if task.queue in last else [])))
         last[task.queue] = i
     ends = []
     for i, task in enumerate(tasks):

@@ -71,7 +71,7 @@ def test_the_page_holds_every_sentence_and_explains_misses():
     assert sum(c.holds for c in found) >= 0.7 * len(found)
     for claim in found:
         assert claim.holds or claim.note
-        assert f"| {claim.what} | {claim.source} |" in text, "write it again with `python benchmarks/ledger.py`"
+        assert f"| {claim.quantity} | {claim.source} |" in text, "write it again with `python benchmarks/ledger.py`"
         if claim.source != FLEX:  # on a machine whose profile may be measured anew
             assert f"| {claim.row()[3]} | {claim.row()[4]} |" in text, "write it again with `python benchmarks/ledger.py`"
 

@@ -11,7 +11,7 @@ from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
-from penstock.training.self_test import differences, own_step
+from penstock.training.self_test import differences, reference_step
 from tests import training
 from tests.every_type import tiny
 from tests.rank_law import trained_alone, trained_by
@@ -23,7 +23,7 @@ from .test_replay import REMEMBERING, WIDE, device_bytes
 
 def own(model_type, router_loss=0.3):
     config = tiny(model_type)
-    return own_step(config, Semantics(1, 1, 1, attention=supported_attention(Model(config))[0], router_loss=router_loss))
+    return reference_step(config, Semantics(1, 1, 1, attention=supported_attention(Model(config))[0], router_loss=router_loss))
 
 
 @pytest.mark.fast("some")

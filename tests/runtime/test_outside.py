@@ -20,7 +20,7 @@ from penstock.runtime.layers.meta_models import read_config
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
-from penstock.training.self_test import differences, own_step
+from penstock.training.self_test import differences, reference_step
 from tests.every_type import tiny
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, same_bits, semantics_of
@@ -41,7 +41,7 @@ OPTIONS = {
 def faults(config, attention=None, compute_dtype="fp32") -> list[str]:
     """What our first step and transformers' own `forward(labels=...)`, from the same random weights, do not have in common."""
     of = Semantics(1, 1, 1, attention=attention or supported_attention(Model(config))[0])
-    found = differences(own_step(config, of, compute_dtype))
+    found = differences(reference_step(config, of, compute_dtype))
     # The two gradients of a tied matrix are added up in fp32 here, and rounded once
     rounds = compute_dtype == "bf16" and read_config(config).tie_word_embeddings
     return [name for name in found if not (rounds and "embed" in name)]
@@ -64,7 +64,7 @@ def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dty
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_the_gradient_of_the_heads_bias_is_the_sum_over_tiles(micro_batch):
-    own = own_step(tiny("phi"), Semantics(1, 1, 1))
+    own = reference_step(tiny("phi"), Semantics(1, 1, 1))
     by_tiles = replace(own, semantics=replace(own.semantics, loss_tile_tokens=12, micro_batch=micro_batch))
     assert differences(by_tiles, partial(torch.allclose, rtol=1e-4, atol=1e-6)) == []
 

@@ -188,7 +188,7 @@ def test_what_a_template_refuses_is_named_with_its_place(talker):
     ],
 )
 def test_a_template_that_fails_or_leaves_its_sandbox_is_one_line(tmp_path, source):
-    with pytest.raises(DataError, match=r"^data\.jsonl:7: the model's chat template does not take it") as caught:
+    with pytest.raises(DataError, match=r"^data\.jsonl:7: the model's chat template rejects it") as caught:
         talker_in(tmp_path, "chatml", source).encode(TALK)
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 300
@@ -211,5 +211,5 @@ def test_roles_that_the_template_drops_are_named(tmp_path):
     path = write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [*extra, *TALK]} for extra in ([told], [], [told, told])])
     found = read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens")
     said = found.words()
-    assert "drops what developer (in 2 rows) say" in said["warning, roles"]
+    assert "drops messages of developer (in 2 rows)" in said["warning, roles"]
     assert said["warning, few"].startswith("a step of 8 sequences trains on some of these 3 more than once")

@@ -58,7 +58,7 @@ FILES = {
 def test_every_kind_of_file_gives_its_rows_as_written(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
     (file,) = find_files(tmp_path, tmp_path / "run").files
-    found = [rows.parsed(row, "") if isinstance(row, bytes) else row for _, row in rows.rows_of(file.path, file.kind)]
+    found = [rows.parse_line(row, "") if isinstance(row, bytes) else row for _, row in rows.rows_of(file.path, file.kind)]
     assert found == ROWS
     assert texts_of(read(tmp_path / name)) == [f"<|user|>\n{r['question']}<|assistant|>\n{r['answer']}" for r in ROWS]
 
@@ -67,7 +67,7 @@ def test_arguments_of_a_tool_are_not_filled_from_other_rows(tmp_path):
     """As a schema for a whole file would."""
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls])
-    found = [rows.parsed(row, "") for _, row in rows.rows_of(path, "lines")]
+    found = [rows.parse_line(row, "") for _, row in rows.rows_of(path, "lines")]
     assert [row["messages"][0]["tool_calls"] for row in found] == [[call] for call in calls]
 
 
@@ -100,7 +100,7 @@ def test_columns_are_taken_for_what_the_user_says(tmp_path, name):
     found = read(tmp_path / name, columns={"question": "q", "answer": "a"})
     assert tokens_of(found) == tokens_of(read(write_lines(tmp_path / "lines.jsonl", ROWS)))
     assert "no column 'nix', which --columns names; its columns are " in refused(path, columns={"text": "nix"})
-    assert "--columns response=...: no such column; there are messages, " in refused(path, columns={"response": "a"})
+    assert "--columns response=...: no such column; choose from messages, " in refused(path, columns={"response": "a"})
     assert "--columns ...=a: the column would be read twice" in refused(path, columns={"question": "a", "answer": "a"})
 
 
@@ -135,7 +135,7 @@ def test_a_link_out_of_a_folder_is_refused(tmp_path, target):
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "elsewhere").mkdir()
     (path / "link.jsonl").symlink_to(tmp_path / target)
-    assert "link.jsonl: a link out of the folder, which is not followed; copy what it leads to" in refused(path)
+    assert "link.jsonl: a link out of the folder, which is not followed; copy its target" in refused(path)
 
 
 def test_texts_of_a_set_of_chats_are_left_out_and_counted(tmp_path):

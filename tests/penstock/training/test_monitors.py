@@ -47,7 +47,7 @@ def test_a_monitor_that_cannot_begin_is_said_and_left_out(tmp_path):
     told(tmp_path, "tensorboard", say=said.append)
     assert len(said) == 1
     assert said[0].startswith("tensorboard: FileExistsError: ")
-    assert said[0].endswith("; the run goes on without it")
+    assert said[0].endswith("; the run continues without it")
 
 
 # -- clients that need not be installed: stand-ins that remember what they were told
@@ -63,7 +63,7 @@ def test_a_monitor_that_fails_is_said_once_and_others_go_on(tmp_path, monkeypatc
     said, run = [], stand_in(monkeypatch, "wandb").init.return_value
     run.log.side_effect = ConnectionError("no route\nto host")
     told(tmp_path, "wandb", "tensorboard", "wandb", steps=(1, 2), say=said.append)
-    assert said == ["wandb: ConnectionError: no route to host; the run goes on without it"]
+    assert said == ["wandb: ConnectionError: no route to host; the run continues without it"]
     assert run.log.call_count == 1
     assert [e.step for e in events_of(tmp_path).Scalars("train/loss")] == [1, 2]
 

@@ -45,7 +45,7 @@ def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
     module.self_test(llama(), said.append)
     assert len(said) == len([*cache.iterdir()]) == 1
     module._tried.cache_clear()
-    monkeypatch.setattr(module, "own_step", None)
+    monkeypatch.setattr(module, "reference_step", None)
     module.self_test(llama(), said.append)
     assert len(said) == 1, "another process remembers"
 

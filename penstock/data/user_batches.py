@@ -1,4 +1,4 @@
-"""Batches that a program makes itself, checked before the model sees them."""
+"""Batches from a user's program, validated before the model uses them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,27 +12,27 @@ from penstock.runtime.plan.objective import CROSS_ENTROPY, TEACHER, Objective, O
 
 
 class Batches(Protocol):
-    """The batches of a run by the number of the step, which alone decides them: then a resumed run trains on the same batches.
+    """User batches by step number. A batch must depend on the step alone, so that a resumed run trains on the same batches.
 
-    Called by one thread at a time, for consecutive steps; after a resume, for a later one. A resumed run compares the name of
-    their class.
+    `batch` is called by one thread at a time, for consecutive steps. After a resume it is called from a later step on; the class
+    name must be the same.
     """
 
     def batch(self, step: int) -> Batch | Sequence[torch.Tensor]:
-        """Of step number `step`, counted from 0: a Batch, or input ids and targets, both (B, T) int64. `targets[b, t]` is the token
-        after `input_ids[b, t]`, or -100 where there is nothing to learn."""
+        """Return the batch of `step`, counted from 0: a Batch, or input ids and targets, both (B, T) int64. `targets[b, t]` is the
+        token after `input_ids[b, t]`, or -100 to ignore the position."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A program's batches."""
+class UserBatches:
+    """Validated batches of a user's program."""
 
     program: Batches
     seq_len: int
     batch_size: int
     vocab_size: int
-    no_documents: str | None = None  # why documents packed into a sequence cannot be kept apart; None: they can
+    no_documents: str | None = None  # why the model cannot isolate packed documents; None: it can
     objective: Objective = CROSS_ENTROPY
     n_steps: None = None
 
@@ -41,44 +41,44 @@ class Given:
         return f"batches of {type(self.program).__qualname__}"
 
     def batch(self, step: int) -> Batch:
-        """DataError for what is no batch of this plan."""
+        """Return a validated batch. DataError if it does not fit the plan."""
         match self.program.batch(step):
-            case Batch() as made:
+            case Batch() as batch:
                 pass
             case [torch.Tensor() as input_ids, torch.Tensor() as targets]:
-                made = Batch(input_ids, targets)
+                batch = Batch(input_ids, targets)
             case other:
                 raise DataError(f"batch({step}) gave a {type(other).__name__}; give a Batch, or input ids and targets")
         shape, last = (self.batch_size, self.seq_len), self.vocab_size - 1
-        for name, ids, least in (("input ids", made.input_ids, 0), ("targets", made.targets, UNSUPERVISED)):
+        for name, ids, least in (("input ids", batch.input_ids, 0), ("targets", batch.targets, UNSUPERVISED)):
             if tuple(ids.shape) != shape or ids.dtype != torch.int64:
                 problem = f"the {name} of step {step} are {tuple(ids.shape)} {ids.dtype}"
                 raise DataError(f"{problem}; this plan takes {shape} torch.int64, sequences by tokens")
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
-                raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
-        extras, shapes = made.extras, (shape[:1],) if self.objective.of is not Of.TOKENS else (shape[:1], shape)
-        # Of a loss that we have: a number for each sequence would be taken for that of each token
+                raise DataError(f"the {name} of step {step} go {span}; the model has ids 0 to {last}")
+        extras, shapes = batch.extras, (shape[:1],) if self.objective.of is not Of.TOKENS else (shape[:1], shape)
+        # For a built-in loss, one number per sequence would be mistaken for one per token.
         of_tokens = () if self.objective.sha256 is not None else ("old", "reference")
         for name in self.objective.extras:
-            taken: tuple[tuple[int, ...], ...] = shapes[-1:] if name in of_tokens else shapes
+            accepted: tuple[tuple[int, ...], ...] = shapes[-1:] if name in of_tokens else shapes
             if name == TEACHER and self.objective.n_top is not None:
-                taken = ((*shape, 3 * self.objective.n_top + 1),)
-            found = extras.get(name)
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) not in taken:
-                problem = "none" if found is None else f"one of {tuple(getattr(found, 'shape', ()))}"
-                wanted = " or ".join(map(str, taken))
-                raise DataError(f"the plan's loss asks for extras[{name!r}] of {wanted}, and step {step} brings {problem}")
-        made = replace(made, n_answers=None, extras={name: extras[name] for name in self.objective.extras})
-        if made.document_tokens is None:
-            return made
+                accepted = ((*shape, 3 * self.objective.n_top + 1),)
+            value = extras.get(name)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) not in accepted:
+                problem = "none" if value is None else f"one of {tuple(getattr(value, 'shape', ()))}"
+                wanted = " or ".join(map(str, accepted))
+                raise DataError(f"the plan's loss requires extras[{name!r}] of {wanted}, and step {step} has {problem}")
+        batch = replace(batch, n_answers=None, extras={name: extras[name] for name in self.objective.extras})
+        if batch.document_tokens is None:
+            return batch
         if self.no_documents is not None:
             raise DataError(f"the documents of step {step}: {self.no_documents}; leave document_tokens out")
-        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in made.document_tokens]
+        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in batch.document_tokens]
         if sums != [self.seq_len] * self.batch_size:
             problem = f"the documents of step {step} have {sums[:4]} tokens, sequence by sequence"
             raise DataError(f"{problem}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
-        return made
+        return batch
 
     def position(self, step: int) -> dict[str, Any]:
         return {"step": step}

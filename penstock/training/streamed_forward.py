@@ -1,4 +1,4 @@
-"""Streamed forwards over samples: as many passes as their micro-batches take in the arenas of a training plan."""
+"""Streamed forward passes over samples, in the arenas of a training plan."""
 
 # B sequences, T positions of a sequence
 from collections.abc import Callable, Iterator
@@ -17,39 +17,39 @@ from penstock.runtime.plan import Plan
 def log_probabilities(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """`each_pass` of all samples, and the extras that these bring."""
-    found = [torch.cat(of) for of in zip(*each_pass(machine, sample, n_samples, stop), strict=True)]
-    brought = [sample(i).extras for i in range(n_samples)]
-    return found[0], found[1], {name: torch.cat([extra[name] for extra in brought]) for name in brought[0]}
+    """Concatenate the results of `forward_passes` for all samples, and the extras of their batches."""
+    results = [torch.cat(column) for column in zip(*forward_passes(machine, sample, n_samples, stop), strict=True)]
+    extras = [sample(i).extras for i in range(n_samples)]
+    return results[0], results[1], {name: torch.cat([extra[name] for extra in extras]) for name in extras[0]}
 
 
-def each_pass(
+def forward_passes(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each sample's sequences the log-probability of its targets, summed, and how many tokens these are, (samples of the pass,
-    sequences of each) fp64 and int64, of the weights as they are, without dropout. For a loss of tokens with a reference those of
-    each position, fp32, in place of the sum; for one with a teacher its row of each position.
+    """Yield per pass the summed log-probability and number of target tokens, fp64 and int64, (samples of the pass, sequences per
+    sample). Current weights, no dropout. A loss of tokens with a reference gets fp32 per position instead of the sum; a loss with a
+    teacher gets a teacher row per position.
 
-    `sample(i)`: a batch of one. All lanes of the machine must be idle. Abandoned after `stop.request()`.
+    `sample(i)`: a batch with one sample. All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
     plan, n_passes, batch = passes(machine.plan, sample, n_samples)
     rows_each = len(sample(0).input_ids)
-    of_pass, found = plan.semantics.batch_size // rows_each, list[tuple[torch.Tensor, ...]]()
+    of_pass, outputs = plan.semantics.batch_size // rows_each, list[tuple[torch.Tensor, ...]]()
 
     def note(last: LastHidden) -> None:
         of_sequences = last.templates.head.log_probabilities(last.weights, last.hidden_BTD, last.targets_BT, last.extras)
-        found.append(tuple(of.cpu() for of in of_sequences))
+        outputs.append(tuple(tensor.cpu() for tensor in of_sequences))
 
     for number in range(n_passes):
-        found.clear()
+        outputs.clear()
         machine.forward(plan, lambda _, number=number: batch(number), note, 1, stop)  # type: ignore[misc]
         n = min(of_pass, n_samples - number * of_pass)
-        values, n_tokens = (torch.cat(of)[: n * rows_each] for of in zip(*found, strict=True))
+        values, n_tokens = (torch.cat(part)[: n * rows_each] for part in zip(*outputs, strict=True))
         yield (values.view(n, rows_each, *values.shape[1:]), n_tokens.view(n, rows_each, *n_tokens.shape[1:]))
 
 
 def passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[Plan, int, Batches]:
-    """A forward plan, how often it is performed so that all samples have been, and the batch of each time."""
+    """Return a forward plan, the number of passes for all samples, and the batch of each pass."""
     rows_each = len(sample(0).input_ids)
     n_micro_batches = -(-n_samples * rows_each // plan.semantics.micro_batch)
     n_passes = -(-n_micro_batches // most_micro_batches(plan))
@@ -63,13 +63,13 @@ def passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[
 
 
 def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
-    """A batch of `n` sequences: those of these samples, and padding without a supervised token."""
+    """Return a batch of `n` sequences: these samples, and padding without supervised tokens."""
     rows = [sequence(number) for number in numbers]
     ids_BT, targets_BT = torch.cat([row.input_ids for row in rows]), torch.cat([row.targets for row in rows])
     n_padding, documents = n - len(ids_BT), None
     if rows[0].document_tokens is not None:
-        documents = tuple(of for row in rows for of in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
-    below = (0, 0, 0, n_padding)
-    whole = {name: torch.cat([row.extras[name] for row in rows]) for name in rows[0].extras}
-    extras = {name: torch.cat([of, of.new_zeros(n_padding, *of.shape[1:])]) for name, of in whole.items()}
-    return Batch(F.pad(ids_BT, below), F.pad(targets_BT, below, value=UNSUPERVISED), documents, extras=extras)
+        documents = tuple(tokens for row in rows for tokens in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
+    padding = (0, 0, 0, n_padding)
+    joined = {name: torch.cat([row.extras[name] for row in rows]) for name in rows[0].extras}
+    extras = {name: torch.cat([tensor, tensor.new_zeros(n_padding, *tensor.shape[1:])]) for name, tensor in joined.items()}
+    return Batch(F.pad(ids_BT, padding), F.pad(targets_BT, padding, value=UNSUPERVISED), documents, extras=extras)

@@ -1,4 +1,4 @@
-"""A rank that follows rank 0, from its start to its end."""
+"""Main loop of ranks other than 0."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from penstock.runtime.plan import PlanFile
 from penstock.settings import RunSettings
 from penstock.user_loss import planned_loss
 
-from .device import refuse_what_does_not_fit, settle_kernels
-from .inputs import data_of, fill, own_model, weights_of
-from .leading import obey
-from .references import mapped, put_reference, refer
-from .session import machine_of, optimizer_of, read_by_all, steps_of, with_rate
+from .device import refuse_what_does_not_fit, select_kernels
+from .inputs import data_of, fill, plan_of_folder, weights_of
+from .rank0 import obey
+from .references import attach_file, attach_reference, sets_with_reference
+from .session import input_digests, machine_of, optimizer_of, steps_of, with_defaults
 from .trainer import device_memory_named
 
 
@@ -31,44 +31,44 @@ def follow(
     device: str,
     ranks: Processes,
     data: RunData | None = None,
-    own: Callable[..., Any] | None = None,
+    user_loss: Callable[..., Any] | None = None,
 ) -> int:
-    """Train as rank 0 says; the exit code. What all ranks find out is said by rank 0 alone. `data`, `own`: a program's batches and
-    loss."""
+    """Train on the commands of rank 0. Return the exit code. Rank 0 alone reports errors. `data`, `user_loss`: batches and loss
+    of a user's program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
+        signal.signal(number, signal.SIG_IGN)  # rank 0 handles signals and notifies the other ranks
     try:
-        said = ranks.tell()
-        if said["do"] != "begin":
+        message = ranks.tell()
+        if message["do"] != "begin":
             return 1
         status: dict[str, Any] = {}
-        with _told(status):
-            settle_kernels(file.plan, device, settings.deterministic)
-            is_first_here = ranks.rank % ranks.n_here == 0  # asks for all ranks of its host, before any takes memory
+        with _errors_in(status):
+            select_kernels(file.plan, device, settings.deterministic)
+            is_first_here = ranks.rank % ranks.n_here == 0  # checks for all ranks of its host, before any allocates
             if device == "cuda" or is_first_here:
                 refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)
-        if any(other.get("error") for other in ranks.gathered(status)):
+        if any(rank_status.get("error") for rank_status in ranks.gathered(status)):
             return 1
         store: TorchMachine | None = None
-        with _told(status):
-            plan, folder = own_model(file.plan, settings.model)
-            state = None if said["resume"] is None else load_state(Path(said["resume"]))
+        with _errors_in(status):
+            plan, folder = plan_of_folder(file.plan, settings.model)
+            state = None if message["resume"] is None else load_state(Path(message["resume"]))
             data = data or data_of(settings, plan, folder)
-            of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, steps_of(settings, data))
+            of_step, _ = optimizer_of(with_defaults(settings, plan).optimizer, steps_of(settings, data))
             weights = weights_of(settings, plan, folder, state)
-            loss = planned_loss(plan.semantics.objective, own or settings.loss)
-            maps = mapped(plan.semantics.objective, data)
-            refer(settings, plan, maps, folder)
+            loss = planned_loss(plan.semantics.objective, user_loss or settings.loss)
+            maps = sets_with_reference(plan.semantics.objective, data)
+            attach_reference(settings, plan, maps, folder)
             store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
             fill(store, settings, data, weights, state)
-            status |= read_by_all(data, weights)
-        if any(other != status for other in ranks.gathered(status)) or store is None:
+            status |= input_digests(data, weights)
+        if any(rank_status != status for rank_status in ranks.gathered(status)) or store is None:
             return 1
 
         def refer_to(path: Path) -> dict[str, Any]:
             wrong: dict[str, Any] = {}
-            with _told(wrong):
-                put_reference(path, plan, maps)
+            with _errors_in(wrong):
+                attach_file(path, plan, maps)
             return wrong
 
         with device_memory_named():
@@ -81,8 +81,8 @@ def follow(
 
 
 @contextmanager
-def _told(status: dict[str, Any]) -> Iterator[None]:
-    """Put what goes wrong on this rank into the status that it tells all others."""
+def _errors_in(status: dict[str, Any]) -> Iterator[None]:
+    """Store an error of this rank in `status`, which is gathered by all ranks."""
     try:
         yield
     except (PenstockError, MemoryError, RuntimeError) as error:
