@@ -1,0 +1,45 @@
+"""Examples: each script of `examples/` runs on a tiny model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chats import write_talker
+from tests.real_layers import hf_model
+from tests.tiny import tiny_config
+from tests.tour import ROOT
+
+LINES = range(15, 46)  # of an example
+ARGUMENTS = {
+    "compare_machines": (["model", "cpu-2core", "rtx4090-server"], r"tokens/s"),
+    "lora_chats": (["model", "chats.jsonl", "out", "2"], "loss "),
+    "dpo_after_sft": (["model", "chats.jsonl", "preferences.jsonl", "out", "2"], "DPO loss 0.6931 "),
+    "custom_loss": (["model", "chats.jsonl", "out", "2"], "focal loss "),
+    "custom_loop": (["model", "chats.jsonl", "held-out.jsonl", "out", "4"], "step 4: loss "),
+}
+
+
+def test_every_example_is_run_and_short() -> None:
+    scripts = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
+    assert scripts.keys() == ARGUMENTS.keys()
+    assert {name: n for name, path in scripts.items() if (n := len(path.read_text().splitlines())) not in LINES} == {}
+    assert all(f"examples/{name}.py" in (ROOT / "README.md").read_text() for name in scripts)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_example_runs_on_a_tiny_model(name: str, tmp_path: Path) -> None:
+    config = tiny_config("qwen3", vocab_size=write_talker(tmp_path / "model", "chatml"))
+    hf_model(config).save_pretrained(tmp_path / "model")
+    turns = [("What is a penstock?", "The pipe that feeds a turbine."), ("And the reservoir?", "Host memory.")]
+    chats = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 20]
+    pairs = [{"prompt": q, "chosen": a, "rejected": "No."} for q, a in turns * 10]
+    for file, rows in (("chats", chats), ("held-out", chats[:4]), ("preferences", pairs)):
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments, printed = ARGUMENTS[name]
+    command = [sys.executable, ROOT / "examples" / f"{name}.py", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
