@@ -14,7 +14,7 @@ SQUARE_BYTES = 8  # fp64 sum of squares of one tensor
 
 
 def blocks_with_output_slots(plan: Setup) -> list[int]:
-    """Return the blocks whose output has dedicated device slots: every `boundary_stride`-th and the last, unless offloaded."""
+    """Return the blocks with dedicated device slots for their output: every `boundary_stride`-th and the last, if not offloaded."""
     stride, last = plan.policy.boundary_stride, plan.workload.n_layers
     spilled = set(plan.policy.spill_blocks)
     return [b for b in range(last + 1) if b not in spilled and (b % stride == 0 or b == last)]
@@ -46,7 +46,7 @@ def eager_ring(plan: Setup) -> bool:
 
 
 def offload_groups(policy: Policy) -> list[list[int]]:
-    """Group the layers with offloaded saved tensors by what they save; each group has its own ring of slots."""
+    """Group the layers with offloaded saved tensors by recompute tier; each group has its own ring buffer."""
     groups = ([b for b in policy.offload_blocks if policy.saved(b) is saved] for saved in LEAVE)
     return [blocks for blocks in groups if blocks]
 
@@ -112,7 +112,7 @@ def _largest(values: Sequence[int]) -> tuple[int, int]:
 
 
 def gradient_slot_bytes(plan: Setup, block: int) -> int:
-    """Bytes of a block's gradient in the device slot from which it is offloaded; with several ranks, of one rank's shard."""
+    """Bytes of a block's gradient in its device slot before offload; with several ranks, of one rank's shard."""
     like = 1 if plan.workload.blocks[block].kind is BlockKind.LAYER else 0
     return plan.gradient_elements(block) // plan.semantics.ranks * ITEM_BYTES[plan.gradient_dtype(like)]
 

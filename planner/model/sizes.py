@@ -1,4 +1,4 @@
-"""Layer traces for any micro-batch size: JSON trees in which a size is a polynomial of sequences and sequence length.
+"""Layer traces for any micro-batch size: JSON trees with polynomials of sequences and sequence length as sizes.
 
 A polynomial, `{"p": coefficients}`, is fitted to recorded sizes and validated against other recorded sizes. Models with sliding
 windows have one tree for sequences shorter than the window, and another for longer ones.

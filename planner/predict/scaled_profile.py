@@ -1,4 +1,4 @@
-"""Scaled profiles: a machine with some groups of rates faster by a factor, for "what if" questions and intervals.
+"""Scaled profiles: a machine with some groups of rates faster by a factor, for hypothetical machines and intervals.
 
 Quantities from one measurement form a group and scale together: on a machine twice as fast a rate doubles and a time halves. Prices
 and sizes do not scale. A scaled profile is costed and simulated like any other.
@@ -92,7 +92,7 @@ def sped_up(place: str, quantity: Quantity, factor: float) -> Quantity:
 
 
 def with_quantities(profile: Profile, change: Callable[[str, Quantity], Quantity]) -> Profile:
-    """Map `change(place, quantity)` over all quantities. The result is not validated, because a "what if" may bend curves."""
+    """Map `change(place, quantity)` over all quantities. The result is not validated: scaled curves may be non-monotonic."""
 
     def changed(place: str, part: Any) -> Any:
         match part:
