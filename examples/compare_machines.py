@@ -24,7 +24,8 @@ def main() -> None:
         rent = planned.profile.price.usd_per_hour
         if rent is not None:
             print(f"  {1e6 * rent.value / 3600 / planned.tokens_per_s:.3f} USD per million tokens, rented")
-        print(f"  no schedule is faster than {planned.certificate.policy_bound_s:.3g} s (gap {planned.certificate.gap_fraction:.1%})")
+        proof = planned.certificate
+        print(f"  no schedule is faster than {proof.policy_bound_s:.3g} s (gap {proof.gap_fraction:.1%})")
 
 
 if __name__ == "__main__":

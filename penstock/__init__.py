@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.data.user_batches import Batches
     from penstock.hwprofiles.schema import Profile
+    from penstock.runtime.batch import Batch
     from penstock.runtime.errors import PenstockError
     from penstock.runtime.executor import Stop
     from penstock.runtime.plan import Plan, Policy, Semantics
@@ -27,12 +28,13 @@ _HOMES = {
     **dict.fromkeys(("Plan", "Semantics", "Policy"), "penstock.runtime.plan"),
     "Profile": "penstock.hwprofiles.schema",
     "PenstockError": "penstock.runtime.errors",
+    "Batch": "penstock.runtime.batch",
     "Batches": "penstock.data.user_batches",
     "Stop": "penstock.runtime.executor",
     "__version__": "penstock.version",
 }
 
-__all__ = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
+__all__ = ["Batch", "Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
 __all__ += ["check", "forward", "plan", "predict", "probe", "stream", "train"]
 
 

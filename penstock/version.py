@@ -3,7 +3,7 @@
 from importlib import metadata
 
 try:
-    __version__ = metadata.version("penstock")
+    __version__ = metadata.version("penstock-train")
 except metadata.PackageNotFoundError:
     __version__ = "unknown: run from its source folder without `pip install .`"
 
