@@ -1,7 +1,7 @@
-"""Laws of products, attention and collectives: their seconds by a few constants of a device.
+"""Closed-form cost models ("laws") of matrix products, attention and collectives, with a few constants per device.
 
-`benchmarks/op_fit.py` fits the constants by least squares to published measurements (`benchmarks/published_ops.csv`); errors on
-rows left out are on docs/ops.md. More work never takes less time in any law.
+`benchmarks/op_fit.py` fits the constants by least squares to published measurements (`benchmarks/published_ops.csv`); docs/ops.md
+has the errors on held-out rows. In every law time is monotonic in the amount of work.
 """
 
 import math
@@ -11,12 +11,12 @@ from pydantic import Field
 
 from .quantity import Part, Quantity, Size
 
-# Rows and columns of the output that one thread block computes, as cuBLAS has them, and into how many parts it may split k
+# Output tiles (rows, columns) of one thread block, as in cuBLAS, and numbers of parts into which k may be split
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 3, 4, 6, 8)
 FP32_BYTES = 4
-HOT_FLOP = 1e11  # of a product: from there on clocks fall while it lasts
-WIDE = 128  # heads that a law's rate is of
+HOT_FLOP = 1e11  # product size above which clocks fall during the kernel
+WIDE = 128  # head width to which a law's rate refers
 
 Positive = Annotated[float, Field(gt=0, le=1e15)]
 Natural = Annotated[float, Field(ge=0, le=1e15)]
@@ -25,22 +25,22 @@ Range = tuple[Size, Size]
 
 
 class ProductLaw(Part):
-    """Products by tiles, waves and memory: the fastest of all tile sizes and splits of k."""
+    """Time of a matrix product by tiles, waves and memory traffic: minimum over all tile sizes and splits of k."""
 
-    flop_per_s: Quantity  # of all multiprocessors on endless tiles
+    flop_per_s: Quantity  # all multiprocessors, tiles of infinite k
     n_processors: Size
-    short_k: Natural  # steps of k that a tile takes until its first result
-    reload: Natural  # of a tile of 64 x 64: how much longer than one without edges, for what it reads
-    rounding: Fraction  # of waves: 1, whole ones; 0, processors are never idle
-    split_s: Natural  # what splitting k costs besides its sums
-    memory_fraction: Positive  # of the device's memory rate that operands come at
-    overlap: Annotated[float, Field(ge=1, le=100)]  # of computing and memory: 1, none; large, all
+    short_k: Natural  # latency of a tile, in steps of k
+    reload: Natural  # relative extra time of a 64 x 64 tile for reading its operands
+    rounding: Fraction  # wave quantisation: 1, whole waves; 0, no processor is idle in the last wave
+    split_s: Natural  # fixed cost of splitting k, without the time of the sums
+    memory_fraction: Positive  # rate of reading operands, relative to the device's memory rate
+    overlap: Annotated[float, Field(ge=1, le=100)]  # exponent of the p-norm of compute and memory time: 1, sum; large, maximum
     heat: Annotated[float, Field(ge=0, le=0.5)]  # the rate falls as (FLOP / HOT_FLOP) to this power
-    m: Range  # what it was fitted to, in tokens and in width, the root of k n
+    m: Range  # fitted range of m; of sqrt(k n) in `width`
     width: Range
 
     def seconds(self, m: int, k: int, n: int, item_bytes: int, memory_bytes_per_s: float) -> float:
-        """Of (m, k) @ (k, n), without what every kernel takes to begin."""
+        """Return the seconds of (m, k) @ (k, n), without launch overhead."""
         each_flop_per_s = self.flop_per_s.value / self.n_processors
         flop, computing_s = 2 * m * k * n, math.inf
         for rows, columns in TILES:
@@ -57,34 +57,34 @@ class ProductLaw(Part):
         return float(longer * (1 + (shorter / longer) ** self.overlap) ** (1 / self.overlap))
 
     def covers(self, m: int, k: int, n: int) -> bool:
-        """Whether such products were among those that it was fitted to."""
+        """True if a product of this shape is in the fitted range."""
         return self.m[0] <= m <= self.m[1] and self.width[0] <= math.sqrt(k * n) <= self.width[1]
 
 
 class PassLaw(Part):
-    """One direction of attention. FLOP count the causal half, those of a backward 2.5 times the forward's."""
+    """Forward or backward of attention. FLOP count the causal half; backward FLOP are 2.5 times the forward's."""
 
-    flop_per_s: Quantity  # of heads WIDE wide, over endless sequences
-    short_tokens: Natural  # sequence length at which half of that is reached
-    unmasked: Fraction  # of `short_tokens`, where nothing is masked
-    narrow: Positive  # the rate of heads half as wide, over that of wide ones
-    grouped: Positive  # the rate where several heads share keys and values, over that where each has its own
-    paged_passes: Natural = 0.0  # of keys and values through memory into a serving engine's paged cache, in published rows
+    flop_per_s: Quantity  # head width WIDE, limit of long sequences
+    short_tokens: Natural  # sequence length at which half of that rate is reached
+    unmasked: Fraction  # factor on `short_tokens` without a causal mask
+    narrow: Positive  # factor on the rate when the head width is halved
+    grouped: Positive  # factor on the rate for grouped-query attention
+    paged_passes: Natural = 0.0  # memory passes over keys and values into a paged cache (published rows of serving engines)
 
     def rate(self, seq_len: int, head_dim: int, grouped: bool, causal: bool = True) -> float:
-        """FLOP a second over sequences of that length."""
+        """Return FLOP/s at this sequence length and head width."""
         narrow = self.narrow ** max(0.0, math.log2(WIDE / head_dim))
         short = self.short_tokens * (1.0 if causal else self.unmasked) / seq_len
         return float(self.flop_per_s.value * narrow * (self.grouped if grouped else 1.0) / (1 + short))
 
 
 class AttentionLaw(Part):
-    """A kernel of attention."""
+    """Law of one attention kernel."""
 
     forward: PassLaw
     backward: PassLaw
-    deterministic_fraction: Quantity | None = None  # of the backward's rate that is left when its sums have a fixed order
-    seq_len: Range  # what it was fitted to
+    deterministic_fraction: Quantity | None = None  # rate of the deterministic backward relative to the default one
+    seq_len: Range  # fitted range
 
     def pass_of(self, backward: bool) -> PassLaw:
         return self.backward if backward else self.forward
@@ -94,23 +94,23 @@ class AttentionLaw(Part):
 
 
 class CollectiveLaw(Part):
-    """One collective among the devices of a host; bytes as nccl-tests counts its size."""
+    """Law of a collective among the devices of a host; sizes in bytes as in nccl-tests."""
 
-    latency_s: Quantity  # of two devices
-    growth: Natural  # of the latency, with each further device
-    fill_s: Natural  # by which large messages are later: the protocol that carries most begins slowly
-    fill_bytes: Positive  # size of a message that has two thirds of that
-    fill_growth: float  # the power of the number of devices that it grows with
-    bytes_per_s: Quantity  # that cross to other devices, between two
-    crowding: Natural  # it falls as the number of others to this power, where they share what joins them
-    here: Natural  # bytes that are moved within a device, as a share of all, at the same rate
+    latency_s: Quantity  # between two devices
+    growth: Natural  # relative increase of the latency per further device
+    fill_s: Natural  # extra latency of large messages, because the high-bandwidth protocol starts slowly
+    fill_bytes: Positive  # message size with 1 - 1/e of `fill_s`
+    fill_growth: float  # exponent: `fill_s` is for 4 devices and grows as this power of their number
+    bytes_per_s: Quantity  # rate between two devices
+    crowding: Natural  # exponent: the rate falls as this power of the number of peers that share the interconnect
+    here: Natural  # bytes copied within a device at the same rate, as a fraction of the message
 
     def latency_of(self, n_devices: int) -> float:
-        """Seconds until the smallest message is everywhere."""
+        """Return the seconds of an empty message."""
         return self.latency_s.value * (1 + self.growth * max(0, n_devices - 2))
 
     def moving_s(self, n_devices: int, n_bytes: float, n_parts: int | None = None) -> float:
-        """Seconds beyond the latency. `n_parts`: into which the bytes are cut, where other hosts' devices have some."""
+        """Return the seconds beyond the latency. `n_parts`: shards of the message on all hosts, by default `n_devices`."""
         n_parts = n_parts or n_devices
         filled_s = self.fill_s * (n_devices / 4) ** self.fill_growth * -math.expm1(-n_bytes / self.fill_bytes)
         bytes_per_s = self.bytes_per_s.value / max(1, n_devices - 1) ** self.crowding

@@ -1,7 +1,4 @@
-"""Cliffs: where a machine is far slower than its parts promise.
-
-A cliff is a number of a profile that makes plans many times slower, for a reason that the user can remove or must be told of.
-"""
+"""Cliffs: rates far below the machine's specification, with a cause that the user may be able to remove."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,28 +11,28 @@ if TYPE_CHECKING:
     from .device import Facts
     from .numbers import Numbers
 
-# What pinned copies reach on PCIe x16, by generation, each way. Published nvbandwidth results: a T4's 12.35 and 13.14; 23.9-27.1 on
-# A100 and RTX 4090; 55.9 +- 0.6 and 56.5 +- 1.1 on six Gen5 hosts. Gen6 is twice Gen5, not measured.
+# Rate of pinned copies on PCIe x16 in one direction, by generation. Published nvbandwidth results: 12.35 and 13.14 on a T4;
+# 23.9-27.1 on A100 and RTX 4090; 55.9 +- 0.6 and 56.5 +- 1.1 on six Gen5 hosts. Gen6 is twice Gen5, not measured.
 X16_BYTES_PER_S = {3: 12.5 * GB, 4: 25.5 * GB, 5: 56 * GB, 6: 112 * GB}
-NARROW_FRACTION = 0.7  # of what the link's best gives: half its lanes, or a generation less, reach 0.5
+NARROW_FRACTION = 0.7  # of the expected rate: half the lanes, or a generation less, reach 0.5
 WARP_DRIVE = (9, 0)  # the first compute capability whose devices can encrypt their link
 ENCRYPTED_BYTES_PER_S = 10 * GB  # published with confidential computing on an H100: 4.4 to 9.9 GB/s each way
-PAGEABLE_FRACTION = 0.6  # of pinned: 16.1 of 55 GB/s published for an H100
-DUPLEX_FRACTION = 0.7  # of the sum of both directions alone: 0.76-0.89 on PCIe hosts, 0.47 on a GB300 station
-REMOTE_FRACTION = 0.9  # of the best memory node: 32.2 of 37.9 GB/s published across sockets
-THROTTLE_FRACTION = 0.95  # of the rate with which the sustained work began
-CORES_FRACTION = 0.9  # of as many cores as there are threads
-SCALING_FRACTION = 0.6  # of what that number of threads, or the memory, would let the optimizer do
+PAGEABLE_FRACTION = 0.6  # pageable over pinned: 16.1 of 55 GB/s published for an H100
+DUPLEX_FRACTION = 0.7  # duplex over the sum of both directions alone: 0.76-0.89 on PCIe hosts, 0.47 on a GB300 station
+REMOTE_FRACTION = 0.9  # a memory node over the best one: 32.2 of 37.9 GB/s published across sockets
+THROTTLE_FRACTION = 0.95  # last over first rate of the reference product
+CORES_FRACTION = 0.9  # cores used over threads
+SCALING_FRACTION = 0.6  # optimizer rate over the limit by threads or by memory
 UPDATE_BYTES_PER_PARAM = Optimizer.ADAMW.update_bytes("fp32", "bf16")
 MARK = ". Cliff: "  # before each line in a source's detail
-MOST_CHARACTERS = 1400  # of lines in a detail, which holds 2000
-FOREIGN_BYTES = 2 * GB  # of device memory in use before the first kernel: a bare context is far below
+MOST_CHARACTERS = 1400  # for cliffs in a detail, which holds 2000
+FOREIGN_BYTES = 2 * GB  # device memory in use before the first kernel: a bare context takes far less
 
 Cliff = tuple[str, str]  # a short name for the summary, and the line
 
 
 def cliffs(profile: Profile, facts: "Facts", numbers: "Numbers", in_use_bytes: int) -> Iterator[Cliff]:
-    """Every cliff of a probed machine. `in_use_bytes`: of device memory before our first kernel."""
+    """Yield the cliffs of a probed machine. `in_use_bytes`: device memory in use before the probe's first kernel."""
     if not facts.is_cpu:
         yield from _of_gpu(profile, facts, numbers, in_use_bytes)
     alone = [(row, use) for row, use in numbers.sustained if not row.beside]
@@ -54,13 +51,13 @@ def cliffs(profile: Profile, facts: "Facts", numbers: "Numbers", in_use_bytes: i
 
 
 def without_cliffs(detail: str) -> tuple[str, list[str]]:
-    """A source's detail without the cliffs at its end, and their lines."""
+    """Split a source's detail into its text and the lines of the cliffs at its end."""
     rest, *lines = detail.split(MARK)
     return rest, lines
 
 
 def _of_gpu(profile: Profile, facts: "Facts", numbers: "Numbers", in_use_bytes: int) -> Iterator[Cliff]:
-    """A narrow or encrypted link, slow pageable memory, directions that share a rate, remote memory, clocks, other programs."""
+    """Yield cliffs of a GPU: narrow or encrypted link, pageable memory, duplex copies, remote memory, clocks, other programs."""
     curves = {"to the device": profile.link.h2d, "to the host": profile.link.d2h}
     up, down = best = [max(point.rate.value for point in curve.bytes_per_s) for curve in curves.values()]
     both = f"pinned copies reach {show_rate(up, 'B')} to the device and {show_rate(down, 'B')} to the host"

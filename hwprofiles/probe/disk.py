@@ -1,4 +1,4 @@
-"""The rate of a disk: a file is read as a run reads frozen weights, alone and while the link is busy both ways."""
+"""Disk benchmark: read a file like frozen weights in a run, alone and during copies in both directions of the link."""
 
 import random
 import time
@@ -18,14 +18,14 @@ from .device import Device
 from .probe import Progress
 from .timings import Timing
 
-LAYER_BYTES, N_LAYERS = 128 * MiB, 16  # of the file: more than a disk's own cache has as a rule
+LAYER_BYTES, N_LAYERS = 128 * MiB, 16  # file larger than the usual cache of a disk
 FILE_BYTES = N_LAYERS * LAYER_BYTES
 COPY_BYTES = 64 * MiB
 N_PASSES = 5
 
 
 def with_disk(profile: Profile, device: Device, folder: Path, progress: Progress) -> Profile:
-    """The profile with the rate of the disk that has the folder. DiskError in one line where it cannot be written, or read."""
+    """Return the profile with the rate of the folder's disk. Raise DiskError of one line if it cannot be written or read."""
     progress("the disk", 0.0)
     with _file(folder / "penstock-probe") as file:
         alone = _rate(file)
@@ -45,9 +45,9 @@ def with_disk(profile: Profile, device: Device, folder: Path, progress: Progress
 
 @contextmanager
 def _file(path: Path) -> Iterator[BaseFile]:
-    """A file to read, until the context ends."""
-    with suppress(OSError):  # which making the file tells
-        path.unlink()  # of a probe that was killed
+    """Create the file of random bytes; delete it when the context ends."""
+    with suppress(OSError):  # creation reports it
+        path.unlink()  # left by a killed probe
     file = BaseFile(path, dict.fromkeys(range(N_LAYERS), LAYER_BYTES))
     try:
         some = random.randbytes(LAYER_BYTES)
@@ -61,7 +61,7 @@ def _file(path: Path) -> Iterator[BaseFile]:
 
 
 def _rate(file: BaseFile) -> Timing:
-    """Bytes a second, of several passes."""
+    """Return bytes/s over N_PASSES passes."""
     to, rates = host_slab(LAYER_BYTES).numpy().data, list[float]()
     readers = Workers[None](N_READERS, lambda: None)
     with readers.helped():

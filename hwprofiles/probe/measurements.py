@@ -1,4 +1,4 @@
-"""List of measurements: which works are timed, beside what, and the number of a profile that each becomes."""
+"""List of measurements: the benchmark, the concurrent benchmarks, and the profile field of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,61 +16,61 @@ from .works import Work
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 HEAD_DIMS = (64, 128)
-LARGE_BYTES = 771 * MiB  # that one kernel of a GPU reads and writes: far above a cache
-CLOCKED = 4096, 3584, 4736  # m, k, n of the product that kernels bound by memory are behind
-LOGITS = 4096, 152_064  # of a tile of tokens: rows that no multiprocessor holds
+LARGE_BYTES = 771 * MiB  # traffic of one pointwise kernel on a GPU: far above a cache
+CLOCKED = 4096, 3584, 4736  # m, k, n of the product that precedes memory-bound kernels
+LOGITS = 4096, 152_064  # tokens and vocabulary of a tile: rows too long for the memory of a multiprocessor
 RANK = 16  # of adapters
-CLOCKED_FRACTION = 0.9  # of the time of such a kernel and its product that may be the product's
-SEEN = "seen."  # of numbers that a profile has no place for: they widen spreads, or are cliffs
-ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # of a kind's work, without and with those of other lanes
-QUICKER = {"host_bytes": 6, "point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # of an effort
+CLOCKED_FRACTION = 0.9  # maximum share of the product in the time of product and kernel
+SEEN = "seen."  # prefix of results without a profile field: they widen spreads or reveal cliffs
+ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # a benchmark of a kind, without and with load on other lanes
+QUICKER = {"host_bytes": 6, "point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # divisors
 Shape = tuple[int, int, int]
 REFERENCE, NODES, CLOCK = f"{SEEN}reference.", f"{SEEN}nodes.", f"{SEEN}clock"
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One number."""
+    """Measurement of one number."""
 
-    field: str  # its place in the profile, or a name below `SEEN`; seconds if it ends in _s, but a rate if in _per_s
+    field: str  # key in the profile, e.g. `link.h2d.latency_s`, or a name with prefix `SEEN`; *_per_s is a rate, other *_s seconds
     work: Work
-    key: str = ""  # of a point of the grid that is in that place
-    beside: tuple[Work, ...] = ()  # repeated meanwhile
-    less: str | None = None  # the field of the seconds that each of the work's calls takes to begin, which are taken off
-    soak_s: float = 0.0  # of the same work, before it counts
-    is_optional: bool = False  # where the device refuses, all of its field is left out
+    key: str = ""  # key in a grid point, e.g. `flop_per_s`
+    beside: tuple[Work, ...] = ()  # repeated concurrently
+    less: str | None = None  # field of the overhead per call, which is subtracted
+    soak_s: float = 0.0  # warm-up with the same benchmark
+    is_optional: bool = False  # if the device fails, the whole field is omitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Points to measure and time for each: until `point_s` is used up, within the numbers of repeats. Defaults are for a GPU."""
+    """Grid of points, and time per point: `point_s`, within the limits of `repeats`. Defaults are for a GPU."""
 
-    repeats: tuple[int, int] = (5, 11)  # least and most
+    repeats: tuple[int, int] = (5, 11)  # minimum, maximum
     point_s: float = 0.5
-    batch_s: float = 0.04  # of works in a row that are timed as one
-    window_s: float = 0.04  # the same, of several threads or beside other work, which take turns
-    longest_s: float = 1.5  # a work that takes longer is run once, or left out
-    sustained_s: float = 1.5  # of a work of the host's threads
-    piece_s: float = 0.1  # of it, of which the median counts
-    host_bytes: int = 12 * GB  # of the slab that such works walk through, at most
-    warm_up_s: float = 8.0  # of the reference
-    soak_s: float = 2.5  # of each product before its rate counts: another team's worst error of a step fell from 10 to 4 % with it
-    every: Mapping[Dtype, int] = field(default_factory=lambda: {"bf16": 1, "fp32": 2})  # of the points below: 2 is every other one
-    # Tokens (m of products) and widths (k, n) of models from 1 to 400 billion parameters; their MLPs and vocabularies are the odd
-    # ones. With every other point these have tokens that squares have too: a row of one point says nothing of other widths.
+    batch_s: float = 0.04  # repetitions timed as one batch
+    window_s: float = 0.04  # batch of several threads or under load, where threads take turns on cores
+    longest_s: float = 1.5  # a longer benchmark is run once or omitted
+    sustained_s: float = 1.5  # duration of a host benchmark
+    piece_s: float = 0.1  # pieces of this duration; their median is the result
+    host_bytes: int = 12 * GB  # maximum slab of host benchmarks
+    warm_up_s: float = 8.0  # of the reference product
+    soak_s: float = 2.5  # warm-up of each product: it reduced another team's largest error of a step from 10 to 4 %
+    every: Mapping[Dtype, int] = field(default_factory=lambda: {"bf16": 1, "fp32": 2})  # every n-th point below
+    # Tokens (m of products) and widths (k, n) of models from 1 to 400 billion parameters; odd shapes are MLPs and vocabularies.
+    # Odd shapes share their m with square products at every stride of `every`, because a row of one point covers no other widths.
     tokens: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
     widths: Sequence[int] = (1024, 2048, 4096, 8192, 16384)
     odd_shapes: Sequence[Shape] = ((8192, 8192, 29568), (4096, 4096, 14336), (2048, 4096, 131072), (4096, 14336, 4096))
-    reference: int = 8192  # m, k and n of the product that is soaked first, and measured again in the end
+    reference: int = 8192  # m = k = n of the product that is measured first and last
     seq_lens: Sequence[int] = (1024, 2048, 4096, 8192, 16384, 32768)
     n_heads: int = 16
-    layer: Shape = (8192, 3584, 18944)  # tokens, width, and width inside the MLP, of eager calls and the norm
-    tiny_bytes: int = 4 * KiB  # of a copy that is all latency
+    layer: Shape = (8192, 3584, 18944)  # tokens, hidden and intermediate width of eager calls and the norm
+    tiny_bytes: int = 4 * KiB  # copy for the latency
     copy_bytes: Sequence[int] = tuple(64 * KiB * 4**i for i in range(8))
-    piece_bytes: int = 64 * MiB  # of a copy where not its size but the company is measured
+    piece_bytes: int = 64 * MiB  # copy under load
 
     def quick(self) -> "Effort":
-        """Every other point, and shorter looks at them."""
+        """Return an effort with every other point and less time per point."""
         every = {dtype: 2 * n for dtype, n in self.every.items()}
         less: dict[str, Any] = {name: type(value)(value / by) for name, by in QUICKER.items() for value in [getattr(self, name)]}
         return replace(self, repeats=(3, self.repeats[1] // 2), every=every, **less)
@@ -100,13 +100,13 @@ GPU = Effort()
 
 
 def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Measurement]:
-    """All measurements in their order, without works that need more than `room_bytes` of device memory; DeviceOutOfMemory if a part
-    that every profile has is left with none."""
+    """Yield the measurements in order, without benchmarks that need more than `room_bytes` of device memory. Raise
+    DeviceOutOfMemory if a required field has no benchmark that fits."""
     sizes = [n for n in effort.copy_bytes[:: effort.every["bf16"]] if 2 * n <= room_bytes and 4 * n <= facts.host_bytes]
     if not sizes:
         raise DeviceOutOfMemory(f"not even two pieces of {show_bytes(effort.copy_bytes[0])} fit device and host")
     piece_bytes = min(effort.piece_bytes, sizes[-1])
-    # A CPU copies with a core, of which a run spares no more than one.
+    # A CPU copies with a core, and a run uses one core for copies.
     copies = tuple(works.copy(direction, piece_bytes) for direction in DIRECTIONS[: 1 if facts.is_cpu else 2])
     slab_bytes = host_works.slab_bytes(facts.host_bytes, effort.host_bytes)
     company = (*copies, host_works.updates(facts.n_host_cores, slab_bytes))
@@ -133,13 +133,13 @@ def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Meas
 
 
 def _slowdown(work: Work, beside: tuple[Work, ...]) -> Iterator[Measurement]:
-    """A work alone, and beside what other lanes do meanwhile: spreads of its kind cover what that costs it."""
+    """Yield a benchmark alone and under load of other lanes. The slowdown widens the spreads of its kind."""
     yield Measurement(ALONE + work.kind, work)
     yield Measurement(BESIDE + work.kind, work, beside=beside)
 
 
 def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int, optimizer: Work) -> Iterator[Measurement]:
-    """The link each way: by size, of pageable memory, beside the other direction, beside the optimizer, and by memory node."""
+    """Yield copies in each direction: by size, pageable, with the other direction, with the optimizer, and by NUMA node."""
     for direction, other in (DIRECTIONS, DIRECTIONS[::-1]):
         way, piece = f"link.{direction}", works.copy(direction, piece_bytes)
         yield Measurement(f"{way}.latency_s", works.copy(direction, effort.tiny_bytes))
@@ -153,8 +153,8 @@ def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int
 
 
 def _optimizer(effort: Effort, facts: Facts, copies: tuple[Work, ...], slab_bytes: int) -> Iterator[Measurement]:
-    """The optimizer over threads: alone, beside uploads and beside copies in both directions. Uploads of a CPU are copies by a core
-    of the host: threads and cores account for these."""
+    """Yield the optimizer by threads: alone, during uploads, and during copies in both directions. A CPU has no measurement during
+    uploads, because its uploads are copies by a host core."""
     if facts.is_cpu:
         yield from _slowdown(host_works.updates(1, slab_bytes), (works.product("fp32", 512, 512, 512),))
     most = facts.n_host_cores
@@ -167,7 +167,7 @@ def _optimizer(effort: Effort, facts: Facts, copies: tuple[Work, ...], slab_byte
 
 
 def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, company: tuple[Work, ...]) -> Iterator[Measurement]:
-    """Each kernel, forward and backward apart; every work has the same number of tokens, in longer or shorter sequences."""
+    """Yield forward and backward of each attention kernel; all have the same number of tokens, in sequences of several lengths."""
     heads, widest = effort.n_heads, max(HEAD_DIMS)
     seq_lens = effort.seq_lens[:: effort.every[dtype]]
     lengths = [n for n in seq_lens if works.attention(dtype, 1, heads, n, widest)["forward"].n_bytes <= room_bytes]
@@ -181,8 +181,8 @@ def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, comp
 
 
 def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterator[Measurement]:
-    """Library calls, hand-overs between lanes, and kernels bound by memory. The memory rate of a CPU is that of a layer's eager
-    calls; of a GPU that of one large kernel, and eager calls have a rate of their own."""
+    """Yield library calls, hand-overs between lanes, and memory-bound kernels. The memory rate of a CPU is the rate of a layer's
+    eager calls. A GPU has one rate for a large kernel and one for eager calls."""
     call_s, eager_calls, calls = "device.kernel_overhead_s", works.eager(*effort.layer), works.library_calls(is_cpu)
     if is_cpu:
         yield from _slowdown(calls, company)
