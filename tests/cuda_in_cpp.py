@@ -1,4 +1,4 @@
-"""CUDA kernels compiled by g++: one system thread per CUDA thread of a block; blocks run one after another. Includes only C headers,
+"""CUDA kernels compiled by g++: one system thread per CUDA thread of a block; blocks run one after another. Only C headers,
 because the headers of C++ threads take longer to compile than the kernels."""
 
 from collections.abc import Callable

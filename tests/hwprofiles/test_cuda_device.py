@@ -1,4 +1,4 @@
-"""torch does what the probe asks of a GPU: on one where there is one, else on a stand-in that works at once and remembers."""
+"""CudaDevice of the probe: on a GPU if available, else on a fake of torch.cuda that runs work on the CPU and records calls."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from penstock.runtime.machines.streams import has_cuda
 
 
 class RememberingCuda:
-    """Stands in for torch.cuda: does the work on the CPU at once, and remembers what it was asked."""
+    """Fake of torch.cuda that performs work on the CPU at once and records calls."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}  # bytes by address
@@ -159,7 +159,7 @@ def enabled() -> set[str]:
 
 @pytest.mark.parametrize("preferred", [False, True])
 def test_attention_is_by_the_kernel_that_is_asked_for(remembered, monkeypatch, preferred):
-    """Whichever torch would take; and a kernel that refuses is an error."""
+    """Independent of torch's preference; an unsupported kernel is an error."""
     device, seen = remembered[0], list[set[str]]()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Laws of products, attention and collectives: what they say, and that more work never takes less time."""
+"""Laws of products, attention and collectives: values, and monotonicity of time in work."""
 
 import math
 
@@ -18,7 +18,7 @@ COLLECTIVES = [law for name in WITH_LAWS if (peers := read_profile(name).peers) 
 
 
 def plain_product_s(law: ProductLaw, m: int, k: int, n: int) -> float:
-    """Each tile and split written out: blocks, waves of them, steps of each; bytes; and both overlapped."""
+    """Reference implementation of `ProductLaw.seconds`: minimum over tiles and splits, memory time, and overlap of both."""
     found = []
     for rows, columns in TILES:
         for splits in SPLITS:

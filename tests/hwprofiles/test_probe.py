@@ -1,6 +1,6 @@
-"""The probe of this CPU, and what it is made of: threads on their cores, statistics, works.
+"""Probe of this CPU: thread affinity, statistics and benchmarks.
 
-Nothing here says how fast a machine must be: only that the result is whole, consistent and honest.
+No test requires a speed; the profile must be complete and consistent.
 """
 
 import json
@@ -94,7 +94,7 @@ def test_a_disk_is_read_as_a_run_reads_it_and_left_as_it_was(monkeypatch, tmp_pa
     real = os.preadv
     monkeypatch.setattr(base_file.os, "preadv", lambda *of: read.append(n := real(*of)) or n)
     profile = with_disk(found[0], CpuDevice(), tmp_path, lambda what, fraction: None)
-    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # and a page, to try
+    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # and a page read to test the file
     assert profile.disk is not None
     assert profile.read_bytes_per_s == profile.disk.under_copies_bytes_per_s.value
     assert profile.sources[profile.disk.read_bytes_per_s.source].kind == "measured"
@@ -186,8 +186,8 @@ def fail() -> None:
 
 
 def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
-    """Two threads that compute on one core each wait for half of the time; if both are the probe's, neither is robbed. Wall time is
-    never shortened by it."""
+    """Two threads on one core wait half of the time. Waiting for another program counts as queue time, waiting for the probe's own
+    threads does not. Wall time includes both."""
     if not Path("/proc/thread-self/schedstat").exists():
         pytest.skip("this kernel does not count")
     device, x = CpuDevice(), torch.rand(600, 600)
@@ -217,7 +217,7 @@ def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
 
 
 class Scripted:
-    """A device whose runs take as long as it is told, and then as long as the last one."""
+    """Device with given times of runs; the last one repeats."""
 
     def __init__(self, *runs: Run) -> None:
         self.runs, self.n_runs = [*runs], 0
@@ -236,7 +236,7 @@ def timed(*runs: Run, **effort: Any) -> tuple[Timing, int]:
 
 def test_disturbed_repeats_count_only_if_too_few_are_left() -> None:
     calm, cut = Run(0.1), Run(0.5, 0.2)
-    runs = [calm, calm, calm, cut, cut, calm, cut, calm, cut]  # of which two come before the repeats
+    runs = [calm, calm, calm, cut, cut, calm, cut, calm, cut]  # two runs precede the repeats
     assert timed(*runs, repeats=(3, 7), point_s=100.0)[0].value == pytest.approx(0.1)
     assert timed(calm, calm, Run(0.2, 0.1), point_s=100.0)[0].value == pytest.approx(0.2), "nothing is subtracted"
 
@@ -269,7 +269,7 @@ def test_lifted_times_rise_with_work_and_are_never_lowered(seconds: dict[tuple[i
 
 
 class Walked(CpuDevice):
-    """Remembers the tasks that threads are given, in order."""
+    """CpuDevice that records the order of tasks."""
 
     def _new_walk(self, tasks: Any, n_bytes: int) -> Any:
         self.slab = self._slab(n_bytes)
@@ -286,7 +286,7 @@ class Walked(CpuDevice):
 
 
 def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From end to end, and never what the call before has worked on."""
+    """Successive calls continue through the slab."""
     steps: list[optimizer.Step] = []
 
     def remembered(step: optimizer.Step) -> Any:
@@ -295,11 +295,11 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
 
     tasks_of = optimizer.Step.tasks
     monkeypatch.setattr(optimizer.Step, "tasks", remembered)
-    n = 2 * optimizer.TASK_ELEMENTS + 2**17 + 2**9  # two tasks, and a rest that is left out
+    n = 2 * optimizer.TASK_ELEMENTS + 2**17 + 2**9  # two tasks, and a remainder that is not used
     monkeypatch.setattr(host_works, "LAYER_ELEMENTS", (10**9, n))
     monkeypatch.setattr(host_works, "TASKS_PER_THREAD", 2)
     device = Walked()
-    work = host_works.updates(2, 3 * 14 * n + 30_000_000)  # with room for some more gradients, but for no slot
+    work = host_works.updates(2, 3 * 14 * n + 30_000_000)  # space for more gradients, but not for another slot
     with device.prepared(work) as ready:
         assert len(steps) == 3
         weight, remainder, first, second = steps[1].to.tensors
@@ -319,7 +319,7 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
 
 
 def test_works_of_the_host_compute_with_finite_numbers_of_every_size() -> None:
-    """None of which is zero or subnormal: those take longer on some processors."""
+    """Zeros and subnormal numbers take longer on some processors, so slabs must not contain them."""
     for tasks in (host_works.update_tasks, host_works.square_tasks):
         slab = torch.zeros(20_000_000, dtype=torch.uint8)
         work = tasks(slab, partial(together, n_threads=2))
