@@ -1,6 +1,6 @@
 """Fit of the profiles' cost laws to published measurements of single ops.
 
-Laws (`hwprofiles/laws.py`) are fitted to the rows of `benchmarks/published_ops.csv` that are marked `fit`, those of one
+Laws (`hwprofiles/op_laws.py`) are fitted to the rows of `benchmarks/published_ops.csv` that are marked `fit`, those of one
 architecture together: shapes of curves are an architecture's, rates a GPU's. Least squares over logarithms with a robust loss,
 each constant held by what is believed of it. What `benchmarks/op_profiles.py` makes of them is what profiles hold.
 """
@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from benchmarks.published.op_costs import block_of
 from benchmarks.published.op_rows import OpRow, read_ops
-from penstock.hwprofiles.laws import CollectiveLaw, PassLaw, ProductLaw
+from penstock.hwprofiles.op_laws import CollectiveLaw, PassLaw, ProductLaw
 from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Collective, read_profile, shipped_profiles
 

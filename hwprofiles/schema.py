@@ -1,7 +1,7 @@
 """Hardware profiles: rates, sizes and prices of a machine as JSON. Every number has a unit in its key, a spread and a source.
 
 The spread is half the width of the 80 % interval, as a fraction of the value. Rates that depend on size are measured points, which
-`curves.py` interpolates, or a law of `laws.py`.
+`curves.py` interpolates, or a law of `op_laws.py`.
 """
 
 import errno
@@ -22,7 +22,7 @@ from penstock.runtime.files import read_whole
 from penstock.runtime.units import MiB, on_one_line, show_bytes
 
 from .curves import Rate, Row, along, check_rising, interpolated, rows_of
-from .laws import AttentionLaw, CollectiveLaw, ProductLaw
+from .op_laws import AttentionLaw, CollectiveLaw, ProductLaw
 from .quantity import SOURCE_KINDS, Day, Dtype, Part, Quantity, Share, Size, Source, Text, quantities
 
 FOLDER = Path(__file__).parent / "profiles"

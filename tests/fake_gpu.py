@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from penstock.hwprofiles.probe import works
+from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
+from penstock.hwprofiles.probe.kernels_to_time import Work
 from penstock.hwprofiles.probe.measurements import CLOCKED
-from penstock.hwprofiles.probe.works import Work
 from penstock.runtime.plan import Lane
 
 GB, GiB = 10**9, 2**30
@@ -159,7 +159,7 @@ class FakeGpu(Device):
                 fractions = {"norm": t.norm_fractions[way], "eager": t.eager_fraction, "loss": t.loss_fraction}
                 fractions |= {"activation": t.fused_fraction, "unpacking": t.unpack_fraction, "rank": t.narrow_fraction}
                 fraction = next((of for name, of in fractions.items() if name in work.name), 1.0)
-                before_s = self.seconds(works.product("bf16", *CLOCKED)) if "behind" in work.name else 0.0
+                before_s = self.seconds(kernels.product("bf16", *CLOCKED)) if "behind" in work.name else 0.0
                 return before_s + work.amount / t.memory_bytes_per_s / fraction + t.kernel_s * work.n_calls * ("eager" in work.name)
             case "calls":
                 return t.kernel_s

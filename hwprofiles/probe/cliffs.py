@@ -9,7 +9,7 @@ from penstock.runtime.units import GB, show_bytes, show_rate
 
 if TYPE_CHECKING:
     from .device import Facts
-    from .numbers import Numbers
+    from .profile_fields import ProfileFields
 
 # Rate of pinned copies on PCIe x16 in one direction, by generation. Published nvbandwidth results: 12.35 and 13.14 on a T4;
 # 23.9-27.1 on A100 and RTX 4090; 55.9 +- 0.6 and 56.5 +- 1.1 on six Gen5 hosts. Gen6 is twice Gen5, not measured.
@@ -31,7 +31,7 @@ FOREIGN_BYTES = 2 * GB  # device memory in use before the first kernel: a bare c
 Cliff = tuple[str, str]  # a short name for the summary, and the line
 
 
-def cliffs(profile: Profile, facts: "Facts", numbers: "Numbers", in_use_bytes: int) -> Iterator[Cliff]:
+def cliffs(profile: Profile, facts: "Facts", numbers: "ProfileFields", in_use_bytes: int) -> Iterator[Cliff]:
     """Yield the cliffs of a probed machine. `in_use_bytes`: device memory in use before the probe's first kernel."""
     if not facts.is_cpu:
         yield from _of_gpu(profile, facts, numbers, in_use_bytes)
@@ -56,7 +56,7 @@ def without_cliffs(detail: str) -> tuple[str, list[str]]:
     return rest, lines
 
 
-def _of_gpu(profile: Profile, facts: "Facts", numbers: "Numbers", in_use_bytes: int) -> Iterator[Cliff]:
+def _of_gpu(profile: Profile, facts: "Facts", numbers: "ProfileFields", in_use_bytes: int) -> Iterator[Cliff]:
     """Yield cliffs of a GPU: narrow or encrypted link, pageable memory, duplex copies, remote memory, clocks, other programs."""
     curves = {"to the device": profile.link.h2d, "to the host": profile.link.d2h}
     up, down = best = [max(point.rate.value for point in curve.bytes_per_s) for curve in curves.values()]

@@ -27,8 +27,8 @@ from penstock.runtime.plan import Lane
 from penstock.runtime.units import MiB, show_bytes
 
 from .device import Device, Facts, Ready, Run
-from .host_works import LEAST_BYTES
-from .works import COLD_BYTES, HANDOVER, Call, Walk, Work, copying
+from .host_kernels import LEAST_BYTES
+from .kernels_to_time import COLD_BYTES, HANDOVER, Call, Walk, Work, copying
 
 Split = Callable[[list[int]], tuple[list[int], list[int]]]
 Registered = Callable[[torch.Tensor], AbstractContextManager[object]]

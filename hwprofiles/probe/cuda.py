@@ -22,7 +22,7 @@ from penstock.runtime.units import MiB, on_one_line
 
 from .cpu import CpuDevice, cpu_name, repeating
 from .device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
-from .works import COLD_BYTES, HANDOVER, Call, Work, copying
+from .kernels_to_time import COLD_BYTES, HANDOVER, Call, Work, copying
 
 PCI_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # by GT/s per lane
 DRIVER_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from .works import Call, Work
+from .kernels_to_time import Call, Work
 
 
 class DeviceError(Exception):

@@ -13,7 +13,7 @@ from penstock.runtime.host.slabs import host_slab
 from penstock.runtime.host.workers import Workers
 from penstock.runtime.units import MiB, show_bytes
 
-from . import works
+from . import kernels_to_time as kernels
 from .device import Device
 from .probe import Progress
 from .timings import Timing
@@ -30,7 +30,7 @@ def with_disk(profile: Profile, device: Device, folder: Path, progress: Progress
     with _file(folder / "penstock-probe") as file:
         alone = _rate(file)
         with ExitStack() as stack:
-            both = [stack.enter_context(device.prepared(works.copy(way, COPY_BYTES))) for way in ("h2d", "d2h")]
+            both = [stack.enter_context(device.prepared(kernels.copy(way, COPY_BYTES))) for way in ("h2d", "d2h")]
             stack.enter_context(device.beside(both))
             beside = _rate(file)
     facts, fields = device.facts(), profile.to_json()

@@ -9,9 +9,10 @@ from penstock.hwprofiles.quantity import Dtype
 from penstock.hwprofiles.schema import AttentionKernel, Direction
 from penstock.runtime.units import GB, KiB, MiB, show_bytes
 
-from . import host_works, works
+from . import host_kernels
+from . import kernels_to_time as kernels
 from .device import DeviceOutOfMemory, Facts
-from .works import Work
+from .kernels_to_time import Work
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -107,23 +108,23 @@ def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Meas
         raise DeviceOutOfMemory(f"not even two pieces of {show_bytes(effort.copy_bytes[0])} fit device and host")
     piece_bytes = min(effort.piece_bytes, sizes[-1])
     # A CPU copies with a core, and a run uses one core for copies.
-    copies = tuple(works.copy(direction, piece_bytes) for direction in DIRECTIONS[: 1 if facts.is_cpu else 2])
-    slab_bytes = host_works.slab_bytes(facts.host_bytes, effort.host_bytes)
-    company = (*copies, host_works.updates(facts.n_host_cores, slab_bytes))
-    yield Measurement("host.dram_bytes_per_s", host_works.traffic(facts.n_cores, slab_bytes))
-    yield Measurement("host.reduce_bytes_per_s", host_works.squares(facts.n_host_cores, slab_bytes))
-    yield Measurement("host.page_fault_bytes_per_s", host_works.first_touch(slab_bytes))
+    copies = tuple(kernels.copy(direction, piece_bytes) for direction in DIRECTIONS[: 1 if facts.is_cpu else 2])
+    slab_bytes = host_kernels.slab_bytes(facts.host_bytes, effort.host_bytes)
+    company = (*copies, host_kernels.updates(facts.n_host_cores, slab_bytes))
+    yield Measurement("host.dram_bytes_per_s", host_kernels.traffic(facts.n_cores, slab_bytes))
+    yield Measurement("host.reduce_bytes_per_s", host_kernels.squares(facts.n_host_cores, slab_bytes))
+    yield Measurement("host.page_fault_bytes_per_s", host_kernels.first_touch(slab_bytes))
     yield from _copies(effort, facts, sizes, piece_bytes, company[-1])
     yield from _optimizer(effort, facts, copies, slab_bytes)
     width = effort.reference
-    while (reference := works.product("bf16", width, width, width)).n_bytes > room_bytes:
+    while (reference := kernels.product("bf16", width, width, width)).n_bytes > room_bytes:
         width //= 2
     yield Measurement(REFERENCE + "first", reference, soak_s=effort.warm_up_s)
     for dtype in DTYPES:
         every = effort.every[dtype]
         square = {(m, width, width) for m, width in product(effort.tokens[::every], effort.widths[::every])}
         shapes = sorted(square | {*effort.odd_shapes[::every]})
-        products = [work for work in (works.product(dtype, *shape) for shape in shapes) if work.n_bytes <= room_bytes]
+        products = [work for work in (kernels.product(dtype, *shape) for shape in shapes) if work.n_bytes <= room_bytes]
         yield from _slowdown(products[len(products) // 2], company)
         yield from (Measurement(f"device.matmul.{dtype}", work, "flop_per_s", soak_s=effort.soak_s) for work in products)
     for dtype in DTYPES:
@@ -141,25 +142,25 @@ def _slowdown(work: Work, beside: tuple[Work, ...]) -> Iterator[Measurement]:
 def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int, optimizer: Work) -> Iterator[Measurement]:
     """Yield copies in each direction: by size, pageable, with the other direction, with the optimizer, and by NUMA node."""
     for direction, other in (DIRECTIONS, DIRECTIONS[::-1]):
-        way, piece = f"link.{direction}", works.copy(direction, piece_bytes)
-        yield Measurement(f"{way}.latency_s", works.copy(direction, effort.tiny_bytes))
-        yield from (Measurement(f"{way}.bytes_per_s", works.copy(direction, n), "rate", less=f"{way}.latency_s") for n in sizes)
-        yield Measurement(f"{way}.pageable_bytes_per_s", works.copy(direction, piece_bytes, "pageable"))
-        yield Measurement(f"{way}.duplex_bytes_per_s", piece, beside=(works.copy(other, piece_bytes),))
+        way, piece = f"link.{direction}", kernels.copy(direction, piece_bytes)
+        yield Measurement(f"{way}.latency_s", kernels.copy(direction, effort.tiny_bytes))
+        yield from (Measurement(f"{way}.bytes_per_s", kernels.copy(direction, n), "rate", less=f"{way}.latency_s") for n in sizes)
+        yield Measurement(f"{way}.pageable_bytes_per_s", kernels.copy(direction, piece_bytes, "pageable"))
+        yield Measurement(f"{way}.duplex_bytes_per_s", piece, beside=(kernels.copy(other, piece_bytes),))
         yield Measurement(f"{way}.under_optimizer_bytes_per_s", piece, beside=(optimizer,))
     nodes = [node for node, cores in enumerate(facts.nodes) if cores]
     if len(nodes) > 1 and not facts.is_cpu:
-        yield from (Measurement(f"{NODES}{node}", works.copy("h2d", piece_bytes, node=node)) for node in nodes)
+        yield from (Measurement(f"{NODES}{node}", kernels.copy("h2d", piece_bytes, node=node)) for node in nodes)
 
 
 def _optimizer(effort: Effort, facts: Facts, copies: tuple[Work, ...], slab_bytes: int) -> Iterator[Measurement]:
     """Yield the optimizer by threads: alone, during uploads, and during copies in both directions. A CPU has no measurement during
     uploads, because its uploads are copies by a host core."""
     if facts.is_cpu:
-        yield from _slowdown(host_works.updates(1, slab_bytes), (works.product("fp32", 512, 512, 512),))
+        yield from _slowdown(host_kernels.updates(1, slab_bytes), (kernels.product("fp32", 512, 512, 512),))
     most = facts.n_host_cores
     for n in sorted({*[2**i for i in range(most.bit_length())][:: effort.every["bf16"]], most}):
-        work = host_works.updates(n, slab_bytes)
+        work = host_kernels.updates(n, slab_bytes)
         yield Measurement("host.optimizer", work, "params_per_s")
         yield Measurement("host.optimizer", work, "params_per_s_under_copies", copies)
         if not facts.is_cpu:
@@ -170,39 +171,39 @@ def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, comp
     """Yield forward and backward of each attention kernel; all have the same number of tokens, in sequences of several lengths."""
     heads, widest = effort.n_heads, max(HEAD_DIMS)
     seq_lens = effort.seq_lens[:: effort.every[dtype]]
-    lengths = [n for n in seq_lens if works.attention(dtype, 1, heads, n, widest)["forward"].n_bytes <= room_bytes]
+    lengths = [n for n in seq_lens if kernels.attention(dtype, 1, heads, n, widest)["forward"].n_bytes <= room_bytes]
     if not lengths:
         raise DeviceOutOfMemory(f"not even {seq_lens[0]} tokens fit the free device memory")
-    yield from _slowdown(works.attention(dtype, 1, heads, lengths[-1], HEAD_DIMS[0])["backward"], company)
-    kernels: tuple[AttentionKernel, ...] = ("flash",) if is_cpu else ("flash", "cudnn")
-    for kernel, head_dim, seq_len in product(kernels, HEAD_DIMS, lengths):
-        for way, work in works.attention(dtype, lengths[-1] // seq_len, heads, seq_len, head_dim, kernel).items():
+    yield from _slowdown(kernels.attention(dtype, 1, heads, lengths[-1], HEAD_DIMS[0])["backward"], company)
+    names: tuple[AttentionKernel, ...] = ("flash",) if is_cpu else ("flash", "cudnn")
+    for kernel, head_dim, seq_len in product(names, HEAD_DIMS, lengths):
+        for way, work in kernels.attention(dtype, lengths[-1] // seq_len, heads, seq_len, head_dim, kernel).items():
             yield Measurement(f"device.attention.{kernel}.{dtype}", work, f"{way}_flop_per_s", is_optional=kernel != "flash")
 
 
 def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterator[Measurement]:
     """Yield library calls, hand-overs between lanes, and memory-bound kernels. The memory rate of a CPU is the rate of a layer's
     eager calls. A GPU has one rate for a large kernel and one for eager calls."""
-    call_s, eager_calls, calls = "device.kernel_overhead_s", works.eager(*effort.layer), works.library_calls(is_cpu)
+    call_s, eager_calls, calls = "device.kernel_overhead_s", kernels.eager(*effort.layer), kernels.library_calls(is_cpu)
     if is_cpu:
         yield from _slowdown(calls, company)
     yield Measurement(call_s, calls)
-    yield Measurement("device.op_overhead_s", works.HANDOVER)
+    yield Measurement("device.op_overhead_s", kernels.HANDOVER)
     if is_cpu:
         yield from _slowdown(eager_calls, company)
         yield Measurement("device.memory_bytes_per_s", eager_calls, less=call_s)
         return
-    large = works.pointwise(LARGE_BYTES)
+    large = kernels.pointwise(LARGE_BYTES)
     yield from _slowdown(large, company)
     yield Measurement("device.memory_bytes_per_s", large)
     yield Measurement("device.eager_bytes_per_s", eager_calls, less=call_s)
-    for way, work in works.norm(*effort.layer[:2]).items():
+    for way, work in kernels.norm(*effort.layer[:2]).items():
         yield Measurement(f"device.norms.torch-fused.{way}_bytes_per_s", work)
-    before = works.product("bf16", *CLOCKED)
+    before = kernels.product("bf16", *CLOCKED)
     yield Measurement(CLOCK, before)
     n_tokens, width, inner = effort.layer
-    behind = {"fused": works.activation(n_tokens, inner), "loss": works.loss(*LOGITS)}
-    behind["unpack"] = works.unpacking("int8", 3 * ((inner, width), (width, inner)))
-    behind["narrow"] = works.narrow(n_tokens, width, inner, RANK)
+    behind = {"fused": kernels.activation(n_tokens, inner), "loss": kernels.loss(*LOGITS)}
+    behind["unpack"] = kernels.unpacking("int8", 3 * ((inner, width), (width, inner)))
+    behind["narrow"] = kernels.narrow(n_tokens, width, inner, RANK)
     for name, work in behind.items():
-        yield Measurement(f"device.{name}_bytes_per_s", works.behind(before, work), less=CLOCK, is_optional=True)
+        yield Measurement(f"device.{name}_bytes_per_s", kernels.behind(before, work), less=CLOCK, is_optional=True)

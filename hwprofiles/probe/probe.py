@@ -10,12 +10,13 @@ from penstock.hwprofiles.schema import FORMAT_VERSION, Profile
 from penstock.runtime.errors import ProfileError
 from penstock.runtime.units import MiB, show_bytes, show_seconds
 
-from . import host_works, works
+from . import host_kernels
+from . import kernels_to_time as kernels
 from .cliffs import MARK, MOST_CHARACTERS, cliffs
 from .cpu import resident_bytes
 from .device import Device, DeviceError, DeviceOutOfMemory, Facts
 from .measurements import DTYPES, Effort, Measurement, measurements
-from .numbers import HOST, Numbers, Result
+from .profile_fields import HOST, ProfileFields, Result
 from .timings import Stopwatch, Timing
 
 Progress = Callable[[str, float], None]  # kind of the current benchmark, and the fraction done
@@ -76,7 +77,7 @@ class _Probe:
                 self._measure(row)
         finally:
             self.device.release()
-        numbers, taken_bytes = Numbers(self.results), max(0, total_bytes - self.device.memory()[0] - context_bytes)
+        numbers, taken_bytes = ProfileFields(self.results), max(0, total_bytes - self.device.memory()[0] - context_bytes)
         workspace = Timing(taken_bytes + BEYOND_PROBE_BYTES, 0.5).quantity("workspace")
         cores_per_copy, traffic, _ = COPIES[facts.kind]
         cores = f"{facts.n_host_cores} core{'s' * (facts.n_host_cores > 1)}"
@@ -112,10 +113,10 @@ class _Probe:
 
     def _memory(self, facts: Facts) -> tuple[int, int]:
         """Return the usable bytes of the device, context included, and its context with all kinds of kernels loaded."""
-        small = [works.library_calls(facts.is_cpu), works.pointwise(MiB), works.eager(1024, 1024, 1024)]
-        small += works.norm(1024, 1024).values()
+        small = [kernels.library_calls(facts.is_cpu), kernels.pointwise(MiB), kernels.eager(1024, 1024, 1024)]
+        small += kernels.norm(1024, 1024).values()
         for dtype in DTYPES:
-            small += [works.product(dtype, 512, 512, 512), *works.attention(dtype, 1, 2, 512, 64).values()]
+            small += [kernels.product(dtype, 512, 512, 512), *kernels.attention(dtype, 1, 2, 512, 64).values()]
         for work in small:
             with self.device.prepared(work) as ready:
                 self.device.run(ready, 1)
@@ -153,7 +154,7 @@ class _Probe:
         """Discard the results of this field, at one point of its grid or at all points."""
         self.results = [row for row in self.results if row[0].field != field or not point.items() <= row[0].work.point.items()]
 
-    def _sources(self, facts: Facts, numbers: Numbers, process_bytes: int) -> dict[str, Any]:
+    def _sources(self, facts: Facts, numbers: ProfileFields, process_bytes: int) -> dict[str, Any]:
         """Return the `sources` of the profile."""
         watch, (least, most) = self.watch, self.effort.repeats
         slow = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in sorted(numbers.slowdowns.items()))
@@ -177,9 +178,9 @@ class _Probe:
         kinds = {name: "measured" if name in ("probe", HOST, "memory") else "assumed" for name in details}
         return {name: {"kind": kinds[name], "detail": detail, **common} for name, detail in details.items()}
 
-    def _host(self, facts: Facts, numbers: Numbers) -> str:
+    def _host(self, facts: Facts, numbers: ProfileFields) -> str:
         """Return the detail of the source HOST: conditions and core usage of every host benchmark."""
-        effort, n_bytes = self.effort, host_works.slab_bytes(facts.host_bytes, self.effort.host_bytes)
+        effort, n_bytes = self.effort, host_kernels.slab_bytes(facts.host_bytes, self.effort.host_bytes)
         found = [
             f"{row.work.name}{''.join(f' beside {of.lane}' for of in row.beside)} {use.cores:.2f} cores, "
             f"steal {use.steal_fraction:.0%}, {use.last_third:.2f}"
@@ -189,7 +190,7 @@ class _Probe:
         how = (
             f"penstock probe: wall time, nothing subtracted, of {show_seconds(effort.sustained_s)} or more, medians of pieces of "
             f"{show_seconds(effort.piece_s)}, in {show_bytes(n_bytes)} of huge pages, in slots of layers of "
-            f"{host_works.layer_elements(n_bytes):,} parameters; cores used (processor time over wall time), steal time, and rate "
+            f"{host_kernels.layer_elements(n_bytes):,} parameters; cores used (processor over wall time), steal time, and rate "
             "of the last third over that of the first: "
         )
         return (how + "; ".join(found))[:MOST_DETAIL]

@@ -48,7 +48,7 @@ GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
 # Packages and files that a package may import in addition to its own; penstock may import everything.
 MAY_IMPORT = {
     "planner": {
-        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "several", "curves", "laws")),
+        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "device_parts", "curves", "op_laws")),
         *("runtime.plan", "runtime.compiled"),
         *GROUND,
     },
@@ -83,7 +83,7 @@ HOME = {
     "rich": {"penstock/results.py", "penstock/cli", "planner/show/text.py"},
     "pydantic": {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
-        *(f"hwprofiles/{name}.py" for name in ("quantity", "laws")),
+        *(f"hwprofiles/{name}.py" for name in ("quantity", "op_laws")),
         *("planner/search/claim.py", "penstock/api.py", "penstock/checkpoint/checkpoint.py", "penstock/run_files.py"),
     },
     "torch": {
@@ -125,7 +125,7 @@ TORCH_FREE = (
     *("penstock/cli", "penstock/run_config.py"),
     *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "results", "run_files")),
     *(f"penstock/{name}.py" for name in ("settings", "signals", "version")),
-    *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "laws", "curves")),),
+    *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "op_laws", "curves")),),
     "hwprofiles/probe/cliffs.py",
 )
 
@@ -317,7 +317,7 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
     for module, code in (
         ("penstock.cli.run", "def plan():\n    from runtime.executor import execute"),
         ("planner.lower.lower", "from penstock.runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema"),
-        ("hwprofiles.probe.works", "from runtime.host.optimizer import Step"),
+        ("hwprofiles.probe.kernels_to_time", "from runtime.host.optimizer import Step"),
     ):
         assert wrong_directions(module, ast.parse(code)) == []
     for code in (

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from penstock.cli.outputs import json_text
 from penstock.cli.probe import probe
-from penstock.hwprofiles.probe import cpu, disk, host_works, measurements, works
+from penstock.hwprofiles.probe import cpu, disk, host_kernels, measurements
+from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.cpu import CpuDevice
 from penstock.hwprofiles.probe.device import Ready, Run
 from penstock.hwprofiles.probe.disk import with_disk
@@ -142,7 +143,7 @@ def test_the_lanes_that_feed_a_gpu_have_a_core_or_two(n_cores: int, n_issuing: i
 
 
 def called(call: Callable[[], object], **fields: Any) -> Ready:
-    return Ready(works.Work("any", "any", **fields), call)
+    return Ready(kernels.Work("any", "any", **fields), call)
 
 
 def test_work_runs_on_the_cores_and_threads_of_its_lane() -> None:
@@ -151,12 +152,14 @@ def test_work_runs_on_the_cores_and_threads_of_its_lane() -> None:
     def look() -> None:
         seen.append((os.sched_getaffinity(0), torch.get_num_threads(), torch.is_grad_enabled()))
 
-    for lane, n_threads in ((works.Lane.GPU, 1), (works.Lane.H2D, 1), (works.Lane.CPU, 1)):
+    for lane, n_threads in ((kernels.Lane.GPU, 1), (kernels.Lane.H2D, 1), (kernels.Lane.CPU, 1)):
         device.run(called(look, lane=lane, n_threads=n_threads), 1)
     host = ({*device.host_cores}, 1, False)
     assert seen == [({*device.compute_cores}, len(device.compute_cores), False), host, host]
     assert os.sched_getaffinity(0) == mine
-    work = replace(host_works.updates(3, 10**7), tasks=lambda slab, together: [lambda _: (look(), time.sleep(0.05))] * 3, n_tasks=3)
+    work = replace(
+        host_kernels.updates(3, 10**7), tasks=lambda slab, together: [lambda _: (look(), time.sleep(0.05))] * 3, n_tasks=3
+    )
     with device.prepared(work) as ready:
         device.run(ready, 1)
     assert seen[3:] == [host] * 3
@@ -168,7 +171,7 @@ def test_company_runs_as_long_as_its_context_and_fails_there() -> None:
     def count() -> None:
         counts[0] += 1
 
-    with device.beside([called(count, lane=works.Lane.H2D)]):
+    with device.beside([called(count, lane=kernels.Lane.H2D)]):
         before = counts[0]
         device.run(called(lambda: time.sleep(0.05)), 1)
         assert counts[0] > before > 0
@@ -191,8 +194,8 @@ def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
     if not Path("/proc/thread-self/schedstat").exists():
         pytest.skip("this kernel does not count")
     device, x = CpuDevice(), torch.rand(600, 600)
-    multiply = called(lambda: x @ x, lane=works.Lane.H2D)
-    other = called(lambda: x @ x, lane=works.Lane.D2H)
+    multiply = called(lambda: x @ x, lane=kernels.Lane.H2D)
+    other = called(lambda: x @ x, lane=kernels.Lane.D2H)
     with device.beside([other]):
         ours = device.run(multiply, 100)
     stop = [False]
@@ -265,7 +268,7 @@ def test_lifted_times_rise_with_work_and_are_never_lowered(seconds: dict[tuple[i
             assert not (other[0] <= size[0] and other[1] <= size[1] and other != size) or after[j].value < after[i].value
 
 
-# -- works ------------------------------------------------------------------------------------------------------------
+# -- benchmarks --------------------------------------------------------------------------------------------------------
 
 
 class Walked(CpuDevice):
@@ -296,10 +299,10 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
     tasks_of = optimizer.Step.tasks
     monkeypatch.setattr(optimizer.Step, "tasks", remembered)
     n = 2 * optimizer.TASK_ELEMENTS + 2**17 + 2**9  # two tasks, and a remainder that is not used
-    monkeypatch.setattr(host_works, "LAYER_ELEMENTS", (10**9, n))
-    monkeypatch.setattr(host_works, "TASKS_PER_THREAD", 2)
+    monkeypatch.setattr(host_kernels, "LAYER_ELEMENTS", (10**9, n))
+    monkeypatch.setattr(host_kernels, "TASKS_PER_THREAD", 2)
     device = Walked()
-    work = host_works.updates(2, 3 * 14 * n + 30_000_000)  # space for more gradients, but not for another slot
+    work = host_kernels.updates(2, 3 * 14 * n + 30_000_000)  # space for more gradients, but not for another slot
     with device.prepared(work) as ready:
         assert len(steps) == 3
         weight, remainder, first, second = steps[1].to.tensors
@@ -320,11 +323,11 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
 
 def test_works_of_the_host_compute_with_finite_numbers_of_every_size() -> None:
     """Zeros and subnormal numbers take longer on some processors, so slabs must not contain them."""
-    for tasks in (host_works.update_tasks, host_works.square_tasks):
+    for tasks in (host_kernels.update_tasks, host_kernels.square_tasks):
         slab = torch.zeros(20_000_000, dtype=torch.uint8)
         work = tasks(slab, partial(together, n_threads=2))
         assert work
-        kept = slab.view(torch.bfloat16)[: slab.numel() // 2] if tasks is host_works.square_tasks else None
+        kept = slab.view(torch.bfloat16)[: slab.numel() // 2] if tasks is host_kernels.square_tasks else None
         for task in work:
             task(Scratch())
         if kept is not None:
@@ -334,8 +337,8 @@ def test_works_of_the_host_compute_with_finite_numbers_of_every_size() -> None:
 
 @pytest.mark.parametrize("n_bytes", [2 * 10**9, 12 * 10**9, 100_000_000])
 def test_no_two_arrays_of_a_slab_are_a_power_of_two_apart(n_bytes: int) -> None:
-    n, n_threads = host_works.layer_elements(n_bytes), 1
-    assert 14 * n * (3 if n in host_works.LAYER_ELEMENTS else 1) <= n_bytes, n_threads
+    n, n_threads = host_kernels.layer_elements(n_bytes), 1
+    assert 14 * n * (3 if n in host_kernels.LAYER_ELEMENTS else 1) <= n_bytes, n_threads
     starts = [0, 2 * n, 4 * n, 8 * n]
     apart = {b - a for i, a in enumerate(starts) for b in starts[i + 1 :]}
     assert all(distance % 2**28 for distance in apart)
@@ -343,9 +346,9 @@ def test_no_two_arrays_of_a_slab_are_a_power_of_two_apart(n_bytes: int) -> None:
 
 
 def test_the_slab_is_a_third_of_memory_at_most_and_larger_than_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_works, "cache_bytes", lambda: 300 * 2**20)
+    monkeypatch.setattr(host_kernels, "cache_bytes", lambda: 300 * 2**20)
     given = (100 * GB, 12 * GB), (9 * GB, 12 * GB), (100 * GB, GB), (2 * GB, GB)
-    sizes = [host_works.slab_bytes(free, most) for free, most in given]
+    sizes = [host_kernels.slab_bytes(free, most) for free, most in given]
     assert sizes == pytest.approx([12 * GB, 3 * GB, 4 * 300 * 2**20, GB], abs=4096)
 
 
@@ -369,10 +372,10 @@ def test_caches_of_the_last_level_are_counted_once_each(tmp_path: Path, monkeypa
         (at := tmp_path / f"cpu{core}" / "cache" / "index3").mkdir(parents=True)
         (at / "shared_cpu_list").write_text(shared + "\n")
         (at / "size").write_text(size + "\n")
-    monkeypatch.setattr(host_works, "CACHES", tmp_path)
-    assert host_works.cache_bytes.__wrapped__() == 2 * 300 * 2**20
-    monkeypatch.setattr(host_works, "CACHES", tmp_path / "nowhere")
-    assert host_works.cache_bytes.__wrapped__() == 0
+    monkeypatch.setattr(host_kernels, "CACHES", tmp_path)
+    assert host_kernels.cache_bytes.__wrapped__() == 2 * 300 * 2**20
+    monkeypatch.setattr(host_kernels, "CACHES", tmp_path / "nowhere")
+    assert host_kernels.cache_bytes.__wrapped__() == 0
 
 
 def test_steal_time_is_read_for_the_cores_of_a_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 from penstock.cli.outputs import json_text
 from penstock.cli.probe import headline, probe, remarks
-from penstock.hwprofiles.probe import cuda, host_works, works
+from penstock.hwprofiles.probe import cuda, host_kernels
+from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.device import DeviceError, PciLink
 from penstock.hwprofiles.probe.measurements import GPU, Effort
 from penstock.hwprofiles.probe.probe import probed
@@ -43,7 +44,7 @@ def assert_found(profile: Profile, truth: Truth) -> None:
     device, link, host = profile.device, profile.link, profile.host
     for dtype, points in device.matmul.items():
         for p in points:
-            n_flop = works.product(dtype, p.m, p.k, p.n).amount
+            n_flop = kernels.product(dtype, p.m, p.k, p.n).amount
             assert_close(p.flop_per_s.value, truth.flop_per_s[dtype] * n_flop / (n_flop + truth.work_lost_flop))
             assert (p.clock_hz, p.watts) == truth.load
     true = {"flash": truth.attention_flop_per_s, **({"cudnn": truth.cudnn_flop_per_s} if truth.cudnn_flop_per_s else {})}
@@ -154,7 +155,7 @@ def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
     assert (2048, 8192, 8192) in shapes
     assert (16384, 16384, 16384) not in shapes
     fp32 = small.device.matmul["fp32"]
-    assert max(works.product("fp32", p.m, p.k, p.n).amount / p.flop_per_s.value for p in fp32) <= GPU.longest_s
+    assert max(kernels.product("fp32", p.m, p.k, p.n).amount / p.flop_per_s.value for p in fp32) <= GPU.longest_s
     assert max(a.seq_len for a in small.device.attention["flash"]["bf16"]) == 16384
     assert max(p.n_bytes for p in small.link.h2d.bytes_per_s) == 256 * 2**20
     slow = probed_of(Truth(attention_flop_per_s={"bf16": 8e12, "fp32": 8e12}, cudnn_flop_per_s={}), effort=GPU)
@@ -170,7 +171,7 @@ def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
 
 def watched(truth: Truth, width: int, soak_s: float = 0.0) -> tuple[float, float, FakeGpu]:
     """Return rate and spread of a product, and the device."""
-    device, work = FakeGpu(truth), works.product("bf16", width, width, width)
+    device, work = FakeGpu(truth), kernels.product("bf16", width, width, width)
     with device.prepared(work) as ready:
         timing = Stopwatch(device, GPU).timing(ready, soak_s)
     return work.amount / timing.value, timing.spread_fraction, device
@@ -192,7 +193,7 @@ def test_a_hiccup_moves_neither_a_time_nor_its_spread() -> None:
 
 def test_a_quota_shows_beside_the_rates_and_wall_time_counts() -> None:
     """Cores throttled after some time: no time is subtracted, and the rate of the last third over the first is reported."""
-    device, work = FakeGpu(replace(QUIET, quota_s=0.9, throttled_fraction=0.5)), host_works.updates(15)
+    device, work = FakeGpu(replace(QUIET, quota_s=0.9, throttled_fraction=0.5)), host_kernels.updates(15)
     with device.prepared(work) as ready:
         timing = Stopwatch(device, GPU).timing(ready)
     assert timing.use is not None

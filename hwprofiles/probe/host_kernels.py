@@ -23,7 +23,7 @@ from penstock.runtime.plan import Lane
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.units import GB, KiB, MiB
 
-from .works import Work
+from .kernels_to_time import Work
 
 Task = Callable[[Scratch], object]  # part of a benchmark, for any thread
 Together = Callable[[Sequence[Callable[[None], object]]], None]  # performs calls on all host threads

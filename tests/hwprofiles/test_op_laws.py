@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.hwprofiles.laws import SPLITS, TILES, ProductLaw
+from penstock.hwprofiles.op_laws import SPLITS, TILES, ProductLaw
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, read_profile, shipped_profiles
 
 SIZES = st.integers(1, 2**17)

@@ -13,7 +13,7 @@ HOST = "host"  # source of the rates of host benchmarks
 Result = tuple[Measurement, Timing, Load]  # with the seconds of its benchmark, and the state of the device during it
 
 
-class Numbers:
+class ProfileFields:
     """Rates and times of all results, with overheads subtracted and time monotonic in work.
 
     `seen`: results without a profile field, by name. `slowdowns`: time under load over time alone, by kind.
