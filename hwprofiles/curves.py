@@ -53,6 +53,6 @@ def check_rising(rows: list[Row], y_power: int) -> None:
     ys = sorted({y for _, row in rows for y, _ in row})
     along_y = [(x, y0, y1, y0**y_power / r0, y1**y_power / r1) for x, row in rows for (y0, r0), (y1, r1) in pairwise(row)]
     along_x = [(y, x0, x1, x0 / along(row0, y), x1 / along(row1, y)) for (x0, row0), (x1, row1) in pairwise(rows) for y in ys]
-    for at, less, more, less_s, more_s in (*along_y, *along_x):
-        if more_s <= less_s:
-            raise ValueError(f"more work takes less time between {less:.6g} and {more:.6g} at {at:.6g}; measure again")
+    for fixed, low, high, low_s, high_s in (*along_y, *along_x):
+        if high_s <= low_s:
+            raise ValueError(f"more work takes less time between {low:.6g} and {high:.6g} at {fixed:.6g}; measure again")

@@ -41,8 +41,8 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
 
 def name_of_shared(name: str, n: int, n_hosts: int) -> str:
     """Return the name with the number of GPUs and hosts, for example `h100-sxm, 8 GPUs on each of 2 hosts`."""
-    each = f" on each of {n_hosts} hosts" if n_hosts > 1 else ""
-    return f"{name}, {n} GPU{'' if n == 1 else 's'}{each}" if n * n_hosts > 1 else name
+    hosts = f" on each of {n_hosts} hosts" if n_hosts > 1 else ""
+    return f"{name}, {n} GPU{'' if n == 1 else 's'}{hosts}" if n * n_hosts > 1 else name
 
 
 def on_network(profile: Profile, gbit_per_s: float | None) -> Profile:

@@ -97,7 +97,7 @@ def _rising(points: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _sorted_by(key: str, points: tuple[Any, ...]) -> tuple[Any, ...]:
-    if any(getattr(after, key) <= getattr(before, key) for before, after in pairwise(points)):
+    if any(getattr(following, key) <= getattr(point, key) for point, following in pairwise(points)):
         raise ValueError(f"sort the points by rising {key}")
     return points
 
@@ -254,13 +254,13 @@ class Profile(Part):
         for key, quantity in self.quantities():
             if quantity.source not in self.sources:
                 raise ValueError(f"{key}: source {quantity.source!r} is not in `sources`; add it there")
-        device_bytes, host_bytes, most = self.device.memory_bytes.value, self.host.memory_bytes.value, self.most_host_bytes
-        if most is None or host_bytes <= most:
+        device_bytes, host_bytes, limit = self.device.memory_bytes.value, self.host.memory_bytes.value, self.most_host_bytes
+        if limit is None or host_bytes <= limit:
             return self
         why = "are the most that this machine takes"
         if (pool := self.device.pool_bytes) is not None:
             why = f"are left of the one pool of {show_bytes(pool.value)} by {show_bytes(device_bytes)} for the device"
-        raise ValueError(f"host memory of {show_bytes(host_bytes)}, but {show_bytes(most)} {why}; give --host-memory up to that")
+        raise ValueError(f"host memory of {show_bytes(host_bytes)}, but {show_bytes(limit)} {why}; give --host-memory up to that")
 
     @property
     def most_host_bytes(self) -> int | None:
@@ -282,8 +282,8 @@ class Profile(Part):
     def read_bytes_per_s(self) -> float:
         """Rate of the disk during a step, in which other lanes copy. Raise ProfileError if the profile has no disk."""
         if self.disk is None:
-            said = "say how fast its disk is read with --disk-read, or measure it with `penstock probe --disk FOLDER`"
-            raise ProfileError(f"{self.name}: its profile has no disk; {said}")
+            remedy = "say how fast its disk is read with --disk-read, or measure it with `penstock probe --disk FOLDER`"
+            raise ProfileError(f"{self.name}: its profile has no disk; {remedy}")
         return (self.disk.under_copies_bytes_per_s or self.disk.read_bytes_per_s).value
 
     @property
@@ -310,37 +310,39 @@ class Profile(Part):
         """Return the profile as JSON values, without fields that have their default."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
-    def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None, by: str = "the user") -> "Profile":
+    def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None, author: str = "the user") -> "Profile":
         """Return the profile with these memory sizes; None: unchanged. Raise ProfileError if one is <= 0 or above the maximum."""
         sizes = {"device": device_memory_bytes, "host": host_memory_bytes}
-        given = {place: n_bytes for place, n_bytes in sizes.items() if n_bytes is not None}
-        for place, n_bytes in given.items():
+        stated = {place: n_bytes for place, n_bytes in sizes.items() if n_bytes is not None}
+        for place, n_bytes in stated.items():
             if n_bytes <= 0:
                 raise ProfileError(f"{place} memory of {n_bytes} bytes is not a size above zero; write for example 24GiB")
-        return self._given(((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in given.items()), by)
+        return self._stated(
+            ((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in stated.items()), author
+        )
 
     def with_disk(self, read: float | None, write: float | None = None, endurance: float | None = None) -> "Profile":
         """Return the profile with a disk of these rates in bytes/s and this endurance in bytes; None: unchanged."""
         if read is None and (write or endurance) and self.disk is None:
             raise ProfileError(f"{self.name}: its profile has no disk; say how fast it is read with --disk-read, too")
-        given = {"read_bytes_per_s": read, "write_bytes_per_s": write, "endurance_bytes": endurance}
-        of = self if read is None else self.model_copy(update={"disk": None})
-        changes = [("disk", key, n, f"a disk's {key}: {show_bytes(n)}") for key, n in given.items() if n is not None]
-        return of._given(changes) if changes else self
+        stated = {"read_bytes_per_s": read, "write_bytes_per_s": write, "endurance_bytes": endurance}
+        base = self if read is None else self.model_copy(update={"disk": None})
+        changes = [("disk", key, n, f"a disk's {key}: {show_bytes(n)}") for key, n in stated.items() if n is not None]
+        return base._stated(changes) if changes else self
 
     def with_prices(self, **prices: float | None) -> "Profile":
         """Return the profile with these prices, by the keys of `Price`; None: unchanged. `usd` is the price of the machine."""
-        given = {key: value for key, value in prices.items() if value is not None}
-        return self._given(("price", key, value, f"{key} of {value:g}") for key, value in given.items())
+        stated = {key: value for key, value in prices.items() if value is not None}
+        return self._stated(("price", key, value, f"{key} of {value:g}") for key, value in stated.items())
 
-    def _given(self, changes: Iterable[tuple[str, str, float, str]], by: str = "the user") -> "Profile":
-        """Return the profile with these quantities (part, key, value, description) by `by`, with sources of kind `user`."""
+    def _stated(self, changes: Iterable[tuple[str, str, float, str]], author: str = "the user") -> "Profile":
+        """Return the profile with these quantities (part, key, value, description), with sources of kind `user`."""
         fields = self.to_json()
         for part, key, value, words in changes:
             source = f"user_{part}_{key.removesuffix('_bytes')}"
             fields.setdefault(part, {})[key] = {"value": float(value), "spread_fraction": 0.0, "source": source}
-            given = {"kind": "user", "detail": f"{words} as given by {by}", "date": None, "device": None, "driver": None}
-            fields["sources"][source] = given
+            kind = {"kind": "user", "detail": f"{words} as given by {author}", "date": None, "device": None, "driver": None}
+            fields["sources"][source] = kind
         return Profile.from_json(fields, self.name)
 
     def quantities(self) -> Iterator[tuple[str, Quantity | Share]]:
@@ -362,14 +364,14 @@ class Profile(Part):
 
     def attention_rate(self, call: AttentionCall, backward: bool, kernel: AttentionKernel = "flash") -> Rate:
         """Return FLOP/s of attention; for a kernel without rates in this dtype those of `flash`, flagged as not measured."""
-        own = self.device.attention.get(kernel, {}).get(call.dtype)
-        rates = own or self.device.attention["flash"][call.dtype]
+        measured = self.device.attention.get(kernel, {}).get(call.dtype)
+        rates = measured or self.device.attention["flash"][call.dtype]
         if not isinstance(rates, AttentionLaw):
             rate = interpolated(_attention_rows(rates, backward), call.head_dim, call.seq_len)
         else:
-            found = rates.pass_of(backward).rate(call.seq_len, call.head_dim, call.grouped, call.causal)
-            rate = Rate(found, rates.covers(call.seq_len))
-        return rate if own else Rate(rate.value, inside_measured=False)
+            value = rates.pass_of(backward).rate(call.seq_len, call.head_dim, call.grouped, call.causal)
+            rate = Rate(value, rates.covers(call.seq_len))
+        return rate if measured else Rate(rate.value, inside_measured=False)
 
     def deterministic_fraction(self, kernel: AttentionKernel, dtype: Dtype) -> float:
         """Return the rate of the deterministic backward over that of the default one; 1 on a CPU, which is deterministic."""
@@ -419,12 +421,12 @@ def read_profile(name_or_path: str) -> Profile:
     try:
         text = read_whole(path, MAX_PROFILE_FILE_BYTES)
     except (FileNotFoundError, ValueError):  # ValueError: not a possible file name
-        asked = name_or_path.lower()
-        of_one_first = sorted(shipped, key=lambda name: name[0].isdigit())
-        near = [name for name in of_one_first if asked and asked in name][:3] or get_close_matches(asked, shipped, n=1)
+        wanted = name_or_path.lower()
+        single_first = sorted(shipped, key=lambda name: name[0].isdigit())
+        near = [name for name in single_first if wanted and wanted in name][:3] or get_close_matches(wanted, shipped, n=1)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
-        said = f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`"
-        raise ProfileError(said) from None
+        message = f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`"
+        raise ProfileError(message) from None
     except OSError as error:
         why = "larger than any profile" if error.errno == errno.EFBIG else f"cannot be read ({error.strerror})"
         raise ProfileError(f"{where}: {why}; make one with `penstock probe -o FILE`") from None
@@ -438,8 +440,8 @@ def _explained(error: ValidationError) -> str:
     place = _plain(".".join(str(key) for key in first["loc"] if key not in FORMS))
     match first["type"]:
         case "extra_forbidden":
-            *above, key = first["loc"]
-            missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == tuple(above)]
+            *parents, key = first["loc"]
+            missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == tuple(parents)]
             known = {name for part in Part.__subclasses__() for name in part.model_fields} - {key}
             near = get_close_matches(str(key), missing, 1, 0.4) or get_close_matches(str(key), known)
             return f"{place}: unknown key; {f'write {near[0]}' if near else 'remove it'}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
-from penstock.hwprofiles.probe.kernels_to_time import Work
+from penstock.hwprofiles.probe.kernels_to_time import Benchmark
 from penstock.hwprofiles.probe.measurements import CLOCKED
 from penstock.runtime.plan import Lane
 
@@ -81,7 +81,7 @@ class FakeGpu(Device):
         self.worked_s, self.host_s, self.n_runs = 0.0, 0.0, 0
         self.used_bytes = truth.bare_context_bytes
         self.is_loaded = False
-        self.company: list[Work] = []
+        self.company: list[Benchmark] = []
         self.made = set[str]()
 
     def facts(self) -> Facts:
@@ -97,7 +97,7 @@ class FakeGpu(Device):
             raise DeviceOutOfMemory("too much")
 
     @contextmanager
-    def prepared(self, work: Work) -> Iterator[Ready]:
+    def prepared(self, work: Benchmark) -> Iterator[Ready]:
         n_bytes = int(work.amount) if work.place else work.n_bytes
         if n_bytes > self.memory()[0] or (self.truth.no_memory_at and self.truth.no_memory_at in work.name):
             raise DeviceOutOfMemory(f"tried to allocate {n_bytes} bytes")
@@ -108,7 +108,7 @@ class FakeGpu(Device):
             self.used_bytes -= n_bytes
 
     @contextmanager
-    def beside(self, company: Sequence[Ready]) -> Iterator[None]:
+    def background(self, company: Sequence[Ready]) -> Iterator[None]:
         self.company = [ready.work for ready in company]
         try:
             yield
@@ -135,7 +135,7 @@ class FakeGpu(Device):
         self.worked_s += seconds * (ready.work.lane is Lane.GPU)
         return Run(seconds + self.truth.hiccup_s * (self.random.random() < self.truth.hiccups_per_s * seconds))
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Benchmark) -> float:
         """Return the seconds of a benchmark under the current background load."""
         t, dtype, way = self.truth, work.name[:4], int("backward" in work.name)
         beside = {other.kind for other in self.company}

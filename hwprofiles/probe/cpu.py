@@ -28,7 +28,7 @@ from penstock.runtime.units import MiB, show_bytes
 
 from .device import Device, Facts, Ready, Run
 from .host_kernels import LEAST_BYTES
-from .kernels_to_time import COLD_BYTES, HANDOVER, Call, Walk, Work, copying
+from .kernels_to_time import COLD_BYTES, HANDOVER, Benchmark, Call, Walk, copying
 
 Split = Callable[[list[int]], tuple[list[int], list[int]]]
 Registered = Callable[[torch.Tensor], AbstractContextManager[object]]
@@ -52,7 +52,7 @@ class CpuDevice(Device):
         self.compute_cores, self.host_cores = map(tuple, split([*self.all_cores]))
         self.free_bytes = available_host_bytes() or 0
         self.pool = cache(self._new_pool)
-        self._beside: list[Work] = []  # repeated in the background
+        self._background: list[Benchmark] = []  # repeated in the background
         self._registered, self._slab_owner = registered, ExitStack()
         self._slab, self._walk = lru_cache(maxsize=1)(self._new_slab), lru_cache(maxsize=1)(self._new_walk)
         needed_bytes = len(self.all_cores) * COLD_BYTES + 4 * LEAST_BYTES  # copies on every core, and optimizer state
@@ -80,7 +80,7 @@ class CpuDevice(Device):
         return n_bytes, n_bytes
 
     @contextmanager
-    def prepared(self, work: Work) -> Iterator[Ready]:
+    def prepared(self, work: Benchmark) -> Iterator[Ready]:
         if work.make is not None:
             yield Ready(work, work.make(CPU, WORKING_BYTES))
         elif work.tasks is not None:
@@ -88,8 +88,8 @@ class CpuDevice(Device):
             with workers.helped(partial(settle, self._cores_of(work), 1)):
                 yield Ready(work, lambda: workers.run([*islice(walk, work.n_tasks)]))
         elif work.place is not None:
-            to, source = self._slabs if work.lane is Lane.H2D else self._slabs[::-1]
-            yield Ready(work, copying(to, source, int(work.amount)))
+            target, source = self._slabs if work.lane is Lane.H2D else self._slabs[::-1]
+            yield Ready(work, copying(target, source, int(work.amount)))
         else:
             yield Ready(work, lambda: self.pool(self.host_cores).submit(int).result())
 
@@ -119,7 +119,7 @@ class CpuDevice(Device):
 
     def run(self, ready: Ready, n: int) -> Run:
         work, cores = ready.work, self._cores_of(ready.work)
-        is_alone = not any({*self._cores_of(other)} & {*cores} for other in self._beside)
+        is_alone = not any({*self._cores_of(concurrent)} & {*cores} for concurrent in self._background)
 
         def lane() -> Run:
             counters = counters_s(cores) if work.tasks is not None else (0.0, 0.0)
@@ -127,22 +127,22 @@ class CpuDevice(Device):
             for _ in range(n):
                 ready.call()
             seconds, waited_s = time.perf_counter() - began_s, queued_s() - queued_before_s
-            after = counters_s(cores) if work.tasks is not None else (0.0, 0.0)
+            end = counters_s(cores) if work.tasks is not None else (0.0, 0.0)
             is_one_thread = is_alone and work.n_threads == 1 and work is not HANDOVER  # otherwise threads also wait for each other
-            return Run(seconds, waited_s if is_one_thread else 0.0, after[0] - counters[0], after[1] - counters[1])
+            return Run(seconds, waited_s if is_one_thread else 0.0, end[0] - counters[0], end[1] - counters[1])
 
         return self.pool(cores).submit(lane).result()
 
     @contextmanager
-    def beside(self, company: Sequence[Ready]) -> Iterator[None]:
-        self._beside = [ready.work for ready in company]
+    def background(self, company: Sequence[Ready]) -> Iterator[None]:
+        self._background = [ready.work for ready in company]
         try:
             with repeating([(self.pool(self._cores_of(ready.work)), ready.call) for ready in company]):
                 yield
         finally:
-            self._beside = []
+            self._background = []
 
-    def _cores_of(self, work: Work) -> tuple[int, ...]:
+    def _cores_of(self, work: Benchmark) -> tuple[int, ...]:
         if work.is_on_all_cores:
             return self.all_cores
         return self.compute_cores if work.lane is Lane.GPU or work is HANDOVER else self.host_cores

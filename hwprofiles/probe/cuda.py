@@ -22,7 +22,7 @@ from penstock.runtime.units import MiB, on_one_line
 
 from .cpu import CpuDevice, cpu_name, repeating
 from .device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
-from .kernels_to_time import COLD_BYTES, HANDOVER, Call, Work, copying
+from .kernels_to_time import COLD_BYTES, HANDOVER, Benchmark, Call, copying
 
 PCI_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # by GT/s per lane
 DRIVER_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -117,7 +117,7 @@ class CudaDevice(Device):
         return Load(clock_mhz * 1e6 or None, draw / (1 if torch.version.hip else 1000) or None, link)  # W on AMD, mW elsewhere
 
     @contextmanager
-    def prepared(self, work: Work) -> Iterator[Ready]:
+    def prepared(self, work: Benchmark) -> Iterator[Ready]:
         if work.make is not None:
             with self._issuing(Lane.GPU):
                 call = work.make(self._device, WORKING_BYTES)
@@ -130,7 +130,7 @@ class CudaDevice(Device):
                 yield ready._replace(call=partial(self._hand_over, ready.call)) if work is HANDOVER else ready
 
     @contextmanager
-    def _copies(self, work: Work) -> Iterator[Call]:
+    def _copies(self, work: Benchmark) -> Iterator[Call]:
         n_bytes = max(int(work.amount), COLD_BYTES)
         with translated(), ExitStack() as stack:
             cores = self.host.all_cores if work.node is None else self.host.facts().nodes[work.node]
@@ -141,17 +141,17 @@ class CudaDevice(Device):
                 on_device = torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
                 torch.cuda.synchronize(self._device)
             stack.callback(torch.cuda.synchronize, self._device)  # before the memory is freed
-            to, source = (on_device, on_host) if work.lane is Lane.H2D else (on_host, on_device)
-            yield copying(to, source, int(work.amount))
+            target, source = (on_device, on_host) if work.lane is Lane.H2D else (on_host, on_device)
+            yield copying(target, source, int(work.amount))
 
     def _hand_over(self, between_threads: Call) -> None:
         """Hand over to another lane and back: wake a thread, record an event, wait for it on another stream and from a thread."""
         between_threads()
         for _ in range(2):
             with translated():
-                done, passed = CudaStreams.event(is_timed=True), CudaStreams.event(is_timed=True)
-                done.record(self._streams[Lane.GPU])
-                self._streams[Lane.H2D].wait_event(done)
+                recorded, passed = CudaStreams.event(is_timed=True), CudaStreams.event(is_timed=True)
+                recorded.record(self._streams[Lane.GPU])
+                self._streams[Lane.H2D].wait_event(recorded)
                 passed.record(self._streams[Lane.H2D])
                 passed.synchronize()
 
@@ -169,9 +169,9 @@ class CudaDevice(Device):
             return Run(max(first.elapsed_time(last) / 1e3, 1e-9))
 
     @contextmanager
-    def beside(self, company: Sequence[Ready]) -> Iterator[None]:
+    def background(self, company: Sequence[Ready]) -> Iterator[None]:
         calls = [partial(self.run, ready, WORKS_AHEAD) for ready in company if ready.work.lane is not Lane.CPU]
-        on_host = self.host.beside([ready for ready in company if ready.work.lane is Lane.CPU])
+        on_host = self.host.background([ready for ready in company if ready.work.lane is Lane.CPU])
         with on_host, ThreadPoolExecutor(len(Lane)) as pool, repeating([(pool, call) for call in calls]):
             yield
 
@@ -185,9 +185,9 @@ def pci_link(domain: int, bus: int, device: int, devices: Path = Path("/sys/bus/
     """Return the PCIe link of the device at this address; None if the kernel does not report it. An idle link may report less."""
     folder = devices / f"{domain:04x}:{bus:02x}:{device:02x}.0"
     try:
-        speeds = [(folder / f"{which}_link_speed").read_text() for which in ("current", "max")]  # "32.0 GT/s PCIe"
+        speeds = [(folder / f"{state}_link_speed").read_text() for state in ("current", "max")]  # "32.0 GT/s PCIe"
         generation, most_generation = (PCI_GENERATION[float(speed.split()[0])] for speed in speeds)
-        width, most_width = (int((folder / f"{which}_link_width").read_text()) for which in ("current", "max"))
+        width, most_width = (int((folder / f"{state}_link_width").read_text()) for state in ("current", "max"))
     except (OSError, ValueError, KeyError, IndexError):
         return None
     return PciLink(generation, width, most_generation, most_width) if 0 < width <= most_width <= 32 else None

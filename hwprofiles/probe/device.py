@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from .kernels_to_time import Call, Work
+from .kernels_to_time import Benchmark, Call
 
 
 class DeviceError(Exception):
@@ -56,7 +56,7 @@ class Load(NamedTuple):
 class Ready(NamedTuple):
     """Benchmark with its operands in memory."""
 
-    work: Work
+    work: Benchmark
     call: Call
 
 
@@ -81,13 +81,13 @@ class Device(Protocol):
         """Allocate and free `n_bytes` of device memory; raise DeviceOutOfMemory if it does not fit."""
         return
 
-    def prepared(self, work: Work) -> AbstractContextManager[Ready]:
+    def prepared(self, work: Benchmark) -> AbstractContextManager[Ready]:
         """Allocate the operands of a benchmark until the context ends."""
 
     def run(self, ready: Ready, n: int) -> Run:
         """Perform the benchmark n times and wait for completion."""
 
-    def beside(self, company: Sequence[Ready]) -> AbstractContextManager[None]:
+    def background(self, company: Sequence[Ready]) -> AbstractContextManager[None]:
         """Repeat these benchmarks on their lanes until the context ends. All have begun when the context begins."""
 
     def release(self) -> None:

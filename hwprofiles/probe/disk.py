@@ -31,15 +31,15 @@ def with_disk(profile: Profile, device: Device, folder: Path, progress: Progress
         alone = _rate(file)
         with ExitStack() as stack:
             both = [stack.enter_context(device.prepared(kernels.copy(way, COPY_BYTES))) for way in ("h2d", "d2h")]
-            stack.enter_context(device.beside(both))
-            beside = _rate(file)
+            stack.enter_context(device.background(both))
+            loaded = _rate(file)
     facts, fields = device.facts(), profile.to_json()
     detail = (
         f"penstock probe --disk: medians of {N_PASSES} passes over {show_bytes(FILE_BYTES)}, direct reads of "
         f"{show_bytes(PIECE_BYTES)} by {N_READERS} threads, alone and while both directions of the link copy"
     )
     source = {"kind": "measured", "detail": detail, "date": date.today().isoformat(), "device": facts.host, "driver": facts.driver}
-    fields["disk"] = {"read_bytes_per_s": alone.quantity("disk"), "under_copies_bytes_per_s": beside.quantity("disk")}
+    fields["disk"] = {"read_bytes_per_s": alone.quantity("disk"), "under_copies_bytes_per_s": loaded.quantity("disk")}
     return Profile.from_json(fields | {"sources": fields["sources"] | {"disk": source}}, profile.name)
 
 
@@ -50,24 +50,24 @@ def _file(path: Path) -> Iterator[BaseFile]:
         path.unlink()  # left by a killed probe
     file = BaseFile(path, dict.fromkeys(range(N_LAYERS), LAYER_BYTES))
     try:
-        some = random.randbytes(LAYER_BYTES)
+        content = random.randbytes(LAYER_BYTES)
         for layer in range(N_LAYERS):
-            file.view(layer)[:] = some
+            file.view(layer)[:] = content
         file.settle()
         yield file
     finally:
-        for made in (path, path.with_name(path.name + ".partial")):
-            made.unlink(missing_ok=True)
+        for file_path in (path, path.with_name(path.name + ".partial")):
+            file_path.unlink(missing_ok=True)
 
 
 def _rate(file: BaseFile) -> Timing:
     """Return bytes/s over N_PASSES passes."""
-    to, rates = host_slab(LAYER_BYTES).numpy().data, list[float]()
+    target, rates = host_slab(LAYER_BYTES).numpy().data, list[float]()
     readers = Workers[None](N_READERS, lambda: None)
     with readers.helped():
         for _ in range(N_PASSES):
             began_s = time.perf_counter()
             for layer in range(N_LAYERS):
-                readers.run(file.reads(layer, to))
+                readers.run(file.reads(layer, target))
             rates.append(FILE_BYTES / (time.perf_counter() - began_s))
-    return Timing.of(rates)
+    return Timing.from_repeats(rates)

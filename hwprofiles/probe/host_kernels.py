@@ -23,7 +23,7 @@ from penstock.runtime.plan import Lane
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.units import GB, KiB, MiB
 
-from .kernels_to_time import Work
+from .kernels_to_time import Benchmark
 
 Task = Callable[[Scratch], object]  # part of a benchmark, for any thread
 Together = Callable[[Sequence[Callable[[None], object]]], None]  # performs calls on all host threads
@@ -65,29 +65,29 @@ def layer_elements(n_bytes: int) -> int:
     return next(fits, n_bytes // each_bytes // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
 
 
-def updates(n_threads: int, n_bytes: int = LEAST_BYTES) -> Work:
+def updates(n_threads: int, n_bytes: int = LEAST_BYTES) -> Benchmark:
     """Time AdamW on split master weights and bf16 gradients."""
-    return _of_threads(Work("optimizer", "optimizer", tasks=update_tasks, amount=optimizer.TASK_ELEMENTS), n_threads, n_bytes)
+    return _of_threads(Benchmark("optimizer", "optimizer", tasks=update_tasks, amount=optimizer.TASK_ELEMENTS), n_threads, n_bytes)
 
 
-def squares(n_threads: int, n_bytes: int = LEAST_BYTES) -> Work:
+def squares(n_threads: int, n_bytes: int = LEAST_BYTES) -> Benchmark:
     """Time sums of squares for the gradient norm, over bf16 gradients that fill the slab."""
     amount = optimizer.TASK_ELEMENTS * ITEM_BYTES["bf16"]
-    return _of_threads(Work("host memory", "sum of squares", tasks=square_tasks, amount=amount), n_threads, n_bytes)
+    return _of_threads(Benchmark("host memory", "sum of squares", tasks=square_tasks, amount=amount), n_threads, n_bytes)
 
 
-def traffic(n_cores: int, n_bytes: int = LEAST_BYTES) -> Work:
+def traffic(n_cores: int, n_bytes: int = LEAST_BYTES) -> Benchmark:
     """Time copies within host memory on all cores; every byte counts twice, as read and written."""
-    task = Work("host memory", "host copies", tasks=copy_tasks, amount=2 * TRAFFIC_BYTES, is_on_all_cores=True)
+    task = Benchmark("host memory", "host copies", tasks=copy_tasks, amount=2 * TRAFFIC_BYTES, is_on_all_cores=True)
     return _of_threads(task, n_cores, n_bytes)
 
 
-def first_touch(n_bytes: int = LEAST_BYTES) -> Work:
+def first_touch(n_bytes: int = LEAST_BYTES) -> Benchmark:
     """Time the first write to fresh memory of the allocator; the slab is not used."""
-    return Work("host memory", "first touch", lane=Lane.CPU, amount=FRESH_BYTES, tasks=touch_tasks, n_tasks=1, slab_bytes=n_bytes)
+    return Benchmark("host memory", "first touch", None, Lane.CPU, FRESH_BYTES, tasks=touch_tasks, n_tasks=1, slab_bytes=n_bytes)
 
 
-def _of_threads(task: Work, n: int, slab_bytes: int) -> Work:
+def _of_threads(task: Benchmark, n: int, slab_bytes: int) -> Benchmark:
     """Return the benchmark on n threads, with TASKS_PER_THREAD tasks of the size of `task` per thread and call."""
     work = replace(task, name=f"{task.name} on {n} threads", lane=Lane.CPU, slab_bytes=slab_bytes, n_tasks=TASKS_PER_THREAD * n)
     return replace(work, amount=work.n_tasks * task.amount, point={"threads": n}, n_threads=n)
@@ -101,17 +101,17 @@ def update_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
     n = layer_elements(slab.numel())
     n_slots = slab.numel() // ((STATE_BYTES + GRADIENT_BYTES) * n)
     states, gradients, _ = slab.tensor_split([n_slots * STATE_BYTES * n, n_slots * (STATE_BYTES + GRADIENT_BYTES) * n])
-    found, fills = list[Task](), list[Callable[[None], None]]()
+    tasks, fills = list[Task](), list[Callable[[None], None]]()
     block = _random_state()
     for slot, gradient in zip(states.split(STATE_BYTES * n), _arrays(gradients, n), strict=True):
         weight, remainder, moments = slot[: 2 * n], slot[2 * n : 4 * n], slot[4 * n :].view(torch.float32)
         master = optimizer.Master(weight.view(torch.bfloat16), remainder.view(torch.int16))
         state = optimizer.ParamState(master, (moments[:n], moments[n:]))
         step = optimizer.Step(state, optimizer.summed(gradient), CLIP_FACTOR, 10, SETTINGS)
-        found += step.tasks()[: max(1, n // optimizer.TASK_ELEMENTS)]
+        tasks += step.tasks()[: max(1, n // optimizer.TASK_ELEMENTS)]
         fills += [partial(_fill, *pair) for pair in zip((*state.tensors, gradient), block, strict=True)]
     together(fills)
-    return found
+    return tasks
 
 
 def square_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
@@ -119,8 +119,8 @@ def square_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
     n = min(LAYER_ELEMENTS[0], slab.numel() // GRADIENT_BYTES)
     gradients, values = list(_arrays(slab, n)), _random_state()[-1]
     together([partial(_fill, gradient, values) for gradient in gradients])
-    each = max(1, n // optimizer.TASK_ELEMENTS)
-    return [task for gradient in gradients for task in norms.squares_tasks(optimizer.summed(gradient))[:each]]
+    n_tasks = max(1, n // optimizer.TASK_ELEMENTS)
+    return [task for gradient in gradients for task in norms.squares_tasks(optimizer.summed(gradient))[:n_tasks]]
 
 
 def copy_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
@@ -128,7 +128,7 @@ def copy_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
     half = slab.numel() // 2
     n = half // TRAFFIC_BYTES * TRAFFIC_BYTES
     pairs = zip(slab[half : half + n].split(TRAFFIC_BYTES), slab[:n].split(TRAFFIC_BYTES), strict=True)
-    return [lambda _, to=to, source=source: to.copy_(source) for to, source in pairs]  # type: ignore[misc]
+    return [lambda _, target=target, source=source: target.copy_(source) for target, source in pairs]  # type: ignore[misc]
 
 
 def touch_tasks(slab: torch.Tensor, together: Together) -> list[Task]:

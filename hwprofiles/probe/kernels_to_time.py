@@ -43,7 +43,7 @@ BACKENDS: dict[AttentionKernel, list[SDPBackend]] = {"flash": FLASH, "cudnn": [S
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class Benchmark:
     """Benchmark to time. The slowdown of one benchmark under load widens the spreads of its kind."""
 
     kind: str
@@ -64,17 +64,17 @@ class Work:
     is_on_all_cores: bool = False  # on all cores instead of the cores of the lane
 
 
-Passes = dict[str, Work]  # keys: forward, backward
-HANDOVER = Work("hand-over", "hand-over between lanes", lane=Lane.CPU, n_calls=2)  # to another lane and back
+Passes = dict[str, Benchmark]  # keys: forward, backward
+HANDOVER = Benchmark("hand-over", "hand-over between lanes", lane=Lane.CPU, n_calls=2)  # to another lane and back
 
 
-def copy(direction: Direction, n_bytes: int, place: Place = "pinned", node: int | None = None) -> Work:
+def copy(direction: Direction, n_bytes: int, place: Place = "pinned", node: int | None = None) -> Benchmark:
     """Time a copy of `n_bytes` at advancing offsets, in more memory than a cache holds."""
     name, lane, point = f"{place} {direction} copies of {n_bytes} bytes", Lane(direction), {"n_bytes": n_bytes}
-    return Work("copies", name, lane=lane, amount=n_bytes, point=point, size=(n_bytes, 0.0), place=place, node=node)
+    return Benchmark("copies", name, lane=lane, amount=n_bytes, point=point, size=(n_bytes, 0.0), place=place, node=node)
 
 
-def product(dtype: Dtype, m: int, k: int, n: int) -> Work:
+def product(dtype: Dtype, m: int, k: int, n: int) -> Benchmark:
     """Time a linear layer, (m, k) @ (k, n), and its backward: three products of equal FLOP."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
@@ -91,7 +91,7 @@ def product(dtype: Dtype, m: int, k: int, n: int) -> Work:
 
     name, point, size = f"{dtype} product ({m}, {k}) @ ({k}, {n})", {"m": m, "k": k, "n": n}, (m, math.sqrt(k * n))
     n_bytes = 2 * ITEM_BYTES[dtype] * (m * k + k * n + m * n)
-    return Work(f"{dtype} products", name, make, amount=3 * 2 * m * k * n, point=point, size=size, n_bytes=n_bytes)
+    return Benchmark(f"{dtype} products", name, make, amount=3 * 2 * m * k * n, point=point, size=size, n_bytes=n_bytes)
 
 
 def attention(dtype: Dtype, n: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel = "flash") -> Passes:
@@ -109,7 +109,7 @@ def attention(dtype: Dtype, n: int, n_heads: int, seq_len: int, head_dim: int, k
     n_flop = 4 * n * n_heads * head_dim * (seq_len * (seq_len + 1) // 2)  # two products over the causal half
     n_bytes = 12 * ITEM_BYTES[dtype] * math.prod(shape)  # query, key, value, output, gradients, and fp32 buffers of the backward
     point, size = {"seq_len": seq_len, "head_dim": head_dim}, (head_dim, seq_len)
-    work = Work(f"{dtype} attention", name, amount=n_flop, point=point, size=size, n_bytes=n_bytes)
+    work = Benchmark(f"{dtype} attention", name, amount=n_flop, point=point, size=size, n_bytes=n_bytes)
     return _passes(work, operands, call, BACKWARD_ATTENTION)
 
 
@@ -122,22 +122,22 @@ def norm(n_tokens: int, width: int) -> Passes:
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (width,), w, 1e-6)
 
-    return _passes(Work("memory traffic", "fused norm", amount=2 * n_tokens * width * ITEM_BYTES["bf16"]), operands, call, 2.0)
+    return _passes(Benchmark("memory traffic", "fused norm", amount=2 * n_tokens * width * ITEM_BYTES["bf16"]), operands, call, 2.0)
 
 
-def behind(before: Work, work: Work) -> Work:
+def behind(first: Benchmark, work: Benchmark) -> Benchmark:
     """Time `work` right after a product, at the clock of a step: alone its kernels would run at a higher clock."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
-        assert before.make is not None
+        assert first.make is not None
         assert work.make is not None
-        product, kernels = before.make(device, working_bytes), work.make(device, working_bytes)
+        product, kernels = first.make(device, working_bytes), work.make(device, working_bytes)
         return lambda: (product(), kernels())
 
-    return replace(work, name=f"{work.name}, behind a product", make=make, n_bytes=before.n_bytes + work.n_bytes)
+    return replace(work, name=f"{work.name}, behind a product", make=make, n_bytes=first.n_bytes + work.n_bytes)
 
 
-def activation(n_tokens: int, inner: int) -> Work:
+def activation(n_tokens: int, inner: int) -> Benchmark:
     """Time a gated MLP activation in bf16, forward and backward; backward bytes count twice, as in the planner's cost model."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
@@ -152,10 +152,10 @@ def activation(n_tokens: int, inner: int) -> Work:
         return call
 
     n_bytes = 3 * n_tokens * inner * ITEM_BYTES["bf16"]
-    return Work("memory traffic", f"fused activation of {n_tokens} tokens", make, amount=3 * n_bytes, n_bytes=2 * n_bytes)
+    return Benchmark("memory traffic", f"fused activation of {n_tokens} tokens", make, amount=3 * n_bytes, n_bytes=2 * n_bytes)
 
 
-def loss(n_tokens: int, vocab: int) -> Work:
+def loss(n_tokens: int, vocab: int) -> Benchmark:
     """Time the fused loss on bf16 logits, without its products; bytes as in `planner.model.workload`."""
 
     def make(device: torch.device, _: int) -> Call:
@@ -165,10 +165,10 @@ def loss(n_tokens: int, vocab: int) -> Work:
         return lambda: row_losses(logits_NV, targets_N, each_N)
 
     amount = n_tokens * vocab * 3 * ITEM_BYTES["bf16"]  # read twice, written once
-    return Work("memory traffic", "fused loss", make, amount=amount, n_bytes=amount // 3)
+    return Benchmark("memory traffic", "fused loss", make, amount=amount, n_bytes=amount // 3)
 
 
-def unpacking(base: Base, shapes: Sequence[tuple[int, int]]) -> Work:
+def unpacking(base: Base, shapes: Sequence[tuple[int, int]]) -> Benchmark:
     """Time the dequantisation of matrices to bf16; bytes as in `runtime/plan/packed.py`."""
 
     def make(device: torch.device, _: int) -> Call:
@@ -176,16 +176,16 @@ def unpacking(base: Base, shapes: Sequence[tuple[int, int]]) -> Work:
         packed = [pack(weight, base) for weight in out]
 
         def call() -> None:
-            for each, weight in ROUNDS * list(zip(packed, out, strict=True)):
-                unpack_into(each, weight, base)
+            for codes, weight in ROUNDS * list(zip(packed, out, strict=True)):
+                unpack_into(codes, weight, base)
 
         return call
 
     amount = ROUNDS * sum(at_once_bytes(shape, base, ITEM_BYTES["bf16"]) for shape in shapes)
-    return Work("memory traffic", f"unpacking of {base}", make, amount=amount, n_bytes=8 * sum(map(math.prod, shapes)))
+    return Benchmark("memory traffic", f"unpacking of {base}", make, amount=amount, n_bytes=8 * sum(map(math.prod, shapes)))
 
 
-def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Work:
+def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Benchmark:
     """Time the low-rank products of two adapters; bytes as in `planner.predict.computing.moved_bytes`."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
@@ -202,10 +202,10 @@ def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Work:
     elements = (width + inner) * 2 * (n_tokens + rank) + 4 * n_tokens * rank  # sum of m k + k n + m n over the four products
     n_bytes = 2 * ITEM_BYTES["bf16"] * n_tokens * (width + inner)
     amount = ROUNDS * elements * ITEM_BYTES["bf16"]
-    return Work("memory traffic", f"products of rank {rank}", make, amount=amount, n_bytes=n_bytes)
+    return Benchmark("memory traffic", f"products of rank {rank}", make, amount=amount, n_bytes=n_bytes)
 
 
-def _passes(work: Work, operands: Operands, call: Callable[..., torch.Tensor], backward_factor: float) -> Passes:
+def _passes(work: Benchmark, operands: Operands, call: Callable[..., torch.Tensor], backward_factor: float) -> Passes:
     """Return forward and backward of `call` as two benchmarks like `work`. The last operand is the gradient of the result."""
 
     def forward(*leaves: torch.Tensor) -> torch.Tensor:
@@ -218,8 +218,8 @@ def _passes(work: Work, operands: Operands, call: Callable[..., torch.Tensor], b
         turns = cycle(sets)
         if not is_backward:
             return lambda: forward(*next(turns)[:-1])
-        done = cycle([(forward(*leaves), leaves, gradient) for *leaves, gradient in sets])
-        return lambda: torch.autograd.grad(*next(done), retain_graph=True)
+        graphs = cycle([(forward(*leaves), leaves, gradient) for *leaves, gradient in sets])
+        return lambda: torch.autograd.grad(*next(graphs), retain_graph=True)
 
     backward = replace(work, name=f"{work.name}, backward", make=partial(make, True), amount=work.amount * backward_factor)
     return {"forward": replace(work, name=f"{work.name}, forward", make=partial(make, False)), "backward": backward}
@@ -229,7 +229,7 @@ def _random(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=device).bfloat16()
 
 
-def eager(n_tokens: int, width: int, inner: int, is_rotated: bool = True) -> Work:
+def eager(n_tokens: int, width: int, inner: int, is_rotated: bool = True) -> Benchmark:
     """Time the eager pointwise calls of a bf16 decoder layer, forward and backward; backward bytes count twice."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
@@ -259,10 +259,10 @@ def eager(n_tokens: int, width: int, inner: int, is_rotated: bool = True) -> Wor
     rotated_and_added = 2 * item + item + 2 * item + 2 * item + 3 * item + 3 * item
     n_bytes = 3 * n_tokens * (width * (normed + rotated_and_added) + inner * 5 * item)
     n_calls = 3 * (8 + 6 + 2)  # norm, rotation and sum, activation
-    return Work("memory traffic", f"eager calls on {n_tokens} tokens", make, amount=n_bytes, n_calls=n_calls)
+    return Benchmark("memory traffic", f"eager calls on {n_tokens} tokens", make, amount=n_bytes, n_calls=n_calls)
 
 
-def pointwise(n_bytes: int) -> Work:
+def pointwise(n_bytes: int) -> Benchmark:
     """Time one kernel that reads and writes `n_bytes` in total, far more than a cache holds."""
 
     def make(device: torch.device, _: int) -> Call:
@@ -270,10 +270,10 @@ def pointwise(n_bytes: int) -> Work:
         x, y, out = (torch.randn(n_elements, dtype=torch.bfloat16, device=device) for _ in range(3))
         return lambda: torch.add(x, y, out=out)
 
-    return Work("memory traffic", f"pointwise kernel on {n_bytes} bytes", make, amount=n_bytes)
+    return Benchmark("memory traffic", f"pointwise kernel on {n_bytes} bytes", make, amount=n_bytes)
 
 
-def library_calls(is_cpu: bool) -> Work:
+def library_calls(is_cpu: bool) -> Benchmark:
     """Time calls on almost no data: on a CPU the calls of a layer, autograd overhead included; on a GPU one kernel."""
     return replace(eager(1, 32, 64, is_rotated=False) if is_cpu else pointwise(1), kind="calls")
 
@@ -285,9 +285,9 @@ def in_turn(tensors: Sequence[torch.Tensor], working_bytes: int) -> list[list[to
     return [list(tensors), *copies]
 
 
-def copying(to: torch.Tensor, source: torch.Tensor, n_bytes: int) -> Call:
+def copying(target: torch.Tensor, source: torch.Tensor, n_bytes: int) -> Call:
     """Return a call that copies `n_bytes` at advancing offsets of two byte tensors, sliced beforehand because slicing is slow."""
     stride = max(n_bytes, STRIDE_BYTES)
-    cut = ([memory[at : at + n_bytes] for at in range(0, len(memory) - n_bytes + 1, stride)] for memory in (to, source))
+    cut = ([memory[i : i + n_bytes] for i in range(0, len(memory) - n_bytes + 1, stride)] for memory in (target, source))
     places, sources = map(cycle, cut)
     return lambda: next(places).copy_(next(sources), non_blocking=True)

@@ -12,7 +12,7 @@ from penstock.runtime.units import GB, KiB, MiB, show_bytes
 from . import host_kernels
 from . import kernels_to_time as kernels
 from .device import DeviceOutOfMemory, Facts
-from .kernels_to_time import Work
+from .kernels_to_time import Benchmark
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -22,22 +22,22 @@ CLOCKED = 4096, 3584, 4736  # m, k, n of the product that precedes memory-bound 
 LOGITS = 4096, 152_064  # tokens and vocabulary of a tile: rows too long for the memory of a multiprocessor
 RANK = 16  # of adapters
 CLOCKED_FRACTION = 0.9  # maximum share of the product in the time of product and kernel
-SEEN = "seen."  # prefix of results without a profile field: they widen spreads or reveal cliffs
-ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # a benchmark of a kind, without and with load on other lanes
+EXTRA = "extra."  # prefix of results without a profile field: they widen spreads or reveal cliffs
+ALONE, LOADED = f"{EXTRA}alone.", f"{EXTRA}beside."  # a benchmark of a kind, without and with load on other lanes
 QUICKER = {"host_bytes": 6, "point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # divisors
 Shape = tuple[int, int, int]
-REFERENCE, NODES, CLOCK = f"{SEEN}reference.", f"{SEEN}nodes.", f"{SEEN}clock"
+REFERENCE, NODES, CLOCK = f"{EXTRA}reference.", f"{EXTRA}nodes.", f"{EXTRA}clock"
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Measurement of one number."""
 
-    field: str  # key in the profile, e.g. `link.h2d.latency_s`, or a name with prefix `SEEN`; *_per_s is a rate, other *_s seconds
-    work: Work
+    field: str  # key in the profile, e.g. `link.h2d.latency_s`, or a name with prefix `EXTRA`; *_per_s is a rate, other *_s seconds
+    work: Benchmark
     key: str = ""  # key in a grid point, e.g. `flop_per_s`
-    beside: tuple[Work, ...] = ()  # repeated concurrently
-    less: str | None = None  # field of the overhead per call, which is subtracted
+    background: tuple[Benchmark, ...] = ()  # repeated concurrently
+    overhead: str | None = None  # field of the overhead per call, which is subtracted
     soak_s: float = 0.0  # warm-up with the same benchmark
     is_optional: bool = False  # if the device fails, the whole field is omitted
 
@@ -73,8 +73,8 @@ class Effort:
     def quick(self) -> "Effort":
         """Return an effort with every other point and less time per point."""
         every = {dtype: 2 * n for dtype, n in self.every.items()}
-        less: dict[str, Any] = {name: type(value)(value / by) for name, by in QUICKER.items() for value in [getattr(self, name)]}
-        return replace(self, repeats=(3, self.repeats[1] // 2), every=every, **less)
+        faster: dict[str, Any] = {name: type(value)(value / n) for name, n in QUICKER.items() for value in [getattr(self, name)]}
+        return replace(self, repeats=(3, self.repeats[1] // 2), every=every, **faster)
 
 
 CPU = Effort(
@@ -110,11 +110,11 @@ def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Meas
     # A CPU copies with a core, and a run uses one core for copies.
     copies = tuple(kernels.copy(direction, piece_bytes) for direction in DIRECTIONS[: 1 if facts.is_cpu else 2])
     slab_bytes = host_kernels.slab_bytes(facts.host_bytes, effort.host_bytes)
-    company = (*copies, host_kernels.updates(facts.n_host_cores, slab_bytes))
+    load = (*copies, host_kernels.updates(facts.n_host_cores, slab_bytes))
     yield Measurement("host.dram_bytes_per_s", host_kernels.traffic(facts.n_cores, slab_bytes))
     yield Measurement("host.reduce_bytes_per_s", host_kernels.squares(facts.n_host_cores, slab_bytes))
     yield Measurement("host.page_fault_bytes_per_s", host_kernels.first_touch(slab_bytes))
-    yield from _copies(effort, facts, sizes, piece_bytes, company[-1])
+    yield from _copies(effort, facts, sizes, piece_bytes, load[-1])
     yield from _optimizer(effort, facts, copies, slab_bytes)
     width = effort.reference
     while (reference := kernels.product("bf16", width, width, width)).n_bytes > room_bytes:
@@ -125,41 +125,41 @@ def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Meas
         square = {(m, width, width) for m, width in product(effort.tokens[::every], effort.widths[::every])}
         shapes = sorted(square | {*effort.odd_shapes[::every]})
         products = [work for work in (kernels.product(dtype, *shape) for shape in shapes) if work.n_bytes <= room_bytes]
-        yield from _slowdown(products[len(products) // 2], company)
+        yield from _slowdown(products[len(products) // 2], load)
         yield from (Measurement(f"device.matmul.{dtype}", work, "flop_per_s", soak_s=effort.soak_s) for work in products)
     for dtype in DTYPES:
-        yield from _attention(effort, facts.is_cpu, dtype, room_bytes, company)
-    yield from _kernels(effort, facts.is_cpu, company)
+        yield from _attention(effort, facts.is_cpu, dtype, room_bytes, load)
+    yield from _kernels(effort, facts.is_cpu, load)
     yield Measurement(REFERENCE + "last", reference)
 
 
-def _slowdown(work: Work, beside: tuple[Work, ...]) -> Iterator[Measurement]:
+def _slowdown(work: Benchmark, load: tuple[Benchmark, ...]) -> Iterator[Measurement]:
     """Yield a benchmark alone and under load of other lanes. The slowdown widens the spreads of its kind."""
     yield Measurement(ALONE + work.kind, work)
-    yield Measurement(BESIDE + work.kind, work, beside=beside)
+    yield Measurement(LOADED + work.kind, work, background=load)
 
 
-def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int, optimizer: Work) -> Iterator[Measurement]:
+def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int, optimizer: Benchmark) -> Iterator[Measurement]:
     """Yield copies in each direction: by size, pageable, with the other direction, with the optimizer, and by NUMA node."""
-    for direction, other in (DIRECTIONS, DIRECTIONS[::-1]):
-        way, piece = f"link.{direction}", kernels.copy(direction, piece_bytes)
-        yield Measurement(f"{way}.latency_s", kernels.copy(direction, effort.tiny_bytes))
-        yield from (Measurement(f"{way}.bytes_per_s", kernels.copy(direction, n), "rate", less=f"{way}.latency_s") for n in sizes)
+    for direction, reverse in (DIRECTIONS, DIRECTIONS[::-1]):
+        way, latency, piece = f"link.{direction}", f"link.{direction}.latency_s", kernels.copy(direction, piece_bytes)
+        yield Measurement(latency, kernels.copy(direction, effort.tiny_bytes))
+        yield from (Measurement(f"{way}.bytes_per_s", kernels.copy(direction, n), "rate", overhead=latency) for n in sizes)
         yield Measurement(f"{way}.pageable_bytes_per_s", kernels.copy(direction, piece_bytes, "pageable"))
-        yield Measurement(f"{way}.duplex_bytes_per_s", piece, beside=(kernels.copy(other, piece_bytes),))
-        yield Measurement(f"{way}.under_optimizer_bytes_per_s", piece, beside=(optimizer,))
+        yield Measurement(f"{way}.duplex_bytes_per_s", piece, background=(kernels.copy(reverse, piece_bytes),))
+        yield Measurement(f"{way}.under_optimizer_bytes_per_s", piece, background=(optimizer,))
     nodes = [node for node, cores in enumerate(facts.nodes) if cores]
     if len(nodes) > 1 and not facts.is_cpu:
         yield from (Measurement(f"{NODES}{node}", kernels.copy("h2d", piece_bytes, node=node)) for node in nodes)
 
 
-def _optimizer(effort: Effort, facts: Facts, copies: tuple[Work, ...], slab_bytes: int) -> Iterator[Measurement]:
+def _optimizer(effort: Effort, facts: Facts, copies: tuple[Benchmark, ...], slab_bytes: int) -> Iterator[Measurement]:
     """Yield the optimizer by threads: alone, during uploads, and during copies in both directions. A CPU has no measurement during
     uploads, because its uploads are copies by a host core."""
     if facts.is_cpu:
         yield from _slowdown(host_kernels.updates(1, slab_bytes), (kernels.product("fp32", 512, 512, 512),))
-    most = facts.n_host_cores
-    for n in sorted({*[2**i for i in range(most.bit_length())][:: effort.every["bf16"]], most}):
+    n_cores = facts.n_host_cores
+    for n in sorted({*[2**i for i in range(n_cores.bit_length())][:: effort.every["bf16"]], n_cores}):
         work = host_kernels.updates(n, slab_bytes)
         yield Measurement("host.optimizer", work, "params_per_s")
         yield Measurement("host.optimizer", work, "params_per_s_under_copies", copies)
@@ -167,43 +167,43 @@ def _optimizer(effort: Effort, facts: Facts, copies: tuple[Work, ...], slab_byte
             yield Measurement("host.optimizer", work, "params_per_s_under_uploads", copies[:1])
 
 
-def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, company: tuple[Work, ...]) -> Iterator[Measurement]:
+def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, load: tuple[Benchmark, ...]) -> Iterator[Measurement]:
     """Yield forward and backward of each attention kernel; all have the same number of tokens, in sequences of several lengths."""
     heads, widest = effort.n_heads, max(HEAD_DIMS)
     seq_lens = effort.seq_lens[:: effort.every[dtype]]
     lengths = [n for n in seq_lens if kernels.attention(dtype, 1, heads, n, widest)["forward"].n_bytes <= room_bytes]
     if not lengths:
         raise DeviceOutOfMemory(f"not even {seq_lens[0]} tokens fit the free device memory")
-    yield from _slowdown(kernels.attention(dtype, 1, heads, lengths[-1], HEAD_DIMS[0])["backward"], company)
+    yield from _slowdown(kernels.attention(dtype, 1, heads, lengths[-1], HEAD_DIMS[0])["backward"], load)
     names: tuple[AttentionKernel, ...] = ("flash",) if is_cpu else ("flash", "cudnn")
     for kernel, head_dim, seq_len in product(names, HEAD_DIMS, lengths):
         for way, work in kernels.attention(dtype, lengths[-1] // seq_len, heads, seq_len, head_dim, kernel).items():
             yield Measurement(f"device.attention.{kernel}.{dtype}", work, f"{way}_flop_per_s", is_optional=kernel != "flash")
 
 
-def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterator[Measurement]:
+def _kernels(effort: Effort, is_cpu: bool, load: tuple[Benchmark, ...]) -> Iterator[Measurement]:
     """Yield library calls, hand-overs between lanes, and memory-bound kernels. The memory rate of a CPU is the rate of a layer's
     eager calls. A GPU has one rate for a large kernel and one for eager calls."""
     call_s, eager_calls, calls = "device.kernel_overhead_s", kernels.eager(*effort.layer), kernels.library_calls(is_cpu)
     if is_cpu:
-        yield from _slowdown(calls, company)
+        yield from _slowdown(calls, load)
     yield Measurement(call_s, calls)
     yield Measurement("device.op_overhead_s", kernels.HANDOVER)
     if is_cpu:
-        yield from _slowdown(eager_calls, company)
-        yield Measurement("device.memory_bytes_per_s", eager_calls, less=call_s)
+        yield from _slowdown(eager_calls, load)
+        yield Measurement("device.memory_bytes_per_s", eager_calls, overhead=call_s)
         return
     large = kernels.pointwise(LARGE_BYTES)
-    yield from _slowdown(large, company)
+    yield from _slowdown(large, load)
     yield Measurement("device.memory_bytes_per_s", large)
-    yield Measurement("device.eager_bytes_per_s", eager_calls, less=call_s)
+    yield Measurement("device.eager_bytes_per_s", eager_calls, overhead=call_s)
     for way, work in kernels.norm(*effort.layer[:2]).items():
         yield Measurement(f"device.norms.torch-fused.{way}_bytes_per_s", work)
-    before = kernels.product("bf16", *CLOCKED)
-    yield Measurement(CLOCK, before)
+    clocked = kernels.product("bf16", *CLOCKED)
+    yield Measurement(CLOCK, clocked)
     n_tokens, width, inner = effort.layer
     behind = {"fused": kernels.activation(n_tokens, inner), "loss": kernels.loss(*LOGITS)}
     behind["unpack"] = kernels.unpacking("int8", 3 * ((inner, width), (width, inner)))
     behind["narrow"] = kernels.narrow(n_tokens, width, inner, RANK)
     for name, work in behind.items():
-        yield Measurement(f"device.{name}_bytes_per_s", kernels.behind(before, work), less=CLOCK, is_optional=True)
+        yield Measurement(f"device.{name}_bytes_per_s", kernels.behind(clocked, work), overhead=CLOCK, is_optional=True)

@@ -104,10 +104,10 @@ class _Probe:
             "price": {"usd_per_hour": None, "ram_usd_per_gb": None, "date": None},
         }
         numbers.write(fields)
-        found = list(cliffs(Profile.from_json(fields, "probe"), facts, numbers, total_bytes - free_before_bytes))
-        if found:
-            fields["summary"] += f"; cliffs: {', '.join(name for name, _ in found)}"
-            fields["sources"]["probe"]["detail"] += "".join(MARK + line for _, line in found)[:MOST_CHARACTERS]
+        cliff_rows = list(cliffs(Profile.from_json(fields, "probe"), facts, numbers, total_bytes - free_before_bytes))
+        if cliff_rows:
+            fields["summary"] += f"; cliffs: {', '.join(name for name, _ in cliff_rows)}"
+            fields["sources"]["probe"]["detail"] += "".join(MARK + line for _, line in cliff_rows)[:MOST_CHARACTERS]
         self.progress("done", 1.0)
         return Profile.from_json(fields, "probe")
 
@@ -137,8 +137,8 @@ class _Probe:
             return self._forget(row.field, row.work.point)
         try:
             with ExitStack() as stack:
-                ready, *company = (stack.enter_context(self.device.prepared(work)) for work in (row.work, *row.beside))
-                with self.device.beside(company):
+                ready, *company = (stack.enter_context(self.device.prepared(work)) for work in (row.work, *row.background))
+                with self.device.background(company):
                     seconds = self.watch.timing(ready, row.soak_s, is_accompanied=bool(company))
                 self.results.append((row, seconds, self.watch.load(ready, seconds.value)))
         except DeviceError as error:
@@ -156,10 +156,10 @@ class _Probe:
 
     def _sources(self, facts: Facts, numbers: ProfileFields, process_bytes: int) -> dict[str, Any]:
         """Return the `sources` of the profile."""
-        watch, (least, most) = self.watch, self.effort.repeats
+        watch, (least, limit) = self.watch, self.effort.repeats
         slow = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in sorted(numbers.slowdowns.items()))
         details = {
-            "probe": f"penstock probe --device {facts.kind}: medians of {least} to {most} "
+            "probe": f"penstock probe --device {facts.kind}: medians of {least} to {limit} "
             f"timings on random data, {show_seconds(watch.busy_s)} in all; the same product at {numbers.sustained_fraction:.2f} "
             f"of its first rate in the end; spread widened by the slowdown while the other lanes work: {slow}"
             f"{''.join(self.left_out.values())}",
@@ -181,11 +181,11 @@ class _Probe:
     def _host(self, facts: Facts, numbers: ProfileFields) -> str:
         """Return the detail of the source HOST: conditions and core usage of every host benchmark."""
         effort, n_bytes = self.effort, host_kernels.slab_bytes(facts.host_bytes, self.effort.host_bytes)
-        found = [
-            f"{row.work.name}{''.join(f' beside {of.lane}' for of in row.beside)} {use.cores:.2f} cores, "
+        uses = [
+            f"{row.work.name}{''.join(f' beside {load.lane}' for load in row.background)} {use.cores:.2f} cores, "
             f"steal {use.steal_fraction:.0%}, {use.last_third:.2f}"
             for row, use in numbers.sustained
-            if row.field not in numbers.seen
+            if row.field not in numbers.extra
         ]
         how = (
             f"penstock probe: wall time, nothing subtracted, of {show_seconds(effort.sustained_s)} or more, medians of pieces of "
@@ -193,4 +193,4 @@ class _Probe:
             f"{host_kernels.layer_elements(n_bytes):,} parameters; cores used (processor over wall time), steal time, and rate "
             "of the last third over that of the first: "
         )
-        return (how + "; ".join(found))[:MOST_DETAIL]
+        return (how + "; ".join(uses))[:MOST_DETAIL]

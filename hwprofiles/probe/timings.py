@@ -40,7 +40,7 @@ class Timing(NamedTuple):
     use: Use | None = None
 
     @staticmethod
-    def of(repeats: Sequence[float]) -> "Timing":
+    def from_repeats(repeats: Sequence[float]) -> "Timing":
         """Return the median and 1.9 median absolute deviations, which cover 80 % of a normal distribution."""
         middle = statistics.median(repeats)
         deviation = statistics.median(abs(value - middle) for value in repeats)
@@ -54,14 +54,14 @@ class Timing(NamedTuple):
 
 def lifted(times: Mapping[int, tuple[tuple[float, float], Timing]]) -> dict[int, Timing]:
     """Make times monotonic in the size of the work: raise a time below that of less work just above it, and widen its spread."""
-    done: list[tuple[float, float, float]] = []
-    found = {}
+    previous: list[tuple[float, float, float]] = []
+    result = {}
     for i, ((x, y), timing) in sorted(times.items(), key=lambda item: item[1][0]):
-        least_s = 1.001 * max((s for x0, y0, s in done if x0 <= x and y0 <= y and (x0, y0) != (x, y)), default=0.0)
+        least_s = 1.001 * max((s for x0, y0, s in previous if x0 <= x and y0 <= y and (x0, y0) != (x, y)), default=0.0)
         spread_fraction = timing.spread_fraction + least_s / timing.value - 1
-        found[i] = timing if timing.value > least_s else Timing(least_s, spread_fraction)
-        done.append((x, y, found[i].value))
-    return found
+        result[i] = timing if timing.value > least_s else Timing(least_s, spread_fraction)
+        previous.append((x, y, result[i].value))
+    return result
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Stopwatch:
         if self.effort.soak_s > 0:
             times = (self._run(ready, n).seconds for _ in range(MOST_SETTLING + 1))
             any(abs(now_s / before_s - 1) < SETTLED_FRACTION for before_s, now_s in pairwise(times))  # runs until two times agree
-        batch = Timing.of(self._repeats(ready, n))
+        batch = Timing.from_repeats(self._repeats(ready, n))
         return batch._replace(value=batch.value / n)
 
     def load(self, ready: Ready, work_s: float) -> Load:
@@ -109,7 +109,7 @@ class Stopwatch:
         wall_s = sum(seconds)
         first_s, last_s = statistics.median(seconds[:third]), statistics.median(seconds[-third:])
         cpu_s, steal_s = (sum(getattr(piece, name) for piece in pieces) for name in ("cpu_s", "steal_s"))
-        middle = Timing.of(seconds)
+        middle = Timing.from_repeats(seconds)
         return middle._replace(value=middle.value / n, use=Use(cpu_s / wall_s, steal_s / wall_s, first_s / last_s))
 
     def _n_per_batch(self, call_s: float, takes_turns: bool) -> int:
@@ -118,8 +118,8 @@ class Stopwatch:
 
     def _repeats(self, ready: Ready, n: int) -> list[float]:
         """Return the seconds of each batch; only the uninterrupted ones if there are enough."""
-        (least, most), every, calm, spent_s = self.effort.repeats, list[float](), list[float](), 0.0
-        while len(every) < least or (len(every) < most and spent_s < self.effort.point_s):
+        (least, limit), every, calm, spent_s = self.effort.repeats, list[float](), list[float](), 0.0
+        while len(every) < least or (len(every) < limit and spent_s < self.effort.point_s):
             run = self._run(ready, n)
             spent_s += run.seconds
             every.append(run.seconds)

@@ -162,7 +162,7 @@ def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[s
     for fraction in HOST_FRACTIONS:
         host_bytes = -(-int(fraction * least_bytes) // GB) * GB
         if 0 < host_bytes < pool.value:
-            cut = profile.with_memory(int(pool.value) - host_bytes, host_bytes, by="the plan")
+            cut = profile.with_memory(int(pool.value) - host_bytes, host_bytes, author="the plan")
             if any(
                 needs.fits for size in sizes_of(model, semantics, cut, free) for _, needs in leanest(model, size[1], size[0], cut)
             ):

@@ -93,7 +93,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, Remembering
 
 
 @pytest.mark.parametrize("work", [kernels.copy("h2d", 1000), kernels.copy("d2h", 2**20), kernels.copy("h2d", 4096, node=0)])
-def test_host_memory_is_pinned_where_it_is_and_let_go(remembered: tuple[CudaDevice, RememberingCuda], work: kernels.Work) -> None:
+def test_host_memory_is_pinned_where_it_is_and_let_go(remembered: tuple[CudaDevice, RememberingCuda], work: Any) -> None:
     device, stub = remembered
     with device.prepared(work) as ready:
         assert list(stub.pinned.values()) == [kernels.COLD_BYTES]
@@ -117,7 +117,7 @@ def test_memory_that_cannot_be_pinned_is_an_error(remembered, monkeypatch):
 def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDevice, RememberingCuda]) -> None:
     device, stub = remembered
     both, n_calls = [kernels.copy("h2d", 2**20), kernels.copy("d2h", 2**20)], [0]
-    with device.prepared(both[0]) as up, device.prepared(both[1]) as down, device.beside([up, down]):
+    with device.prepared(both[0]) as up, device.prepared(both[1]) as down, device.background([up, down]):
         assert stub.most_pinned == 2
         with device.prepared(host_kernels.updates(1, 50_000_000)) as ready:
             assert device.run(ready, 1).seconds > 0
@@ -129,7 +129,7 @@ def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDev
         n_calls[0] += 1
         raise RuntimeError("CUDA error: gone")
 
-    with pytest.raises(DeviceError, match="CUDA error: gone"), device.beside([up._replace(call=fail)]):
+    with pytest.raises(DeviceError, match="CUDA error: gone"), device.background([up._replace(call=fail)]):
         pass
     assert n_calls == [1]
 
@@ -209,7 +209,7 @@ def test_a_real_gpu_copies_and_runs_out_of_memory() -> None:
     device = CudaDevice(0)
     with device.prepared(kernels.copy("h2d", 2**20)) as up, device.prepared(kernels.copy("d2h", 2**20)) as down:
         alone = device.run(up, 100)
-        with device.beside([down]):
+        with device.background([down]):
             assert device.run(up, 100).seconds > 0
         assert alone.seconds > 0
     with pytest.raises(DeviceOutOfMemory):

@@ -143,7 +143,7 @@ def test_the_lanes_that_feed_a_gpu_have_a_core_or_two(n_cores: int, n_issuing: i
 
 
 def called(call: Callable[[], object], **fields: Any) -> Ready:
-    return Ready(kernels.Work("any", "any", **fields), call)
+    return Ready(kernels.Benchmark("any", "any", **fields), call)
 
 
 def test_work_runs_on_the_cores_and_threads_of_its_lane() -> None:
@@ -171,7 +171,7 @@ def test_company_runs_as_long_as_its_context_and_fails_there() -> None:
     def count() -> None:
         counts[0] += 1
 
-    with device.beside([called(count, lane=kernels.Lane.H2D)]):
+    with device.background([called(count, lane=kernels.Lane.H2D)]):
         before = counts[0]
         device.run(called(lambda: time.sleep(0.05)), 1)
         assert counts[0] > before > 0
@@ -180,7 +180,7 @@ def test_company_runs_as_long_as_its_context_and_fails_there() -> None:
     assert counts[0] == ended
     with pytest.raises(ProfileError, match="broken"):
         device.run(called(fail), 1)
-    with pytest.raises(ProfileError, match="broken"), device.beside([called(fail)]):
+    with pytest.raises(ProfileError, match="broken"), device.background([called(fail)]):
         pass
 
 
@@ -196,7 +196,7 @@ def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
     device, x = CpuDevice(), torch.rand(600, 600)
     multiply = called(lambda: x @ x, lane=kernels.Lane.H2D)
     other = called(lambda: x @ x, lane=kernels.Lane.D2H)
-    with device.beside([other]):
+    with device.background([other]):
         ours = device.run(multiply, 100)
     stop = [False]
 
