@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from benchmarks.published.op_costs import block_of
 from benchmarks.published.op_rows import OpRow, read_ops
-from penstock.hwprofiles.laws import CollectiveLaw, PassLaw, ProductLaw
+from penstock.hwprofiles.op_laws import CollectiveLaw, PassLaw, ProductLaw
 from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Collective, read_profile, shipped_profiles
 

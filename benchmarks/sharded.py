@@ -17,8 +17,8 @@ from benchmarks.published.system_costs import BF16, FP32, Software, SystemCosts
 from benchmarks.published.system_memory import LOGIT_COPIES_BYTES, ZERO3_LIVE_ELEMENTS, n_tables, table_bytes
 from benchmarks.published.system_pipeline import Program, ends_s
 from benchmarks.published.systems import ZERO3_UPDATE_BYTES
+from penstock.hwprofiles.device_parts import shared_by
 from penstock.hwprofiles.schema import Profile
-from penstock.hwprofiles.several import shared_by
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
 from penstock.runtime.plan import Semantics

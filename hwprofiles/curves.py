@@ -1,6 +1,6 @@
-"""Rates between measured points: interpolation that keeps more work taking longer.
+"""Interpolation of rates between measured points.
 
-Log-linear, so that more work takes longer wherever it does at the points (`check_rising`). Outside, the nearest point is taken.
+Log-linear, which keeps time rising with work if it rises at the points (`check_rising`); clamped outside of the measured range.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-Row = tuple[float, list[tuple[float, float]]]  # at this x, the (y, rate) points by rising y
+Row = tuple[float, list[tuple[float, float]]]  # x, and its (y, rate) points by rising y
 
 
 class Rate(NamedTuple):
@@ -20,7 +20,7 @@ class Rate(NamedTuple):
 
 
 def rows_of(points: Iterable[tuple[float, float, float]]) -> list[Row]:
-    """Points grouped by x; several at the same (x, y), as tall and wide products of one width, become their geometric mean."""
+    """Group (x, y, rate) points by x. Points of equal (x, y), e.g. products of equal k n, become their geometric mean."""
     rows: dict[float, dict[float, list[float]]] = {}
     for x, y, rate in points:
         rows.setdefault(x, {}).setdefault(y, []).append(math.log(rate))
@@ -28,7 +28,7 @@ def rows_of(points: Iterable[tuple[float, float, float]]) -> list[Row]:
 
 
 def interpolated(rows: list[Row], x: float, y: float) -> Rate:
-    """Log-linear along y in the rows around x, then between the two rows; the nearest point outside."""
+    """Interpolate log-linearly along y in the two rows around x, then between these rows; clamp outside."""
     value = along([(row_x, along(row, y)) for row_x, row in rows], x)
     xs = [row_x for row_x, _ in rows]
     i = bisect_right(xs, x)
@@ -38,7 +38,7 @@ def interpolated(rows: list[Row], x: float, y: float) -> Rate:
 
 
 def along(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Log-linear interpolation of (x, value) points by rising x; the end value outside."""
+    """Interpolate (x, value) points, sorted by x, log-linearly; clamp outside."""
     i = bisect_right([p[0] for p in points], x)
     if i == 0 or i == len(points):
         return points[max(i - 1, 0)][1]
@@ -48,11 +48,11 @@ def along(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def check_rising(rows: list[Row], y_power: int) -> None:
-    """ValueError where more work, which grows as x and as y to the power `y_power`, takes less time along a row or from row to row:
-    interpolation is monotonic if its corners are."""
+    """Raise ValueError if time does not rise with work along a row or from row to row. Work is proportional to x y**y_power.
+    Checking the corners suffices: the interpolation between them is monotonic."""
     ys = sorted({y for _, row in rows for y, _ in row})
     along_y = [(x, y0, y1, y0**y_power / r0, y1**y_power / r1) for x, row in rows for (y0, r0), (y1, r1) in pairwise(row)]
     along_x = [(y, x0, x1, x0 / along(row0, y), x1 / along(row1, y)) for (x0, row0), (x1, row1) in pairwise(rows) for y in ys]
-    for at, less, more, less_s, more_s in (*along_y, *along_x):
-        if more_s <= less_s:
-            raise ValueError(f"more work takes less time between {less:.6g} and {more:.6g} at {at:.6g}; measure again")
+    for fixed, low, high, low_s, high_s in (*along_y, *along_x):
+        if high_s <= low_s:
+            raise ValueError(f"more work takes less time between {low:.6g} and {high:.6g} at {fixed:.6g}; measure again")

@@ -1,4 +1,4 @@
-"""Quantity of a profile: a number with its spread and the source that it rests on."""
+"""Quantities of a profile: a number with its spread and its source."""
 
 from collections.abc import Iterator
 from datetime import date
@@ -17,13 +17,13 @@ Day = Annotated[str, AfterValidator(lambda text: date.fromisoformat(text).isofor
 
 
 class Part(BaseModel):
-    """Frozen, strict, and without unknown keys."""
+    """Base of the profile's models: frozen, strict, rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Share(Part):
-    """A number in the unit of its key, how far it may be off, and where it comes from; it may be zero."""
+    """A number at or above zero in the unit of its key, its relative uncertainty, and the name of its source."""
 
     value: Annotated[float, Field(ge=0, le=1e30)]
     spread_fraction: Annotated[float, Field(ge=0, le=10)]
@@ -31,20 +31,20 @@ class Share(Part):
 
 
 class Quantity(Share):
-    """A number above zero."""
+    """A `Share` above zero."""
 
     value: Annotated[float, Field(ge=1e-15, le=1e30)]
 
 
 class Source(Part):
-    """Where numbers come from. Only what `penstock probe` measured is `measured`."""
+    """Provenance of numbers. Only results of `penstock probe` have the kind `measured`."""
 
     kind: SourceKind
     detail: Text
     date: Day | None
-    device: Text | None  # that was measured; None: none was, or many
+    device: Text | None  # measured device; None: no device, or many
     driver: Text | None
-    scaled: bool = False  # another device's than the profile's, by a ratio from datasheets or single measurements
+    scaled: bool = False  # measured on another device than the profile's, scaled by a ratio from datasheets or measurements
 
     @model_validator(mode="after")
     def _names_what_was_measured(self) -> "Source":
@@ -54,14 +54,14 @@ class Source(Part):
 
     @property
     def basis(self) -> Basis:
-        """What a number with this source rests on."""
+        """Basis of the numbers of this source."""
         if self.kind in ("assumed", "datasheet"):
             return "assumptions"
         return "this device" if self.kind == "user" or (self.device is not None and not self.scaled) else "another device"
 
 
 def quantities(place: str, part: object) -> Iterator[tuple[str, Share]]:
-    """The quantities below a part of a profile, each with its place."""
+    """Yield the quantities in this part of a profile with their keys, for example `link.h2d.latency_s`."""
     match part:
         case Share():
             yield place, part

@@ -1,7 +1,7 @@
-"""Hardware profiles: what a machine can do, as JSON whose every number has a unit in its key, a spread and a source.
+"""Hardware profiles: rates, sizes and prices of a machine as JSON. Every number has a unit in its key, a spread and a source.
 
-A spread is half the width, as a fraction of the value, of what one would see in four of five cases. Rates over size are measured
-points, between which `curves.py` interpolates, or one of the laws of `laws.py`.
+The spread is half the width of the 80 % interval, as a fraction of the value. Rates that depend on size are measured points, which
+`curves.py` interpolates, or a law of `op_laws.py`.
 """
 
 import errno
@@ -22,40 +22,40 @@ from penstock.runtime.files import read_whole
 from penstock.runtime.units import MiB, on_one_line, show_bytes
 
 from .curves import Rate, Row, along, check_rising, interpolated, rows_of
-from .laws import AttentionLaw, CollectiveLaw, ProductLaw
+from .op_laws import AttentionLaw, CollectiveLaw, ProductLaw
 from .quantity import SOURCE_KINDS, Day, Dtype, Part, Quantity, Share, Size, Source, Text, quantities
 
 FOLDER = Path(__file__).parent / "profiles"
 MAX_PROFILE_FILE_BYTES = 8 * MiB
 
 Direction = Literal["h2d", "d2h"]
-AttentionKernel = Literal["flash", "cudnn", "fa3", "aiter"]  # `flash`: torch's FlashAttention-2; in fp32 its memory-efficient one
+AttentionKernel = Literal["flash", "cudnn", "fa3", "aiter"]  # `flash`: torch's FlashAttention-2; fp32: its memory-efficient kernel
 NormKernel = Literal["torch-fused", "torch-compile"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
 FORMAT_VERSION = 2
 ITEM_BYTES: dict[Dtype, int] = {"bf16": 2, "fp32": 4}
-FORMS = ("points", "law")  # of a rate over size, which are no keys of a file
-BACKWARD_ATTENTION = 2.5  # the convention of all rates here: five products of the backward against two of the forward
-# Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100,
-# head width 128, 8k tokens, causal) of 290; for devices whose own is not known.
+FORMS = ("points", "law")  # pydantic tags of a rate over size; they are not keys in a file
+BACKWARD_ATTENTION = 2.5  # FLOP of attention's backward over those of its forward in all rates: five products against two
+# Relative rate of FlashAttention-2's deterministic backward: 166 of 290 TFLOP/s (Dao-AILab/flash-attention#1893, H100, head width
+# 128, 8k tokens, causal); the default for devices without a measurement.
 DETERMINISTIC_FRACTION = 0.57
 
-_plain = partial(on_one_line, longest=200)  # for a line of a terminal, whatever a file holds
+_plain = partial(on_one_line, longest=200)  # makes text of a file safe for one terminal line
 
 
 class MatmulPoint(Part):
-    """Rate of (m, k) @ (k, n), one multiply and one add per inner step."""
+    """Rate of (m, k) @ (k, n), which counts 2 m k n FLOP."""
 
     m: Size
     k: Size
     n: Size
     flop_per_s: Quantity
-    clock_hz: float | None = None  # of the multiprocessors meanwhile, and what the device drew; None: no driver told
+    clock_hz: float | None = None  # multiprocessor clock and power draw during the measurement; None: not reported by the driver
     watts: float | None = None
 
 
 class AttentionPoint(Part):
-    """Rate of causal attention; FLOP count the causal half, the backward pass 2.5 times the forward's."""
+    """Rate of causal attention. FLOP count the causal half; backward FLOP are 2.5 times the forward's."""
 
     seq_len: Size
     head_dim: Size
@@ -66,14 +66,14 @@ class AttentionPoint(Part):
 
 
 class CopyPoint(Part):
-    """Rate of one copy of n_bytes, the latency not counted."""
+    """Rate of one copy of n_bytes, latency subtracted."""
 
     n_bytes: Size
     rate: Quantity
 
 
 class OptimizerPoint(Part):
-    """Rate of AdamW over fp32 masters: alone, beside uploads at the full rate, and beside copies in both directions."""
+    """Rate of AdamW on fp32 master weights: alone, during uploads at the full rate, and during copies in both directions."""
 
     threads: Size
     params_per_s: Quantity
@@ -97,7 +97,7 @@ def _rising(points: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _sorted_by(key: str, points: tuple[Any, ...]) -> tuple[Any, ...]:
-    if any(getattr(after, key) <= getattr(before, key) for before, after in pairwise(points)):
+    if any(getattr(following, key) <= getattr(point, key) for point, following in pairwise(points)):
         raise ValueError(f"sort the points by rising {key}")
     return points
 
@@ -108,7 +108,7 @@ def _rising_copies(points: tuple[CopyPoint, ...]) -> tuple[CopyPoint, ...]:
 
 
 def _in_both_dtypes(rates: dict[Any, Any]) -> dict[Any, Any]:
-    """Rates by dtype; or by kernel and dtype, where those of `flash` are complete."""
+    """Check that rates by dtype, or by kernel and dtype, have every dtype (of the kernel `flash`)."""
     if missing := [dtype for dtype in get_args(Dtype) if dtype not in rates.get("flash", rates)]:
         raise ValueError(f"no {' and no '.join(missing)}; give points or a law for each")
     return rates
@@ -122,7 +122,7 @@ Attentions = Annotated[Annotated[tuple[AttentionPoint, ...], AtLeastOne, RISING,
 
 
 class AttentionCall(NamedTuple):
-    """Attention as a kernel is asked for it; `grouped`: several heads share keys and values."""
+    """Shape of an attention call; `grouped`: grouped-query attention."""
 
     dtype: Dtype
     seq_len: int
@@ -132,38 +132,38 @@ class AttentionCall(NamedTuple):
 
 
 class NormRates(Part):
-    """An RMS norm in one kernel: bytes of its input and output a second; the backward, which also sums, counts twice as many."""
+    """Rates of a fused RMS norm: bytes of input and output per second. The backward counts twice the bytes of the forward."""
 
     forward_bytes_per_s: Quantity
     backward_bytes_per_s: Quantity
 
 
 class Device(Part):
-    """What computes: a GPU, or the cores of a CPU that the gpu lane uses, with its own arena."""
+    """Compute device: a GPU, or the CPU cores of the gpu lane with a memory arena."""
 
     name: Text
     kind: Literal["cuda", "cpu"]
     memory_bytes: Quantity
     context_bytes: Share
     memory_bytes_per_s: Quantity
-    eager_bytes_per_s: Quantity | None = None  # of unfused pointwise modules, each call's bytes counted; None: the memory's
-    fused_bytes_per_s: Quantity | None = None  # of a layer's activation and rotations, a kernel each; None: the memory's
-    loss_bytes_per_s: Quantity | None = None  # of the fused loss's passes over logits; None: the memory's
-    unpack_bytes_per_s: Quantity | None = None  # of dequantisation, bytes as `plan/packed.py` counts them; None: the memory's
-    narrow_bytes_per_s: Quantity | None = None  # of products with an adapter's rank as k or n; None: the memory's
-    sustained_fraction: Quantity | None = None  # of a burst's rate that products keep in a step; None: rates are a step's
+    eager_bytes_per_s: Quantity | None = None  # unfused pointwise modules, bytes of every call; None: `memory_bytes_per_s`
+    fused_bytes_per_s: Quantity | None = None  # fused activation and rotary kernels; None: `memory_bytes_per_s`
+    loss_bytes_per_s: Quantity | None = None  # passes of the fused loss over logits; None: `memory_bytes_per_s`
+    unpack_bytes_per_s: Quantity | None = None  # dequantisation, bytes as in `plan/packed.py`; None: `memory_bytes_per_s`
+    narrow_bytes_per_s: Quantity | None = None  # products with an adapter's rank as k or n; None: `memory_bytes_per_s`
+    sustained_fraction: Quantity | None = None  # rate of products in a step over their burst rate; None: rates are a step's
     kernel_overhead_s: Quantity
     op_overhead_s: Quantity
     compute_threads: Size | None
-    workspace_bytes: Share | None = None  # what kernels and libraries take besides the context once they have been used
+    workspace_bytes: Share | None = None  # workspaces of kernels and libraries, without the context
     matmul: Annotated[dict[Dtype, Matmuls], AfterValidator(_in_both_dtypes)]
     attention: Annotated[dict[AttentionKernel, dict[Dtype, Attentions]], AfterValidator(_in_both_dtypes)]
     norms: dict[NormKernel, NormRates] = {}
-    pool_bytes: Quantity | None = None  # soldered memory of which the device's and the host's are parts; None: each has its own
+    pool_bytes: Quantity | None = None  # unified memory that device and host share; None: separate memories
 
 
 class CopyCurve(Part):
-    """One direction of the link: seconds = latency_s + n_bytes / rate; and its rates while other lanes work, where measured."""
+    """One direction of the link: seconds = latency_s + n_bytes / rate. Also rates under load, if measured."""
 
     latency_s: Quantity
     bytes_per_s: Annotated[tuple[CopyPoint, ...], AtLeastOne, AfterValidator(_rising_copies)]
@@ -173,7 +173,7 @@ class CopyCurve(Part):
 
 
 class Link(Part):
-    """What moves bytes between host and device memory."""
+    """Link between host and device memory."""
 
     h2d: CopyCurve
     d2h: CopyCurve
@@ -183,7 +183,7 @@ class Link(Part):
 
 
 class Host(Part):
-    """What holds the training state and updates it."""
+    """Host: stores and updates the training state."""
 
     memory_bytes: Quantity
     runtime_bytes: Quantity
@@ -192,50 +192,50 @@ class Host(Part):
     optimizer: Annotated[tuple[OptimizerPoint, ...], AtLeastOne, AfterValidator(partial(_sorted_by, "threads"))]
     reduce_bytes_per_s: Quantity
     page_fault_bytes_per_s: Quantity
-    # That a run can have with every slot of the board full, or all that is soldered, by which it was called in older files
+    # Maximum memory: all slots of the board filled, or soldered memory (`soldered_bytes` in older files)
     most_bytes: Annotated[Quantity | None, Field(validation_alias=AliasChoices("most_bytes", "soldered_bytes"))] = None
 
 
 class Peers(Part):
-    """The other devices of the host, each at work on its part of a step."""
+    """Devices of the host that share a step, and their interconnect."""
 
-    n_devices: Size | None = None  # of the host; None: any number may be asked for
-    latency_s: Quantity  # until devices that have come to an op know it
+    n_devices: Size | None = None  # of the host; None: no limit
+    latency_s: Quantity  # synchronisation of devices that reached an op
     collectives: dict[Collective, CollectiveLaw]
-    through_host: bool = False  # no peer access: the host's topology decides at what rate they exchange
+    through_host: bool = False  # no peer access: exchanges pass through host memory
 
 
 class Network(Part):
-    """Between hosts."""
+    """Network between hosts."""
 
-    bytes_per_s: Quantity  # that each host sends, and receives at the same time, for all its devices
+    bytes_per_s: Quantity  # full duplex, per host, shared by its devices
     latency_s: Quantity  # from one host to the next
-    n_hosts: Size = 1  # that share a step
+    n_hosts: Size = 1  # hosts that share a step
 
 
 class Disk(Part):
-    """A disk, or several as one, that frozen weights are read from: by large direct reads."""
+    """Disk, or striped disks, from which frozen weights are read by large direct reads."""
 
     read_bytes_per_s: Quantity  # alone
     under_copies_bytes_per_s: Quantity | None = None  # while host memory and link are busy; None: as alone
-    # Nothing is written by a run: for the answer to what it would be to write masters there
-    write_bytes_per_s: Quantity | None = None  # sustained, once its caches are full
-    endurance_bytes: Quantity | None = None  # that may be written to it, as it is rated
+    # A run writes nothing. These serve the estimate of master weights on a disk.
+    write_bytes_per_s: Quantity | None = None  # sustained, with full caches
+    endurance_bytes: Quantity | None = None  # rated endurance
 
 
 class Price(Part):
-    """What the machine costs, on a day: to rent, and to buy and feed. Host memory is bought besides where it has a price."""
+    """Prices on a day: rent, purchase and power. Host memory with a price per GB is bought in addition to `usd`."""
 
     usd_per_hour: Quantity | None
     usd: Quantity | None = None
     ram_usd_per_gb: Quantity | None
-    watts: Quantity | None = None  # of the whole machine at work
-    usd_per_kwh: Quantity | None = None  # None: an assumed one
+    watts: Quantity | None = None  # whole machine under load
+    usd_per_kwh: Quantity | None = None  # None: an assumed price
     date: Day | None
 
 
 class Profile(Part):
-    """A machine: what it can do, and how we know."""
+    """Hardware profile of a machine, with the sources of its numbers."""
 
     format_version: Literal[2]
     name: Text
@@ -254,106 +254,108 @@ class Profile(Part):
         for key, quantity in self.quantities():
             if quantity.source not in self.sources:
                 raise ValueError(f"{key}: source {quantity.source!r} is not in `sources`; add it there")
-        device_bytes, host_bytes, most = self.device.memory_bytes.value, self.host.memory_bytes.value, self.most_host_bytes
-        if most is None or host_bytes <= most:
+        device_bytes, host_bytes, limit = self.device.memory_bytes.value, self.host.memory_bytes.value, self.most_host_bytes
+        if limit is None or host_bytes <= limit:
             return self
         why = "are the most that this machine takes"
         if (pool := self.device.pool_bytes) is not None:
             why = f"are left of the one pool of {show_bytes(pool.value)} by {show_bytes(device_bytes)} for the device"
-        raise ValueError(f"host memory of {show_bytes(host_bytes)}, but {show_bytes(most)} {why}; give --host-memory up to that")
+        raise ValueError(f"host memory of {show_bytes(host_bytes)}, but {show_bytes(limit)} {why}; give --host-memory up to that")
 
     @property
     def most_host_bytes(self) -> int | None:
-        """What the host's memory can be at most, besides that of the device; None: not known, or more than anyone buys."""
+        """Maximum host memory, device memory excluded; None: unknown or without practical limit."""
         if (pool := self.device.pool_bytes) is not None:
             return int(pool.value - self.device.memory_bytes.value)
         return None if self.host.most_bytes is None else int(self.host.most_bytes.value)
 
     def takes(self, host_memory_bytes: float) -> bool:
-        """Whether the host can have so much memory."""
+        """True if the host can have this much memory."""
         return self.most_host_bytes is None or host_memory_bytes <= self.most_host_bytes
 
     @property
     def is_soldered(self) -> bool:
-        """Whether the host has the memory that it has, and never more."""
+        """True if the memory of the host cannot be extended."""
         return self.most_host_bytes is not None and self.most_host_bytes <= self.host.memory_bytes.value
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Rate of the disk in a step, whose other lanes copy meanwhile; ProfileError where it is not known."""
+        """Rate of the disk during a step, in which other lanes copy. Raise ProfileError if the profile has no disk."""
         if self.disk is None:
-            said = "say how fast its disk is read with --disk-read, or measure it with `penstock probe --disk FOLDER`"
-            raise ProfileError(f"{self.name}: its profile has no disk; {said}")
+            remedy = "say how fast its disk is read with --disk-read, or measure it with `penstock probe --disk FOLDER`"
+            raise ProfileError(f"{self.name}: its profile has no disk; {remedy}")
         return (self.disk.under_copies_bytes_per_s or self.disk.read_bytes_per_s).value
 
     @property
     def n_devices(self) -> int:
-        """That the profile speaks of; there may be more where it says nothing of others."""
+        """Number of devices in the profile; 1 if unknown."""
         return 1 if self.peers is None else self.peers.n_devices or 1
 
     @property
     def n_hosts(self) -> int:
-        """That share a step; each is as the profile says."""
+        """Number of equal hosts that share a step."""
         return 1 if self.network is None else self.network.n_hosts
 
     @property
     def meets_on_host(self) -> bool:
-        """Whether devices that share a step reach each other by way of their one host alone, as far as is known."""
+        """True if devices exchange through host memory: one host, and no peer access or no data on it."""
         return self.n_hosts == 1 and (self.peers is None or self.peers.through_host)
 
     @staticmethod
     def from_json(fields: object, where: str = "profile") -> "Profile":
-        """The profile that `to_json` wrote; ProfileError names the first thing wrong with it in one line."""
+        """Return the profile from the JSON values of `to_json`. Raise ProfileError with the first problem in one line."""
         return _parsed(json.dumps(fields), where)
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as JSON values, without what is as it is where nothing is said."""
+        """Return the profile as JSON values, without fields that have their default."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
-    def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None, by: str = "the user") -> "Profile":
-        """The same machine with these memory sizes, if not None. ProfileError for zero or less, or more than it takes."""
+    def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None, author: str = "the user") -> "Profile":
+        """Return the profile with these memory sizes; None: unchanged. Raise ProfileError if one is <= 0 or above the maximum."""
         sizes = {"device": device_memory_bytes, "host": host_memory_bytes}
-        given = {place: n_bytes for place, n_bytes in sizes.items() if n_bytes is not None}
-        for place, n_bytes in given.items():
+        stated = {place: n_bytes for place, n_bytes in sizes.items() if n_bytes is not None}
+        for place, n_bytes in stated.items():
             if n_bytes <= 0:
                 raise ProfileError(f"{place} memory of {n_bytes} bytes is not a size above zero; write for example 24GiB")
-        return self._given(((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in given.items()), by)
+        return self._stated(
+            ((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in stated.items()), author
+        )
 
     def with_disk(self, read: float | None, write: float | None = None, endurance: float | None = None) -> "Profile":
-        """The same machine with a disk that its user has, read and written at so many bytes a second; None leaves it as it is."""
+        """Return the profile with a disk of these rates in bytes/s and this endurance in bytes; None: unchanged."""
         if read is None and (write or endurance) and self.disk is None:
             raise ProfileError(f"{self.name}: its profile has no disk; say how fast it is read with --disk-read, too")
-        given = {"read_bytes_per_s": read, "write_bytes_per_s": write, "endurance_bytes": endurance}
-        of = self if read is None else self.model_copy(update={"disk": None})
-        changes = [("disk", key, n, f"a disk's {key}: {show_bytes(n)}") for key, n in given.items() if n is not None]
-        return of._given(changes) if changes else self
+        stated = {"read_bytes_per_s": read, "write_bytes_per_s": write, "endurance_bytes": endurance}
+        base = self if read is None else self.model_copy(update={"disk": None})
+        changes = [("disk", key, n, f"a disk's {key}: {show_bytes(n)}") for key, n in stated.items() if n is not None]
+        return base._stated(changes) if changes else self
 
     def with_prices(self, **prices: float | None) -> "Profile":
-        """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""
-        given = {key: value for key, value in prices.items() if value is not None}
-        return self._given(("price", key, value, f"{key} of {value:g}") for key, value in given.items())
+        """Return the profile with these prices, by the keys of `Price`; None: unchanged. `usd` is the price of the machine."""
+        stated = {key: value for key, value in prices.items() if value is not None}
+        return self._stated(("price", key, value, f"{key} of {value:g}") for key, value in stated.items())
 
-    def _given(self, changes: Iterable[tuple[str, str, float, str]], by: str = "the user") -> "Profile":
-        """(part, key, value, what it is in words) of each quantity that the user, or whoever, gave."""
+    def _stated(self, changes: Iterable[tuple[str, str, float, str]], author: str = "the user") -> "Profile":
+        """Return the profile with these quantities (part, key, value, description), with sources of kind `user`."""
         fields = self.to_json()
         for part, key, value, words in changes:
             source = f"user_{part}_{key.removesuffix('_bytes')}"
             fields.setdefault(part, {})[key] = {"value": float(value), "spread_fraction": 0.0, "source": source}
-            given = {"kind": "user", "detail": f"{words} as given by {by}", "date": None, "device": None, "driver": None}
-            fields["sources"][source] = given
+            kind = {"kind": "user", "detail": f"{words} as given by {author}", "date": None, "device": None, "driver": None}
+            fields["sources"][source] = kind
         return Profile.from_json(fields, self.name)
 
     def quantities(self) -> Iterator[tuple[str, Quantity | Share]]:
-        """Every quantity with its place, for example `link.h2d.latency_s`."""
+        """Yield every quantity with its key, for example `link.h2d.latency_s`."""
         return quantities("", self)
 
     def count_sources(self) -> dict[str, int]:
-        """How many quantities rest on each kind of source; every kind is named, also at zero."""
+        """Return the number of quantities of each kind of source, including kinds with none."""
         counts: Counter[str] = Counter(self.sources[q.source].kind for _, q in self.quantities())
         return {kind: counts[kind] for kind in SOURCE_KINDS}
 
     def matmul_rate(self, dtype: Dtype, m: int, k: int, n: int) -> Rate:
-        """FLOP/s of (m, k) @ (k, n) alone. Points are interpolated over (m, sqrt(k n)): those of equal m and k n cost the same."""
+        """Return FLOP/s of (m, k) @ (k, n) alone. Points are interpolated over (m, sqrt(k n)), because time depends on k n."""
         products = self.device.matmul[dtype]
         if not isinstance(products, ProductLaw):
             return interpolated(_matmul_rows(products), m, math.sqrt(k * n))
@@ -361,40 +363,40 @@ class Profile(Part):
         return Rate(2 * m * k * n / seconds, products.covers(m, k, n))
 
     def attention_rate(self, call: AttentionCall, backward: bool, kernel: AttentionKernel = "flash") -> Rate:
-        """FLOP/s of attention; of a kernel that was not measured in that dtype those of `flash`, flagged as outside."""
-        own = self.device.attention.get(kernel, {}).get(call.dtype)
-        rates = own or self.device.attention["flash"][call.dtype]
+        """Return FLOP/s of attention; for a kernel without rates in this dtype those of `flash`, flagged as not measured."""
+        measured = self.device.attention.get(kernel, {}).get(call.dtype)
+        rates = measured or self.device.attention["flash"][call.dtype]
         if not isinstance(rates, AttentionLaw):
             rate = interpolated(_attention_rows(rates, backward), call.head_dim, call.seq_len)
         else:
-            found = rates.pass_of(backward).rate(call.seq_len, call.head_dim, call.grouped, call.causal)
-            rate = Rate(found, rates.covers(call.seq_len))
-        return rate if own else Rate(rate.value, inside_measured=False)
+            value = rates.pass_of(backward).rate(call.seq_len, call.head_dim, call.grouped, call.causal)
+            rate = Rate(value, rates.covers(call.seq_len))
+        return rate if measured else Rate(rate.value, inside_measured=False)
 
     def deterministic_fraction(self, kernel: AttentionKernel, dtype: Dtype) -> float:
-        """Of the backward's rate that is left when its sums have a fixed order; 1 where the kernel has no other."""
+        """Return the rate of the deterministic backward over that of the default one; 1 on a CPU, which is deterministic."""
         rates = self.device.attention.get(kernel, {}).get(dtype)
         if isinstance(rates, AttentionLaw) and rates.deterministic_fraction is not None:
             return rates.deterministic_fraction.value
         return 1.0 if self.device.kind == "cpu" else DETERMINISTIC_FRACTION
 
     def copy_s(self, direction: Direction, n_bytes: float) -> float:
-        """Seconds of one pinned copy with nothing else on the link."""
+        """Return the seconds of one pinned copy on an idle link."""
         curve = self.link.h2d if direction == "h2d" else self.link.d2h
         return curve.latency_s.value + n_bytes / self.copy_bytes_per_s(direction, n_bytes)
 
     def copy_bytes_per_s(self, direction: Direction, n_bytes: float) -> float:
-        """Rate of one pinned copy of this size, the latency not counted."""
+        """Return the rate of one pinned copy of this size, latency subtracted."""
         curve = self.link.h2d if direction == "h2d" else self.link.d2h
         return along([(p.n_bytes, p.rate.value) for p in curve.bytes_per_s], max(n_bytes, 1.0))
 
     def optimizer_params_per_s(self, threads: float) -> float:
-        """Parameters updated per second by `threads` of them; fewer than measured: in proportion; more: no faster."""
+        """Return parameters updated per second on `threads` threads: proportional below the measured range, constant above it."""
         curve = [(float(p.threads), p.params_per_s.value) for p in self.host.optimizer]
         return along(curve, threads) * min(1.0, threads / curve[0][0])
 
     def update_fraction_under_uploads(self, threads: float) -> float | None:
-        """Rate of an update beside uploads over its rate alone, at most 1; None where a point was not measured beside uploads."""
+        """Return the update rate during uploads over the rate alone, at most 1; None if a point has no rate during uploads."""
         points = [(float(p.threads), p.params_per_s_under_uploads, p.params_per_s.value) for p in self.host.optimizer]
         curve = [(n, under.value / alone) for n, under, alone in points if under is not None]
         return min(1.0, along(curve, threads)) if len(curve) == len(points) else None
@@ -408,23 +410,23 @@ def _parsed(text: str | bytes, where: str) -> Profile:
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with penstock."""
+    """Return the names of the profiles in the package."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def read_profile(name_or_path: str) -> Profile:
-    """The shipped profile of that name, or the one in that file; ProfileError says in one line what is wrong."""
+    """Read a shipped profile by name or a profile file. Raise ProfileError with the first problem in one line."""
     shipped, where = shipped_profiles(), _plain(name_or_path)
     path = FOLDER / f"{name_or_path}.json" if name_or_path in shipped else Path(name_or_path)
     try:
         text = read_whole(path, MAX_PROFILE_FILE_BYTES)
-    except (FileNotFoundError, ValueError):  # a name that no file can have
-        asked = name_or_path.lower()
-        of_one_first = sorted(shipped, key=lambda name: name[0].isdigit())
-        near = [name for name in of_one_first if asked and asked in name][:3] or get_close_matches(asked, shipped, n=1)
+    except (FileNotFoundError, ValueError):  # ValueError: not a possible file name
+        wanted = name_or_path.lower()
+        single_first = sorted(shipped, key=lambda name: name[0].isdigit())
+        near = [name for name in single_first if wanted and wanted in name][:3] or get_close_matches(wanted, shipped, n=1)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
-        said = f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`"
-        raise ProfileError(said) from None
+        message = f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`"
+        raise ProfileError(message) from None
     except OSError as error:
         why = "larger than any profile" if error.errno == errno.EFBIG else f"cannot be read ({error.strerror})"
         raise ProfileError(f"{where}: {why}; make one with `penstock probe -o FILE`") from None
@@ -432,14 +434,14 @@ def read_profile(name_or_path: str) -> Profile:
 
 
 def _explained(error: ValidationError) -> str:
-    """The key, what is wrong with it, and what to do. A misspelled key is worth more than the one it leaves missing."""
+    """Return one line: key, problem, remedy. An unknown key precedes a missing one, because it may be a misspelling of it."""
     errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     place = _plain(".".join(str(key) for key in first["loc"] if key not in FORMS))
     match first["type"]:
         case "extra_forbidden":
-            *above, key = first["loc"]
-            missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == tuple(above)]
+            *parents, key = first["loc"]
+            missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == tuple(parents)]
             known = {name for part in Part.__subclasses__() for name in part.model_fields} - {key}
             near = get_close_matches(str(key), missing, 1, 0.4) or get_close_matches(str(key), known)
             return f"{place}: unknown key; {f'write {near[0]}' if near else 'remove it'}"

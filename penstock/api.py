@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.hwprofiles.device_parts import part_of
 from penstock.hwprofiles.schema import Profile, read_profile
-from penstock.hwprofiles.several import part_of
 from penstock.planner.check.check import check as prove
 from penstock.planner.check.check import summary
 from penstock.planner.model.kernels import FUSED, with_kernels

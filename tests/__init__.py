@@ -1,1 +1,1 @@
-"""Tests: what Penstock promises."""
+"""Tests and their helper modules (see README.md)."""

@@ -1,4 +1,4 @@
-"""Accidents that can befall a run, and how to bring each about."""
+"""Fault injection: errors, NaN, skipped updates, kills, SIGTERM and full disks in a run."""
 
 import hashlib
 import json
@@ -23,13 +23,13 @@ from penstock.runtime.plan import Kind, Lane, Op, Plan
 from tests.running import SCRATCH, penstock, succeeded
 from tests.training import poison
 
-ENDED_S = 120  # far beyond what any of these runs takes: only waiting for ever is longer
-# What a step makes anew, and the next one does not read: NaN there is an accident of one step.
+ENDED_S = 120  # far longer than any of these runs, so that only a hang exceeds it
+# Arenas that a step rewrites and the next step does not read, so that NaN in them affects one step.
 PASSING = ("weights", "activations", "spilled", "gradients", "sums", "host_gradients", "staging")
 
 
 def in_time(work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises, on a thread of its own; AssertionError where it hangs."""
+    """Return or raise the outcome of `work` on a new thread; raise AssertionError if it hangs."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -49,7 +49,7 @@ def in_time(work: Callable[[], Any]) -> Any:
 
 
 class Struck(CpuMachine):
-    """A machine on which one op of one step meets `error`: before, in the middle of, or after its work, or at a hand-over."""
+    """Machine that raises `error` once in an op of a step: before, during or after its work, or at an event."""
 
     at: tuple[int, int]  # step, op
     where: str  # before, middle, after, mark, follow
@@ -71,7 +71,7 @@ class Struck(CpuMachine):
         super().perform(index, op, step)
         if self.where == "middle" and self.at == (step, index) and not self.is_over:
             for slot in op.writes:
-                poison(self.arenas, slot)  # half of it is done, and what there is of the rest is anything
+                poison(self.arenas, slot)  # partly done: the outputs are undefined
         self._strike("middle", (step, index))
         self._strike("after", (step, index))
 
@@ -84,7 +84,7 @@ class Struck(CpuMachine):
 
 
 class Poisoned(CpuMachine):
-    """What one op of one step writes is not a number."""
+    """Machine that fills the outputs of one op of one step with NaN."""
 
     at: tuple[int, int]
 
@@ -96,14 +96,14 @@ class Poisoned(CpuMachine):
 
 
 def can_be_poisoned(plan: Plan) -> list[int]:
-    """Ops all of whose results are read again in the same step, and by nobody later; and which come before the norm's reading."""
-    squared = plan.squared  # on the device: what befalls such a gradient on its way to the host, no norm sees
+    """Return ops with outputs that are read in the same step only, and before the gradient norm is computed."""
+    squared = plan.squared  # on the device, before the offload: the norm does not see NaN from the copy to the host
     in_time = [i for i, op in enumerate(plan.ops) if not (op.kind is Kind.OFFLOAD_GRADIENT and op.block in squared)]
     return [i for i in in_time if plan.ops[i].writes and all(slot.arena in PASSING for slot in plan.ops[i].writes)]
 
 
 class LeavesOut(CpuMachine):
-    """No update happens in one step."""
+    """Machine that skips all updates of one step."""
 
     left_out: int
 
@@ -112,17 +112,17 @@ class LeavesOut(CpuMachine):
             super().perform(index, op, step)
 
 
-# -- of whole processes -------------------------------------------------------------------------------------------------
-# What follows runs in a process of its own: `python -m tests.accidents killed|terminated|full_disk FOLDER SEED`. The folder holds
-# plans (plan-*.json), a folder `data`, and takes the outputs.
+# -- whole processes ----------------------------------------------------------------------------------------------------
+# Run in a separate process: `python -m tests.accidents killed|terminated|full_disk FOLDER SEED N_TRIALS`. The folder holds plans
+# (plan-*.json) and a folder `data`, and receives the outputs.
 
 N_STEPS = 4
-PAGE_BYTES = 4096  # a small disk in memory gives a file whole pages
+PAGE_BYTES = 4096  # tmpfs allocates whole pages
 
 
 def forked(args: list[object], what: str = "op", n: int | None = None, by: int = signal.SIGKILL) -> bool:
-    """Run a command, which must succeed, in a process of its own; it sends itself a signal in, or soon after, the n-th op that it
-    begins, or the n-th time that it makes sure of a file. False: it ended by itself."""
+    """Run a command in a forked process that sends itself a signal within 2 ms of its n-th op or n-th fsync. Return True if SIGKILL
+    ended it, and False if it ended by itself, with exit code 0."""
     _imported_once()
     child = os.fork()
     if child == 0:
@@ -149,13 +149,13 @@ IMPORTED_BY_A_RUN = ("datasets", "transformers.models.qwen3.modeling_qwen3", "pe
 
 @cache
 def _imported_once() -> None:
-    """What a run imports takes seconds: here, and not again in every process."""
+    """Import the modules of a run before forking, because this takes seconds."""
     for name in IMPORTED_BY_A_RUN:
         import_module(name)
 
 
 def _counted(work: Callable[..., Any], n: int, happens: Callable[[], object]) -> Callable[..., Any]:
-    """The same work; after n calls something happens, once."""
+    """Wrap `work` so that its call number n, counted from 0, first calls `happens`."""
     calls = count()
 
     def begun(*given: Any, **named: Any) -> Any:
@@ -167,7 +167,7 @@ def _counted(work: Callable[..., Any], n: int, happens: Callable[[], object]) ->
 
 
 def forked_to_die(work: Callable[[], object], where: tuple[Any, str], n: int) -> None:
-    """Do some work in a process of its own, which is killed at its n-th call of a function, if it comes to that."""
+    """Do some work in a forked process that kills itself at its n-th call of a function."""
     child = os.fork()
     if child == 0:
         try:
@@ -180,13 +180,13 @@ def forked_to_die(work: Callable[[], object], where: tuple[Any, str], n: int) ->
 
 
 def whole_checkpoints(out: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, every one of which must be whole."""
+    """Return the steps of the checkpoints in a folder; all must be complete."""
     found = [path for path in out.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     return sorted(checkpoint.load_state(path).step for path in found)
 
 
 def left_by(out: Path) -> dict[str, object]:
-    """What a run leaves that must not depend on what befell it: the last checkpoint's bytes, and what was logged of each step."""
+    """Return the outputs that faults must not change: hashes of the last checkpoint's files, and the logged steps."""
     last = checkpoint.latest(out)
     assert last is not None
     sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in last.iterdir()}
@@ -200,7 +200,7 @@ def run_of(plan: Path, out: Path, *more: object) -> list[object]:
 
 
 def killed(home: Path, rng: random.Random, n_trials: int) -> None:
-    """Runs that are killed at random, again when they go on, and then go on under another plan to the undisturbed end."""
+    """Kill runs at random times, also after resuming, then resume under another plan; the result must equal an undisturbed run."""
     plans, ever = sorted(home.glob("plan-*.json")), 0
     forked(run_of(plans[0], home / "undisturbed"))
     expected = left_by(home / "undisturbed")
@@ -223,7 +223,7 @@ def killed(home: Path, rng: random.Random, n_trials: int) -> None:
 
 
 def terminated(home: Path, rng: random.Random, n_trials: int) -> None:
-    """Runs to which SIGTERM comes at random: each ends its step, saves, says so and exits with 0; the next one goes on."""
+    """Send SIGTERM at random times; a run must finish its step, save and exit with 0, and the next run must resume."""
     plans, n_stopped = sorted(home.glob("plan-*.json")), 0
     forked(run_of(plans[0], home / "undisturbed"))
     expected = left_by(home / "undisturbed")
@@ -244,8 +244,8 @@ def terminated(home: Path, rng: random.Random, n_trials: int) -> None:
 
 
 def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
-    """Runs on a disk that is full after a random number of bytes, and that had room when they began: each ends with one line, and
-    goes on to the same bits when there is room."""
+    """Run on a disk that is full after a random number of bytes. A run must end with an error of one line, and resume to the same
+    bits once the disk has space. The check for free space at the start of a run is disabled."""
     plans, mounted, size = sorted(home.glob("plan-*.json")), home / "disk", 16 * 2**20
     names, stood = list[str](), list[list[int]]()
     succeeded(penstock(*run_of(plans[0], home / "undisturbed")))
@@ -257,9 +257,9 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", mounted], check=True)
     for trial in range(n_trials):
         out, filler = mounted / f"{trial}", mounted / "filler"
-        free = {0: 0, 1: needed - PAGE_BYTES}.get(trial, rng.randrange(needed))  # no room for the log; for the timeline; at random
+        free = {0: 0, 1: needed - PAGE_BYTES}.get(trial, rng.randrange(needed))  # no space for the log; for the timeline; random
         filler.write_bytes(bytes(size - free))
-        plan = plans[0] if trial == 1 else rng.choice(plans)  # whose size the folder of the undisturbed run has
+        plan = plans[0] if trial == 1 else rng.choice(plans)  # 1: same size as the undisturbed run
         done = penstock(*run_of(plan, out, "--resume"))
         code, said = done.exit_code, done.output
         line = said.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Adapters beside tiny models: saved by PEFT, written by us, and computed by hand."""
+"""Adapters of tiny models: saved by PEFT, written as a checkpoint writes them, and computed by hand."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -29,13 +29,13 @@ def model_of(model_type: str = "llama", dtype: torch.dtype = torch.float32, **ov
 
 
 def lora_of(model_type: str) -> Lora:
-    """Of models with experts PEFT takes the names of an MLP for those of the experts."""
+    """Return targets for the type. In models with experts PEFT applies MLP names to the experts, so they are left out."""
     targets = (*ATTENTION, EXPERTS) if model_type in EXPERT_TYPES else TARGETS if model_type in MODEL_TYPES else (*TARGETS, EXPERTS)
     return Lora(rank=4, alpha=6.0, targets=targets, rslora=model_type in ("gemma", "qwen3_moe"))
 
 
 def factors_of(model: Any, lora: Lora = LORA) -> dict[str, Tensor]:
-    """Factors, none of them zero, beside each target of a model that is a linear module."""
+    """Return random factors, by name, for every target: linear modules, and stacks of experts."""
     torch.manual_seed(8)
     factors = {}
     for name, module in model.named_modules():
@@ -50,14 +50,14 @@ def factors_of(model: Any, lora: Lora = LORA) -> dict[str, Tensor]:
 
 
 def stacks_of(model: Any) -> Iterator[tuple[str, Any, Tensor]]:
-    """(what PEFT calls the adapter, the experts, their weight) of each stack."""
+    """Yield (PEFT's name of the adapter, experts module, weight) of each stack of experts."""
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             yield from ((f"{name}.base_layer", module, module.gate_up_proj), (name, module, module.down_proj))
 
 
 def with_deltas(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Any:
-    """A copy whose experts are merged, one after the other: experts of A are outermost, those of B innermost."""
+    """Return a copy with adapters merged into the experts. The expert index is the outer one in A and the inner one in B."""
     model = copy.deepcopy(model)
     for name, module, stack in stacks_of(model) if EXPERTS in lora.targets else ():
         a, b = factors[f"{name}.lora_A.weight"], factors[f"{name}.lora_B.weight"]
@@ -68,7 +68,7 @@ def with_deltas(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Any:
 
 
 def write_adapter(folder: Path, lora: Lora, factors: dict[str, Tensor], base: str | None = None) -> Path:
-    """The files as a checkpoint has them."""
+    """Write the adapter files of a checkpoint."""
     folder.mkdir(parents=True)
     save_file({PREFIX + name: factor for name, factor in factors.items()}, folder / TENSOR_FILE)
     (folder / CONFIG_FILE).write_bytes(config_bytes(lora, factors, base))
@@ -76,7 +76,7 @@ def write_adapter(folder: Path, lora: Lora, factors: dict[str, Tensor], base: st
 
 
 def peft_saved(folder: Path, model: Any, **settings: Any) -> dict[str, Tensor]:
-    """An adapter as PEFT saves it, with factors that are not zero; these by our names."""
+    """Save an adapter of random factors with PEFT; return the factors by Penstock's names."""
     adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **settings}))
     torch.manual_seed(9)
     factors = {}
@@ -89,7 +89,7 @@ def peft_saved(folder: Path, model: Any, **settings: Any) -> dict[str, Tensor]:
 
 
 def logits_with(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Tensor:
-    """By hand: each adapter's product is added to its projection's."""
+    """Compute logits by hand: add the product of each adapter to its projection."""
 
     def beside(name: str) -> Callable[..., Tensor]:
         a, b = factors[f"{name}.lora_A.weight"], factors[f"{name}.lora_B.weight"]

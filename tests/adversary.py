@@ -1,7 +1,7 @@
-"""An adversary of lower bounds: a search for plans that are faster than a bound says.
+"""Adversary of lower bounds: search for plans that are faster than a bound.
 
-Random models, machines, memories, steps and policies, each drawn from a number so that it can be drawn again, and climbs from
-policy to faster policy: near the fastest is where a bound that is too high is found.
+Samples random models, machines, memory sizes, steps and policies from a seed, and hill-climbs to faster policies, because a bound
+that is too high is violated near the optimum.
 """
 
 import random
@@ -45,16 +45,16 @@ MACHINES = ("h100-sxm", "h200-pcie5", "gh200", "rtx4090-desktop", "rtx4090-serve
 MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "smollm2-360m", "qwen3-30b-a3b", "mixtral-8x7b", "qwen3-8b")
 STARVED = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.DRAM, Group.OPTIMIZER, Group.REDUCE)
 PLENTY_BYTES = 10**16
-MOST_OPS = 1200  # of a plan, about: a case is to take a tenth of a second
+MOST_OPS = 1200  # approximate maximum per plan, so that a case takes 0.1 s
 MAX_STEPS = 40
-LONG_STEPS = (350, 700, 1500)  # micro-batches of steps whose plans say once what repeats
+LONG_STEPS = (350, 700, 1500)  # numbers of micro-batches that give folded plans
 LARGEST_REPEATED_GROUP = 8
 ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is to be trained, and where."""
+    """Model, semantics and machine of one case."""
 
     number: int
     model: Model
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def largest_group(self) -> int:
-        """Micro-batches: of a long step only plans that repeat are drawn."""
+        """Largest sampled accumulation group; in a long step one with a folded plan."""
         n = self.semantics.n_micro_batches
         is_short = n * len(self.workload.blocks) < FEWEST_FOLDED
         return n if is_short else max(1, min(LARGEST_REPEATED_GROUP, n // FEWEST_FOLDED_GROUPS))
@@ -74,21 +74,21 @@ class Cell:
         return footprint(frame(self.model, self.workload, self.semantics, policy), self.profile)
 
     def step_s(self, policy: Policy, clipped: bool = False) -> float | None:
-        """Seconds of a step that repeats; None if none does soon."""
+        """Return the seconds of a step in steady state; None without steady state within MAX_STEPS."""
         plan = lower(self.model, self.workload, self.semantics, policy, {})
         demands = CostModel(self.profile, clipped=clipped).demands(plan)
         found = simulate(plan, demands, region_of(self.profile), MAX_STEPS)
         return found.step_s if found.periodic else None
 
     def busy_s(self, policy: Policy) -> dict[Lane, float]:
-        """Seconds of the plan's ops on each lane, were they alone there."""
+        """Return the uncontended seconds of the plan's ops by lane."""
         plan, found = lower(self.model, self.workload, self.semantics, policy, {}), dict.fromkeys(Lane, 0.0)
         for i, (op, demand) in enumerate(zip(plan.ops, CostModel(self.profile).demands(plan), strict=True)):
             found[op.lane] += plan.often(i) * demand.uncontended_s
         return found
 
     def mean_step_s(self, policy: Policy) -> float | None:
-        """The mean over clipped steps and others."""
+        """Return the mean seconds over clipped and unclipped steps."""
         often = self.clipped_fraction or 0.0
         step_s = self.step_s(policy)
         if step_s is None or not policy.speculate_blocks or not often:
@@ -99,7 +99,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A bound, and a step that it must not be above."""
+    """A lower bound, and the seconds of a step that must not be below it."""
 
     name: str
     bound_s: float
@@ -112,12 +112,12 @@ class Held:
 
     @property
     def slack_fraction(self) -> float:
-        """How far the step is above the bound."""
+        """Relative distance of the step from the bound."""
         return self.step_s / self.bound_s - 1 if self.bound_s > 0 else float("inf")
 
 
 def cell(number: int) -> Cell:
-    """The cell of this number."""
+    """Sample the case of this number; deterministic."""
     rng = random.Random(number)
     n_layers = rng.choice((1, 2, 3, 4, 6))
     n_micro_batches = rng.choice((1, 2, 3, 4, 5, 8, 11, 16, 24, 32, 48, 64))
@@ -139,11 +139,11 @@ def cell(number: int) -> Cell:
     disk = random.Random(f"disk of cell {number}")
     if not workload.trains_all and disk.random() < 0.7:
         machine = machine.with_disk(10 ** disk.uniform(8.5, 11))
-    if rng.random() < 0.3:  # one thing so slow that a step is hardly more than it: bounds that seldom bind do there
+    if rng.random() < 0.3:  # one resource so slow that it dominates the step, so that rarely active bounds become active
         machine = faster(machine, {rng.choice(STARVED): 10 ** rng.uniform(-2.5, -1)})
     profile = with_any_memory(machine, PLENTY_BYTES, PLENTY_BYTES)
     found = Cell(number, model, workload, of, profile, often)
-    if rng.random() < 0.6:  # barely enough for some policy, or somewhat more
+    if rng.random() < 0.6:  # memory of a sampled policy, or somewhat more
         needs = found.needs(drawn_policy(rng, found))
         roomy = rng.choice((1.0, 1.0, 1.05, 1.3, 2.0))
         host_bytes = int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
@@ -167,18 +167,18 @@ def _semantics(rng: random.Random, n_micro_batches: int) -> Semantics:
 
 
 def _in_sum_groups(of: Semantics, rng: random.Random) -> Semantics:
-    """As many as there can be, some, or, in half of the cells, one."""
+    """Sample the number of sum groups: one in half of the cases, the maximum, or a random power of two."""
     most = of.n_micro_batches & -of.n_micro_batches
     return replace(of, sum_groups=rng.choice((1, 1, most, 1 << rng.randrange(most.bit_length()))))
 
 
 def _in_ranks(of: Semantics, workload: Workload, rng: random.Random) -> Semantics:
-    """Each one's part of a step that several share, in a quarter of the cells where that can be."""
+    """Sample the number of ranks: more than one in a quarter of the cases without a smaller last micro-batch."""
     return of if of.n_left or rng.random() < 0.75 else replace(of, ranks=rng.choice((2, 4, 8, 64)))
 
 
 def _trained_in_part(of: Semantics, model: Model, rng: random.Random) -> tuple[Semantics, Workload] | None:
-    """Adapters, some names or some layers, with a base that may be packed, in a third of the cells with real models."""
+    """Freeze parameters in a third of the cases with real models: train adapters, names or layers; the base may be packed."""
     if rng.random() < 0.66 or (of.compute_dtype, of.master_dtype) == ("bf16", "bf16"):
         return None
     last = model.config["num_hidden_layers"] - 1
@@ -190,7 +190,7 @@ def _trained_in_part(of: Semantics, model: Model, rng: random.Random) -> tuple[S
 
 
 def _with_peers(machine: Profile, rng: random.Random) -> Profile:
-    """Links between devices: fast, slow, by way of the host, or not given; on several hosts, too."""
+    """Sample links between devices: any rate, through the host, or unknown; with or without a second host."""
     if rng.random() < 0.3:
         return machine
     quantity = {"value": 10 ** rng.uniform(8, 12), "spread_fraction": 0.1, "source": next(iter(machine.sources))}
@@ -209,7 +209,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _real(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Model, Workload]:
-    """A shipped configuration with fewer layers, and another vocabulary now and then."""
+    """Return a shipped configuration with fewer layers, in 30 % of cases with another vocabulary."""
     config = _read(rng.choice(MODELS)) | {"num_hidden_layers": n_layers}
     config.pop("layer_types", None)
     if rng.random() < 0.3:
@@ -219,7 +219,7 @@ def _real(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Model, Work
 
 
 def drawn_workload(rng: random.Random, of: Semantics, n_layers: int) -> Workload:
-    """Blocks of any proportions: narrow and deep, wide and flat, tied or not, equal or not, many weights for few products."""
+    """Sample blocks of any proportions: narrow or wide, tied or not, equal or not, with many weights for few products."""
     seed = rng.random()
     sizes = [of.micro_batch, *([of.n_left] if of.n_left else [])]
     blocks = [_drawn_blocks(random.Random(seed), replace(of, batch_size=n, micro_batch=n), n_layers) for n in sizes]
@@ -256,7 +256,7 @@ def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Blo
         layers.append(block)
     tied = "table" if rng.random() < 0.5 else None
     table = Parameter("table", (vocab, width))
-    # Of what is saved: how much there is, in how many tensors, and the share that is copied to where it waits.
+    # Saved activations: factor on their size, number of tensors, and the fraction that is copied into the slot.
     times, n_saved, copied = rng.choice((1, 1, 4, 20)), rng.choice((0, 1, 3, 50)), rng.choice((0.0, rng.random(), 1.0))
     layers = [replace(block, tiers=tuple(_more_saved(tier, times, n_saved, copied) for tier in block.tiers)) for block in layers]
     embedding = Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary)
@@ -272,7 +272,7 @@ def _more_saved(tier: Tier, times: int, n_saved: int, copied: float) -> Tier:
 
 
 def drawn_policy(rng: random.Random, of: Cell) -> Policy:
-    """Any legal policy of the space: lean ones as often as crowded ones."""
+    """Sample any legal policy, from one with smallest memory to one with all knobs set."""
     s, workload = of.semantics, of.workload
     most, n_layers = of.largest_group, workload.n_layers
     policy = Policy(
@@ -289,7 +289,7 @@ def drawn_policy(rng: random.Random, of: Cell) -> Policy:
 
 
 def neighbour(rng: random.Random, of: Cell, policy: Policy) -> Policy:
-    """A legal policy that differs a little."""
+    """Sample a legal policy that differs in one knob."""
     changes = list(_changes(of, policy))
     while True:
         changed = rng.choice(changes)(rng)
@@ -303,7 +303,7 @@ def neighbour(rng: random.Random, of: Cell, policy: Policy) -> Policy:
 
 
 def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
-    """Functions from a source of chance to a policy, legal or not."""
+    """Yield functions that map a random generator to a changed policy, legal or not."""
     s, workload = of.semantics, of.workload
     n, most, n_layers = s.n_micro_batches, of.largest_group, workload.n_layers
     layers, everything = range(1, n_layers + 1), range(n_layers + 2)
@@ -365,7 +365,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
 
 
 def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list[Held]:
-    """Every bound that says something of this policy, with the step it is held against. None of a step that never repeats."""
+    """Return every bound that applies to this policy with its step; empty if the step has no steady state."""
     plan, cost = frame(of.model, of.workload, of.semantics, policy), CostModel(of.profile)
     step_s, mean_s = of.step_s(policy), of.mean_step_s(policy)
     if step_s is None or mean_s is None:
@@ -381,7 +381,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
         found.append(Held("any choice", relaxation.least_s(family), mean_s, policy))
         for name, part, buffers in (("family", family, (None, None, None)), ("buffers", one_size, sizes)):
             relaxed = relaxation.solve(part, *buffers)
-            # A policy that fits refutes a relaxation without members.
+            # A policy that fits refutes an infeasible relaxation.
             found.append(Held(name, relaxed.bound_s if relaxed else float("inf"), mean_s, policy))
     return found
 
@@ -391,7 +391,7 @@ def relaxation_of(of: Cell) -> Relaxation:
 
 
 def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
-    """The fastest policy of n tries, each a neighbour of the fastest so far; and its mean step."""
+    """Hill-climb: return the fastest of n policies, each a neighbour of the fastest so far, and its mean step."""
     best, best_s = start, of.mean_step_s(start) or float("inf")
     for _ in range(n_tries):
         tried = neighbour(rng, of, best)
@@ -403,7 +403,7 @@ def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[
 
 
 def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Policy]:
-    """Policies that fit, of n drawn that keep the state of some blocks on the device, wherever that is possible."""
+    """Yield those of n sampled policies with training state on the device that fit the memory."""
     whole = Policy(accumulation_group=of.semantics.n_micro_batches, update=Update.DEFERRED)
     may = places_to_stay(frame(of.model, of.workload, of.semantics, whole), of.profile)
     for _ in range(n if may and whole.accumulation_group <= of.largest_group else 0):
@@ -423,7 +423,7 @@ def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Polic
 
 
 def start_of(rng: random.Random, of: Cell, n_tries: int = 30) -> Policy | None:
-    """A policy that fits, if any of those drawn does, or of the smallest ones."""
+    """Return a policy that fits: a sampled one, else one with smallest memory; None if none fits."""
     drawn = (drawn_policy(rng, of) for _ in range(n_tries))
     lean = (plan.policy for plan, _ in smallest_plans(of.model, of.workload, of.semantics, of.profile))
     return next((policy for policy in chain(drawn, lean) if of.needs(policy).fits), None)

@@ -1,7 +1,7 @@
-"""A headless Chromium: run a script in a page, and take its picture.
+"""Headless Chromium: run a script in a page, and take screenshots.
 
-`python -m tests.browser demo/out/report.html docs/report.png '#waterfall'` pictures the page from its top to the start of that
-element; without one, all of it.
+`python -m tests.browser demo/out/report.html docs/report.png '#waterfall'` captures the page from its top to the start of that
+element; without one, the whole page.
 """
 
 import html
@@ -24,12 +24,12 @@ DRAWN = "for (const draw of pictures) draw();"
 
 
 def chromium() -> str | None:
-    """The installed browser."""
+    """Return the path of an installed Chromium, or None."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 def browse(page: Path, *flags: str, width: int = WIDTH, height: int = 900) -> str:
-    """Open a file and let its scripts run; with `--dump-dom` the document as it is then."""
+    """Open a file and run its scripts; return stdout, which is the document with the flag `--dump-dom`."""
     program = chromium()
     assert program is not None, "no Chromium is installed"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
@@ -38,9 +38,9 @@ def browse(page: Path, *flags: str, width: int = WIDTH, height: int = 900) -> st
 
 
 def run_in(page: Path, body: str, width: int = WIDTH) -> tuple[Any, list[str]]:
-    """The value of a function's body in the page, once its pictures are drawn, and the errors of the page's scripts.
+    """Evaluate a function body in the page after its pictures are drawn; return its value and the errors of the page's scripts.
 
-    The page's policy, which would refuse a test's script, is taken out of a copy.
+    Works on a copy without the page's Content-Security-Policy, which would block the script.
     """
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', PROBLEMS, page.read_text(encoding="utf-8"))
     work = f"let told = null; try {{ told = (() => {{ {DRAWN} {body} }})(); }} catch (error) {{ problems.push(String(error)); }}"
@@ -56,7 +56,7 @@ def run_in(page: Path, body: str, width: int = WIDTH) -> tuple[Any, list[str]]:
 
 
 def picture(page: Path, png: Path, until: str | None = None) -> None:
-    """The page from its top down to where an element begins."""
+    """Write a screenshot of the page from its top to the start of element `until`."""
     end = f"document.querySelector({until!r}).getBoundingClientRect().top" if until else "document.documentElement.scrollHeight"
     height, _ = run_in(page, f"return Math.ceil({end})")
     browse(page, f"--screenshot={png.resolve()}", height=height)

@@ -1,4 +1,4 @@
-"""Data sets of the tests, read as bytes: 0..255, and 256 at the end of each document."""
+"""Data sets of tests with byte tokens: 0..255, and 256 at the end of each document."""
 
 import json
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ END = 256
 
 
 def read(path: Path, seq_len: int = 64, batch_size: int = 1, seed: int = 0, by_document: bool = False, **fields: object) -> RunData:
-    """The data of a file or folder; tokens are kept in a folder beside it."""
+    """Read the data of a file or folder; tokens are cached in a folder next to it."""
     settings, cache = DataSettings(str(path), **fields), path.parent / f"run of {path.name}" / "tokens"
     return read_data(settings, None, 300, seq_len, batch_size, seed, cache, by_document)
 
 
 def refused(path: Path, **fields: object) -> str:
-    """The one line in which data is refused."""
+    """Return the error of rejected data, which must be one line."""
     with pytest.raises(DataError) as caught:
         read(path, **fields)
     assert len(str(caught.value).splitlines()) == 1
@@ -32,24 +32,24 @@ def refused(path: Path, **fields: object) -> str:
 
 
 def only(data: RunData) -> PackedSet:
-    """The data set of map-style data that has but one."""
+    """Return the only data set of map-style data."""
     (part,) = data.parts
     return part
 
 
 def tokens_of(data: RunData) -> list[list[int]]:
-    """The tokens of each document."""
+    """Return the tokens of each document."""
     documents = only(data).documents
     return [documents.ids(d).tolist() for d in range(len(documents.lengths))]
 
 
 def texts_of(data: RunData) -> list[str]:
-    """The text of each document, without its end."""
+    """Return the text of each document, without the end token."""
     return [bytes(i for i in ids if i < END).decode() for ids in tokens_of(data)]
 
 
 def write_lines(path: Path, rows: Iterable[object]) -> Path:
-    """Rows as lines of JSON."""
+    """Write rows as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

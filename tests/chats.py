@@ -30,7 +30,7 @@ MISTRAL = (
     "{% if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
 )
-# As Qwen3 does: what was thought is shown of answers to the last question alone, and of the last one even if it is nothing.
+# Like Qwen3: reasoning is rendered for answers to the last question only, and for the last answer even if it is empty.
 QWEN3 = (
     "{% set ns = namespace(question=-1) %}"
     "{% for message in messages %}{% if message.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor %}"
@@ -44,7 +44,7 @@ QWEN3 = (
     "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# As gpt-oss does: what was thought is shown of the last message alone, which ends with a token of its own.
+# Like gpt-oss: reasoning is rendered for the last message only, which ends with a special token.
 GPT_OSS = (
     "{% for message in messages %}{% if message.role == 'assistant' %}"
     "<|start|>assistant"
@@ -55,7 +55,7 @@ GPT_OSS = (
     "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-# It prompts for thoughts, and writes none.
+# The generation prompt opens <think>; messages have no reasoning.
 SILENT = CHATML_UNMARKED.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
 
 STYLES = {
@@ -86,10 +86,10 @@ def _trained(specials: tuple[str, ...], metaspace: bool) -> str:
 
 
 def write_talker(folder: Path, style: str, template: str | None = None, **config: object) -> int:
-    """Put a tokenizer and its chat template into a model's folder; the size of its vocabulary."""
+    """Write a tokenizer with a chat template into a model's folder; return its vocabulary size."""
     source, specials, bos, eos = STYLES[style]
     tokenizer = Tokenizer.from_str(_trained(tuple(specials), style == "mistral"))
-    if bos is not None:  # as such models do: a text begins with it, whoever asks
+    if bos is not None:  # such models begin every text with it
         ids = [(bos, tokenizer.token_to_id(bos))]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=ids)
     folder.mkdir(parents=True, exist_ok=True)

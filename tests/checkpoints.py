@@ -1,4 +1,4 @@
-"""Checkpoints of a few tensors for tests, written as a run writes its own."""
+"""Checkpoints of a few tensors, written by the writer of a run."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ def save(
     state: Mapping[str, Any] = {},
     tokenizer_from: Path | None = None,
 ) -> Path:
-    """`folder/checkpoint-<step>` with a model's weights in one file, and optimizer files as (suffix, tensors)."""
+    """Write `folder/checkpoint-<step>` with the weights in one file, and optimizer files from (suffix, tensors)."""
     with new_folder(folder / f"checkpoint-{step}") as partial:
         files = CheckpointWriter(partial)
         files.write_weights("model.safetensors", config, weights, weights.__getitem__)
@@ -36,7 +36,7 @@ def save(
 
 
 def small(folder: Path, step: int = 3, **changes: Any) -> Path:
-    """A checkpoint of a few bytes."""
+    """Write a checkpoint of a few bytes."""
     arguments: dict[str, Any] = {
         "weights": {"model.a": torch.arange(6.0).reshape(2, 3), "model.b": torch.ones(4)},
         "optimizer": [("000", {"m": torch.arange(5.0), "v": torch.zeros(3)}), ("001", {"n": torch.ones(2)})],
@@ -46,7 +46,7 @@ def small(folder: Path, step: int = 3, **changes: Any) -> Path:
 
 
 def refused(work: Callable[[], object]) -> str:
-    """The one line in which a folder's content is refused, with what to do."""
+    """Return the error of `work`: one line with a remedy."""
     with pytest.raises(CheckpointError) as caught:
         work()
     said = str(caught.value)

@@ -1,5 +1,5 @@
-"""CUDA kernels, compiled by g++: each thread of a block is one of the system's, and blocks take turns. C's headers alone: those of
-C++ threads take longer to compile than the kernels do."""
+"""CUDA kernels compiled by g++: one system thread per CUDA thread of a block; blocks run one after another. Only C headers,
+because the headers of C++ threads take longer to compile than the kernels."""
 
 from collections.abc import Callable
 from ctypes import CDLL, c_double, c_int, c_void_p
@@ -60,7 +60,7 @@ template <typename Kernel> static void perform(int grid, int block, Kernel kerne
 }
 """
 _ROTATION = "const ELEMENT* x, const ELEMENT* c, const ELEMENT* s, ELEMENT* o, " + ", ".join(f"int i{n}" for n in range(14))
-# What a launch is given, by the kernel's name
+# Parameters of a launch, by the kernel's name
 SIGNATURES = {
     "cross_entropy": "LOGIT* z, const long long* t, const float* e, float* l, int n, int g",
     "squares": "const ELEMENT* x, int n, float* out",
@@ -77,7 +77,7 @@ SIGNATURES = {
 
 
 def in_cpp(folder: Path, file: str, name: str, fused: bool = True, **defined: str | int) -> Callable[..., None]:
-    """A kernel of a file of the runtime's, to be called as CUDA's are."""
+    """Compile a kernel of a .cu file of the runtime; return it with the call signature of CUDA kernels."""
     source = nvrtc.source(file)
     given = SIGNATURES[name]
     names = ", ".join(word.split()[-1] for word in given.split(","))
@@ -96,5 +96,5 @@ def in_cpp(folder: Path, file: str, name: str, fused: bool = True, **defined: st
 
 
 def by_two_threads(kernel: Callable[..., None]) -> Callable[..., None]:
-    """The same with two blocks of two threads, whatever the launch asks for: no more would run at once."""
+    """Return the kernel with every launch reduced to two blocks of two threads."""
     return lambda grid, block, args: kernel((2,), (2,), args)

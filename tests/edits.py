@@ -1,4 +1,4 @@
-"""Small plans for tests, and edits that make them wrong."""
+"""Small plans, and edits that make them incorrect."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -19,7 +19,7 @@ OF_POLICY = {field.name for field in fields(Policy)}
 
 
 def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **choices: Any) -> Plan:
-    """A plan of `small_workload`; `choices` are fields of its policy (update deferred, if not said otherwise) and its semantics."""
+    """Return a plan of `small_workload`; `choices` are fields of its policy (update: deferred by default) and its semantics."""
     policy = Policy(**{"update": Update.DEFERRED} | {name: value for name, value in choices.items() if name in OF_POLICY})
     meant: dict[str, Any] = {"clip_norm": None if policy.update is Update.EAGER else 1.0}
     meant |= {name: value for name, value in choices.items() if name not in OF_POLICY}
@@ -29,18 +29,18 @@ def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **cho
 
 
 def plan_by(how: Any, model: Model, workload: Workload, semantics: Semantics, policy: Policy) -> Any:
-    """The plan whose ops are lowered in one way or another; None where they cannot be."""
+    """Return the plan with ops made by the lowering function `how`; None if it returns None."""
     ops = how(setup := Setup(semantics, policy, model, workload, ()))
     return None if ops is None else build_plan(setup, ops, PROFILE)
 
 
 def index(plan: Plan, name: str) -> int:
-    """The place of the first op of that name."""
+    """Return the index of the first op of this name."""
     return next(i for i, op in enumerate(plan.ops) if op.name == name)
 
 
 def at(plan: Plan, i: int, op: Op) -> Plan:
-    """The plan with another op number i."""
+    """Return the plan with op i replaced."""
     return replace(plan, ops=(*plan.ops[:i], op, *plan.ops[i + 1 :]))
 
 
@@ -50,19 +50,19 @@ def with_op(plan: Plan, name: str, **changes: Any) -> Plan:
 
 
 def with_slots(plan: Plan, name: str, **slots: Slot | None) -> Plan:
-    """The plan in which the op of that name has these slots for its operands; None: it lacks them."""
+    """Return the plan with operands of the named op replaced; None removes an operand."""
     op = plan.ops[index(plan, name)]
     operands = ((operand, slots.get(operand, slot)) for operand, slot in op.operands)
     return with_op(plan, name, operands=tuple((operand, slot) for operand, slot in operands if slot is not None))
 
 
 def under(plan: Plan, **changes: Any) -> Plan:
-    """The same ops under another policy."""
+    """Return the plan with a changed policy and the same ops."""
     return replace(plan, policy=replace(plan.policy, **changes))
 
 
 def with_sizes(plan: Plan, name: str, sizes: Sequence[int]) -> Plan:
-    """The plan with slots of these bytes in an arena."""
+    """Return the plan with these slot sizes in an arena."""
     return replace(plan, arenas=tuple(replace(a, slot_bytes=tuple(sizes)) if a.name == name else a for a in plan.arenas))
 
 
@@ -72,7 +72,7 @@ def sizes_of(plan: Plan, name: str) -> tuple[int, ...]:
 
 
 def with_profile(plan: Plan, path: str, value: object) -> Plan:
-    """The plan with one value of its profile replaced."""
+    """Return the plan with one value of its profile replaced."""
     return replace(plan, profile=with_value(plan.profile, path.split("."), value))
 
 
@@ -81,19 +81,19 @@ def with_value(tree: Any, path: list[str], value: object) -> Any:
 
 
 def reordered(plan: Plan, order: Sequence[int]) -> Plan:
-    """The ops of these numbers, in this order. Waits follow their ops; those for ops that are left out are dropped."""
+    """Return the plan with its ops reordered or omitted. Wait targets are renumbered; waits for omitted ops are dropped."""
     places = {i: place for place, i in enumerate(order)}
     waits = [tuple(w._replace(op=places[w.op]) for w in plan.ops[i].waits if w.op in places) for i in order]
     return replace(plan, ops=tuple(replace(plan.ops[i], waits=of) for i, of in zip(order, waits, strict=True)))
 
 
 def with_waits(ops: Sequence[Op], after: dict[int, Wait]) -> tuple[Op, ...]:
-    """The ops with the waits that lowering would give them."""
+    """Return the ops with the waits that lowering derives."""
     return tuple(replace(op, waits=waits) for op, waits in zip(ops, waits_of(ops, after), strict=True))
 
 
 def waits_of(ops: Sequence[Op], after: dict[int, Wait], n_steps: int = 2) -> list[tuple[Wait, ...]]:
-    """The waits that lowering would give to ops."""
+    """Return the waits that lowering derives for these ops."""
     builder = OpTableBuilder()
     for i, op in enumerate(ops):
         number = builder.add(op.kind, np.array([i]), 0, op.block)
@@ -103,7 +103,7 @@ def waits_of(ops: Sequence[Op], after: dict[int, Wait], n_steps: int = 2) -> lis
 
 
 def rewaited(plan: Plan) -> Plan:
-    """The same ops with the waits that lowering derives from their order: no race, whatever the values."""
+    """Return the plan with waits derived from the order of its ops: free of races, but values may be wrong."""
     ops, after = [replace(op, waits=()) for op in plan.ops], dict[int, Wait]()
     if plan.policy.update is Update.BARRIER:
         last = {op.kind: i for i, op in enumerate(ops) if op.kind in (Kind.UPDATE, Kind.UPDATE_ON_DEVICE)}
@@ -115,7 +115,7 @@ def rewaited(plan: Plan) -> Plan:
 
 
 def error_of(plan: Plan) -> str:
-    """What the checker says of the plan, in one line."""
+    """Return the checker's error, which must be one line."""
     with pytest.raises(PlanError) as caught:
         check(plan)
     message = str(caught.value)
@@ -125,7 +125,7 @@ def error_of(plan: Plan) -> str:
 
 
 def passes(plan: Plan) -> bool:
-    """Whether the checker lets the plan through; any exception but PlanError is the test's to see."""
+    """True if the checker accepts the plan, False on PlanError; other exceptions pass through."""
     try:
         check(plan)
     except PlanError:

@@ -1,6 +1,6 @@
-"""Every type of causal language model that transformers can build, tiny: `python -m tests.every_type` writes docs/models.md.
+"""Tiny models of every causal language model type in transformers: `python -m tests.every_type` writes docs/models.md.
 
-A type is accepted when its first streamed step has the loss and the gradients of transformers' own `forward(labels=...)`.
+A type is accepted if its first streamed step has the loss and the gradients of transformers' `forward(labels=...)`.
 """
 
 import json
@@ -12,20 +12,20 @@ from typing import Any
 from tests.tour import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
-MOST_S = 120  # of a type
+MOST_S = 120  # per type
 
-TINY = json.loads((ROOT / "tests" / "tiny_types.json").read_text())  # keys of any type made small, and others of some types
+TINY = json.loads((ROOT / "tests" / "tiny_types.json").read_text())  # small values by key, and more keys for some types
 
 
 def every_type() -> list[str]:
-    """Types that transformers' AutoModelForCausalLM and AutoModelForImageTextToText know, sorted."""
+    """Return the types of transformers' AutoModelForCausalLM and AutoModelForImageTextToText, sorted."""
     from transformers.models.auto import modeling_auto as auto
 
     return sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
 def tiny(model_type: str) -> dict[str, Any]:
-    """A small configuration of the type: the keys that it has are made small, some by hand."""
+    """Return a small configuration of the type: its size keys get small values, some by hand."""
     from transformers import AutoConfig
 
     with warnings.catch_warnings():
@@ -37,7 +37,7 @@ def tiny(model_type: str) -> dict[str, Any]:
                 n = int((parts["text_config"].get("head_dim") or 16) * rope.get("partial_rotary_factor", 1)) // 2
                 rope["mrope_section"] = [n - 2 * (n // 3), n // 3, n // 3]
             return json.loads(json.dumps(AutoConfig.for_model(model_type, **parts).to_dict())) | {"model_type": model_type}
-        kept = ("n_group", "topk_group", "sliding_window")  # where these are null, there is no such thing
+        kept = ("n_group", "topk_group", "sliding_window")  # null disables the feature
         small = {k: v for k, v in TINY["small"].items() if k in there and not (there[k] is None and k in kept)}
         config = AutoConfig.for_model(model_type, **{**small, **TINY["by_hand"].get(model_type, {})}).to_dict()
     if config.get("tie_word_embeddings") is None:
@@ -46,7 +46,7 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 
 def verdict(model_type: str) -> str:
-    """`accepted`, or why not."""
+    """Return `accepted`, or the reason."""
     from penstock.runtime.errors import PenstockError
     from tests.runtime.test_outside import faults
 
@@ -56,14 +56,14 @@ def verdict(model_type: str) -> str:
             return f"not the same: {unread[0]} is saved under a name that is not read as that weight again"
     except PenstockError as error:
         return f"refused: {error}"
-    except Exception as error:  # its configuration or its code asks for more than a test gives it
+    except Exception as error:  # the configuration needs more than small values
         return f"not tried: {' '.join(f'{type(error).__name__}: {error}'.split())[:160]}"
-    # Decoders of the BART family do not shift labels in their `forward`; no other type has been seen here
+    # Decoders of the BART family do not shift labels in `forward`; no other type reached this line so far
     return "accepted" if not found else "not the same: another loss than that of its own forward(labels=...)"
 
 
 def unread_names(config: dict[str, Any]) -> list[str]:
-    """Weights that a checkpoint holds under names which are not read as them again."""
+    """Return weights with a checkpoint name that is not read back as the same weight."""
     from penstock.checkpoint.conversion import Conversion
 
     of = Conversion(config)
@@ -73,7 +73,7 @@ def unread_names(config: dict[str, Any]) -> list[str]:
 
 
 def meeting(model_type: str) -> str | None:
-    """Why documents of a packed sequence are not kept apart in models of that type, in the words of a run; None: they are."""
+    """Return the reason why models of this type cannot isolate documents of a packed sequence; None if they can."""
     from penstock.planner.model.workload import supported_attention
     from penstock.runtime.layers.apart import supports_documents
     from penstock.runtime.plan.workload import Model
@@ -84,7 +84,7 @@ def meeting(model_type: str) -> str | None:
 
 
 def page(verdicts: dict[str, str]) -> str:
-    """The page of all types."""
+    """Return the text of docs/models.md."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

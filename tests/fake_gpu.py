@@ -1,7 +1,7 @@
-"""A GPU and its host whose every rate is known, as the probe's protocol has a device.
+"""Fake device for the probe: a GPU and a host of known rates.
 
-Copies share what both directions can carry, clocks are cold at first and may fall later, times have noise, and now and then
-something else takes the device. How the probe measures is not known here.
+Both copy directions share a duplex rate, clocks rise while cold and may fall later, times have noise, and interruptions occur at
+random. Independent of the method by which the probe measures.
 """
 
 import random
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from penstock.hwprofiles.probe import works
+from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
+from penstock.hwprofiles.probe.kernels_to_time import Benchmark
 from penstock.hwprofiles.probe.measurements import CLOCKED
-from penstock.hwprofiles.probe.works import Work
 from penstock.runtime.plan import Lane
 
 GB, GiB = 10**9, 2**30
@@ -20,34 +20,34 @@ GB, GiB = 10**9, 2**30
 
 @dataclass
 class Truth:
-    """What the machine can do. Rates in base units."""
+    """True properties of the machine, in base units."""
 
     flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 700e12, "fp32": 50e12})
-    work_lost_flop: float = 3e9  # small products reach less: as if each had so much more to do
+    work_lost_flop: float = 3e9  # overhead of a product, in FLOP
     attention_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 350e12, "fp32": 12e12})
-    cudnn_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 560e12})  # of attention, where it has it
+    cudnn_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 560e12})  # missing dtype: not supported
     memory_bytes_per_s: float = 4e12
-    norm_fractions: tuple[float, float] = (0.8, 0.4)  # of that, forward and backward
+    norm_fractions: tuple[float, float] = (0.8, 0.4)  # of the memory rate: forward, backward
     eager_fraction: float = 0.6
     loss_fraction: float = 0.5
     fused_fraction: float = 0.4
     unpack_fraction: float = 0.7
     narrow_fraction: float = 0.3
-    load: tuple[float | None, float | None] = (1.7e9, 650.0)  # clock and watts while it works
-    made_s: float = 1.2  # that the first run of a shape by cuDNN takes besides
+    load: tuple[float | None, float | None] = (1.7e9, 650.0)  # clock in Hz and power in W under load
+    made_s: float = 1.2  # extra time of the first cuDNN run of a shape
     kernel_s: float = 4e-6
     copy_latency_s: float = 8e-6
     pinned: dict[str, float] = field(default_factory=lambda: {"h2d": 55e9, "d2h": 57e9})
     pageable: dict[str, float] = field(default_factory=lambda: {"h2d": 45e9, "d2h": 40e9})
     duplex_bytes_per_s: float = 98e9
-    remote_fraction: float = 1.0  # of the pinned rate, from the second memory node
-    under_optimizer_fraction: float = 0.9  # of a copy's rate
+    remote_fraction: float = 1.0  # of the pinned rate, from the second NUMA node
+    under_optimizer_fraction: float = 0.9  # of the rate of a copy
     params_per_s_of_thread: float = 0.8e9
     most_params_per_s: float = 9e9
-    under_copies_fraction: float = 0.8  # of the optimizer's rate
+    under_copies_fraction: float = 0.8  # of the optimizer rate
     under_uploads_fraction: float = 0.9
-    cores_fraction: float = 1.0  # of the time of the host's threads for which they have cores
-    quota_s: float = 1e9  # of work of the host, after which cores are throttled
+    cores_fraction: float = 1.0  # cores in use per host thread
+    quota_s: float = 1e9  # host seconds after which a CPU quota throttles cores
     throttled_fraction: float = 1.0
     dram_bytes_per_s: float = 400e9
     reduce_bytes_per_s: float = 80e9
@@ -55,33 +55,33 @@ class Truth:
     handover_s: float = 20e-6
     total_bytes: int = 140 * GiB
     bare_context_bytes: int = 400_000_000
-    kernels_bytes: int = 250_000_000  # of context, once kernels are loaded
-    largest_fraction: float = 0.985  # of the free memory that can be had in one piece
+    kernels_bytes: int = 250_000_000  # growth of the context when kernels are loaded
+    largest_fraction: float = 0.985  # largest allocation, of free memory
     n_host_cores: int = 15
     host_bytes: int = 1500 * GB
     nodes: tuple[tuple[int, ...], ...] = (tuple(range(16)),)
     capability: tuple[int, int] = (9, 0)
     link: PciLink | None = None
-    cold_fraction: float = 0.4  # of the clocks, before the device has worked for `warm_s`
+    cold_fraction: float = 0.4  # clock of a cold device; rises until `warm_s` of work
     warm_s: float = 1.5
-    hot_s: float = 1e9  # of work, after which clocks fall
+    hot_s: float = 1e9  # seconds of work after which clocks fall
     hot_fraction: float = 1.0
     noise_fraction: float = 0.01
-    hiccups_per_s: float = 0.3  # of work, at each of which something else takes the device
+    hiccups_per_s: float = 0.3  # rate of interruptions
     hiccup_s: float = 0.03
-    fails_at: str = ""  # part of the name of a work at which the device is gone
-    no_memory_at: str = ""  # the same, for which memory runs out
+    fails_at: str = ""  # part of a benchmark's name at which the device fails
+    no_memory_at: str = ""  # part of a benchmark's name at which memory runs out
 
 
 class FakeGpu(Device):
-    """Performs works in no time, and says how long they would have taken."""
+    """Device that returns simulated times without performing anything."""
 
     def __init__(self, truth: Truth, seed: int = 0) -> None:
         self.truth, self.random = truth, random.Random(seed)
         self.worked_s, self.host_s, self.n_runs = 0.0, 0.0, 0
         self.used_bytes = truth.bare_context_bytes
         self.is_loaded = False
-        self.company: list[Work] = []
+        self.company: list[Benchmark] = []
         self.made = set[str]()
 
     def facts(self) -> Facts:
@@ -97,7 +97,7 @@ class FakeGpu(Device):
             raise DeviceOutOfMemory("too much")
 
     @contextmanager
-    def prepared(self, work: Work) -> Iterator[Ready]:
+    def prepared(self, work: Benchmark) -> Iterator[Ready]:
         n_bytes = int(work.amount) if work.place else work.n_bytes
         if n_bytes > self.memory()[0] or (self.truth.no_memory_at and self.truth.no_memory_at in work.name):
             raise DeviceOutOfMemory(f"tried to allocate {n_bytes} bytes")
@@ -108,7 +108,7 @@ class FakeGpu(Device):
             self.used_bytes -= n_bytes
 
     @contextmanager
-    def beside(self, company: Sequence[Ready]) -> Iterator[None]:
+    def background(self, company: Sequence[Ready]) -> Iterator[None]:
         self.company = [ready.work for ready in company]
         try:
             yield
@@ -135,8 +135,8 @@ class FakeGpu(Device):
         self.worked_s += seconds * (ready.work.lane is Lane.GPU)
         return Run(seconds + self.truth.hiccup_s * (self.random.random() < self.truth.hiccups_per_s * seconds))
 
-    def seconds(self, work: Work) -> float:
-        """Of one work, beside the company of this moment."""
+    def seconds(self, work: Benchmark) -> float:
+        """Return the seconds of a benchmark under the current background load."""
         t, dtype, way = self.truth, work.name[:4], int("backward" in work.name)
         beside = {other.kind for other in self.company}
         clock = min(1.0, t.cold_fraction + (1 - t.cold_fraction) * self.worked_s / t.warm_s)
@@ -159,7 +159,7 @@ class FakeGpu(Device):
                 fractions = {"norm": t.norm_fractions[way], "eager": t.eager_fraction, "loss": t.loss_fraction}
                 fractions |= {"activation": t.fused_fraction, "unpacking": t.unpack_fraction, "rank": t.narrow_fraction}
                 fraction = next((of for name, of in fractions.items() if name in work.name), 1.0)
-                before_s = self.seconds(works.product("bf16", *CLOCKED)) if "behind" in work.name else 0.0
+                before_s = self.seconds(kernels.product("bf16", *CLOCKED)) if "behind" in work.name else 0.0
                 return before_s + work.amount / t.memory_bytes_per_s / fraction + t.kernel_s * work.n_calls * ("eager" in work.name)
             case "calls":
                 return t.kernel_s

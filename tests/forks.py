@@ -1,7 +1,7 @@
-"""Python processes that need not import what runs do: forked from one that has, and that has computed nothing.
+"""Python processes forked from a server that has imported the modules of a run and computed nothing.
 
-Python started anew imports for eight seconds of a core before a run begins. A fork is a process as any other: it has a folder, an
-environment and streams of its own, is stopped, killed and waited for. Tests of a command that is started anew are there as well.
+A new Python process spends eight seconds of a core on these imports. A fork has a working directory, an environment and streams of
+its own, and can be signalled and waited for. Other tests start commands as new processes.
 """
 
 import math
@@ -25,13 +25,13 @@ IMPORTED = (
     *("datasets", "transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen2.modeling_qwen2", "tests.training"),
 )
 _POPEN = subprocess.Popen
-_ONE = threading.RLock()  # multiprocessing looks after every process whenever one is started, and a thread of ours after its own
+_ONE = threading.RLock()  # starting a process makes multiprocessing poll all others, while another thread may poll its own
 
 
 class Forked:
-    """`subprocess.Popen`, as far as tests ask for it, of a command that is Python's: `python -m ...`, or `python -c ...`.
+    """Subset of `subprocess.Popen` for commands `python -m ...` and `python -c ...`.
 
-    `how`: "fork" makes a child of this process, which must have computed nothing.
+    `how`: "fork" forks this process, which must not have computed anything; "forkserver" forks the server.
     """
 
     def __init__(self, command, cwd=None, env=None, stdout=None, stderr=None, text=True, start_new_session=False, how="forkserver"):
@@ -59,13 +59,13 @@ class Forked:
         return self.returncode
 
     def communicate(self, input=None, timeout=None):
-        """What it said on pipes, until it ended; none reads an input."""
+        """Return the text of stdout and stderr after the process ended; `input` is ignored."""
         with ThreadPoolExecutor() as pool:
             said = [pool.submit(stream.read) if stream else None for stream in (self.stdout, self.stderr)]
             try:
                 self.wait(timeout)
             except subprocess.TimeoutExpired:
-                self.kill()  # else its pipes are read for ever
+                self.kill()  # otherwise its pipes remain open
                 raise
         return [text.result() if text else None for text in said]
 
@@ -84,7 +84,7 @@ class Forked:
 
 
 class Again(Forked):
-    """`subprocess.Popen` in a fork: `python -m ...` is forked again, as its child, and other programs are started."""
+    """`subprocess.Popen` inside a fork: `python -m ...` becomes a forked child, other programs are started normally."""
 
     def __new__(cls, command, *given, **how):
         is_python = [*command[:2]] == [sys.executable, "-m"]
@@ -98,7 +98,7 @@ class Again(Forked):
 
 
 def is_alive(pid):
-    """Whether a process, of whoever it is, has not ended."""
+    """True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def is_alive(pid):
 
 
 def _pipe(of, number):
-    """What is read of a stream here, if it is, and where the process writes it."""
+    """Return the read end of a stream, or None, and its write end for the process."""
     read = None
     match of:
         case None:
@@ -118,7 +118,7 @@ def _pipe(of, number):
             write = os.open(os.devnull, os.O_WRONLY)
         case file:
             write = os.dup(file.fileno())
-    return read, Connection(write, readable=False)  # which can be sent
+    return read, Connection(write, readable=False)  # can be pickled to the server
 
 
 @cache
@@ -130,7 +130,7 @@ def _context(how):
 
 
 def _become(words, folder, environment, out, errors, is_apart, how):
-    """What a fork does: the command of these words, to its end."""
+    """Run a command in the forked process and exit."""
     code = 1
     try:
         os.dup2(out.fileno(), 1)
@@ -138,7 +138,7 @@ def _become(words, folder, environment, out, errors, is_apart, how):
         sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, closefd=False)
         if how == "fork":
-            os.closerange(3, 2**16)  # of its parent's: as when Python is started anew
+            os.closerange(3, 2**16)  # file descriptors of the parent, which a new process would not have
         if is_apart:
             os.setsid()
         os.chdir(folder)

@@ -1,4 +1,4 @@
-"""Machines for the tests of forwards between steps, hostile to forward plans too, and held-out sequences."""
+"""Machines for tests of forward passes between training steps, with fault injection in forward plans too, and held-out data."""
 
 import torch
 
@@ -22,7 +22,7 @@ POLICIES = {
 
 
 def sequences_of(whole: Batch):
-    """The sequences of a batch as held-out data: each a batch of its own."""
+    """Return a function from a number to the batch of that one sequence, as held-out data."""
 
     def batch(number: int) -> Batch:
         row = slice(number, number + 1)
@@ -32,11 +32,11 @@ def sequences_of(whole: Batch):
 
 
 class OfAnyPlan:
-    """As hostile to a forward plan as to its own."""
+    """Mixin: apply the delays and poison of a training machine to its forward plans, too."""
 
     def forwards(self, plan, batches, head):
         machine = super().forwards(plan, batches, head)
-        machine.__class__ = _Forward  # not a method of its own, with which it would refer to itself
+        machine.__class__ = _Forward  # changing the class avoids a reference cycle, unlike assigning a bound method
         machine.trained, machine.released = self, released_slots(plan)
         return machine
 
@@ -61,7 +61,7 @@ def machine_of(config, semantics, policy, machine_type=HostileToBoth, **kwargs):
 
 
 def watch_forwards(machine, told):
-    """Tell of each op of a forward plan, before it is performed."""
+    """Call `told(op, step)` before each op of a forward plan."""
     forwards = machine.forwards
 
     def watched(*given):
@@ -78,7 +78,7 @@ def exact(model_type: str, **fields):
 
 
 def sequences(vocab_size: int, n: int, seq_len: int = 16, seed: int = 3) -> Batch:
-    """Random tokens; three in ten targets are not supervised."""
+    """Return random tokens with 30 % unsupervised targets."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab_size, (n, seq_len), generator=generator)
     targets = torch.full_like(tokens, -100)
@@ -88,7 +88,7 @@ def sequences(vocab_size: int, n: int, seq_len: int = 16, seed: int = 3) -> Batc
 
 
 def resident(config, semantics) -> torch.nn.Module:
-    """The same model by transformers alone, in evaluation mode."""
+    """Return the model of transformers with the initial weights, in evaluation mode."""
     model = reference.build(config, semantics, torch.float32).eval()
     model.load_state_dict(initial_masters(config, semantics), strict=False)
     model.tie_weights()

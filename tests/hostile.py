@@ -1,6 +1,6 @@
-"""Files that commands read: a good one of every format, and what a command may do with a damaged one.
+"""Input files of every format, and checks of a command that reads a damaged one.
 
-`tests/penstock/test_hostile.py` tries half of each file; `benchmarks/fuzz.py` damages them at random, for hours.
+`tests/penstock/test_hostile.py` truncates each file; `benchmarks/fuzz.py` mutates them at random for hours.
 """
 
 import json
@@ -20,8 +20,8 @@ from .running import SIZES, penstock, plan_in, succeeded, weights_in
 from .tiny import tiny_config
 from .tour import ROOT
 
-ENDED_S = 60  # far beyond what any command here takes: only waiting for ever is longer
-EXECUTED = "EXECUTED"  # the file that planted code leaves behind
+ENDED_S = 60  # far longer than any command here, so that only a hang exceeds it
+EXECUTED = "EXECUTED"  # file that planted code creates when it runs
 CODE = f"import pathlib\npathlib.Path(__file__).with_name({EXECUTED!r}).touch()\nclass Evil: pass\n"
 SHARD = "model-00001-of-00001.safetensors"
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is four."}]}
@@ -30,7 +30,7 @@ RUN = ["run", "plan.json", "--data", "data.jsonl", "--steps", "1", "--out", "out
 SCRATCH, REPORT = ["--model", "model", "--from-scratch"], ["report", "plan.json", "run", "-o"]
 RESUME = ["run", "plan.json", "--data", "data.jsonl", "--steps", "3", "--out", "run", *SCRATCH, "--resume"]
 PLAN = ["plan", "model", *SIZES, "--policy"]
-# The file of each format in a house, and the command that reads it.
+# By format: the file below the home, and the command that reads it
 FORMATS: dict[str, tuple[str, list[str]]] = {
     "plan": ("plan.json", ["check", "plan.json"]),
     "plan of a run": ("plan.json", [*RUN, *SCRATCH]),
@@ -59,7 +59,7 @@ FORMATS: dict[str, tuple[str, list[str]]] = {
 
 
 def make_house(home: Path) -> None:
-    """A good file of every format; code that must not run; and files outside the house that nothing may open."""
+    """Write a valid file of every format, code that must not run, and files outside of the home that must not be opened."""
     model, weights, sharded = (home / name for name in ("model", "weights", "sharded"))
     n_tokens = write_talker(model, "chatml")
     (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=n_tokens, eos_token_id=2)))
@@ -103,15 +103,15 @@ def make_house(home: Path) -> None:
 
 
 class NoEndError(BaseException):
-    """A command that was interrupted: it would have gone on."""
+    """A command hung and was interrupted."""
 
 
 class Watch:
-    """What the interpreter hears of, through its audit events, while a command runs that must not happen."""
+    """Audit hook that records forbidden events while a command runs."""
 
     def __init__(self) -> None:
         self.outside, self.seen = "", list[str]()
-        sys.addaudithook(self.hear)  # which can never be taken off again
+        sys.addaudithook(self.hear)  # cannot be removed again
 
     def hear(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.outside:
@@ -125,7 +125,7 @@ WATCH = Watch()
 
 
 def answered(*words: object) -> Result:
-    """A command in this process; one that waits for ever is interrupted, and fails the test."""
+    """Run a command in this process; raise NoEndError if it hangs."""
 
     def fail(*_: object) -> None:
         raise NoEndError(f"{words[0]} waits for ever")
@@ -140,8 +140,8 @@ def answered(*words: object) -> Result:
 
 
 def judged(home: Path, words: list[str]) -> int:
-    """The exit code of a command in a house; AssertionError unless it did its work or refused in one line, and touched nothing
-    outside the house."""
+    """Run a command in the home and return its exit code. Raise AssertionError unless it succeeds or fails with an error of one
+    line, and touches nothing outside of the home."""
     before = sorted(home.parent.iterdir())
     WATCH.outside, WATCH.seen = str(home.parent / "outside"), []
     with chdir(home):

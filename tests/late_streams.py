@@ -1,7 +1,7 @@
-"""Streams on the CPU that are as late as events allow, or hasty at random.
+"""Simulated CUDA streams on the CPU that run work as late as events allow, or earlier at random.
 
-What is issued to one is done later, in order, by a thread that waits for it: reads and writes that come too early are seen. Whether
-a device's own memory model ever saves a program, these streams cannot tell.
+Work issued to a stream is queued, and performed in order by the first thread that waits for it, so that a missing wait gives wrong
+values. The memory model of a device is not simulated.
 """
 
 import random
@@ -33,7 +33,7 @@ class LateStream:
 
 
 class Mark:
-    """One recording of an event."""
+    """One recording of an event in a stream."""
 
     def __init__(self, stream: LateStream) -> None:
         self.stream, self.reached_s = stream, None
@@ -66,10 +66,10 @@ class LateEvent:
 
 
 class LateStreams:
-    """Stands in for `runtime.machines.streams.CudaStreams`, on the CPU.
+    """Fake of `runtime.machines.streams.CudaStreams` on the CPU.
 
-    `haste` is how likely each call runs something of some stream: at 0 nothing is done before a thread waits for it. One stream,
-    the seed says which, is never hasty.
+    `haste`: probability that a call runs work of a random stream; at 0 work runs only when a thread waits for it. One stream,
+    selected by the seed, never runs early.
     """
 
     device = torch.device("cpu")
@@ -144,7 +144,7 @@ class LateStreams:
 
 
 class Poisoned(Remembers, CudaMachine):
-    """Fills a slot with NaN, in the stream that used it last, when it is released."""
+    """CudaMachine that fills a slot with NaN on release, in the stream that used it last."""
 
     def __init__(self, plan: Plan, *args, **kwargs) -> None:
         super().__init__(plan, *args, **kwargs)

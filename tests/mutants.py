@@ -1,6 +1,6 @@
-"""Mutants: plans with one thing changed, made from the op table.
+"""Mutation testing of the checker: plans with one change, generated from the op table.
 
-The checker must refuse a mutant (kill it), or the oracle of `tests/oracle.py` must find it harmless.
+The checker must reject a mutant ("kill" it), or the oracle of `tests/oracle.py` must find it harmless.
 """
 
 import random
@@ -20,7 +20,7 @@ from tests.oracle import same_training
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A change to a plan: in words, the ops and operands that it concerns, as `kind` or `kind.operand`, and how it is made."""
+    """Change of a plan: description, affected rows of the op table as `kind` or `kind.operand`, and a function that applies it."""
 
     what: str
     rows: tuple[str, ...]
@@ -35,7 +35,7 @@ def _edits(i: int, op: Op, plan: Plan, what: str, new: Op, operand: str | None =
     return Mutant(f"op {i} {what}: {op}", (row,), partial(at, plan, i, new))
 
 
-# -- ops: dropped, done twice, moved, exchanged, or with the work of another ---------------------------------------------------
+# -- ops: dropped, repeated, moved, exchanged, or with the operands of another op ----------------------------------------------
 
 
 def _drop(plan: Plan) -> Mutants:
@@ -44,7 +44,7 @@ def _drop(plan: Plan) -> Mutants:
 
 
 def _twice(plan: Plan) -> Mutants:
-    """The same op once more at the end of its lane, where it waits for nothing."""
+    """Repeat an op at the end of its lane, without waits."""
     for i, op in enumerate(plan.ops):
         ops = (*plan.ops, replace(op, waits=()))
         yield Mutant(f"op {i} twice: {op}", (op.kind,), lambda ops=ops: replace(plan, ops=ops))
@@ -58,7 +58,7 @@ def _lanes(plan: Plan) -> list[list[int]]:
 
 
 def _swap(plan: Plan) -> Mutants:
-    """Two ops of a lane trade places; waits follow their ops."""
+    """Swap two ops of a lane; waits are renumbered."""
     for lane in _lanes(plan):
         for i, j in combinations(lane, 2):
             order = [{i: j, j: i}.get(k, k) for k in range(len(plan.ops))]
@@ -67,14 +67,14 @@ def _swap(plan: Plan) -> Mutants:
 
 
 def _moved(plan: Plan, i: int, j: int) -> list[int]:
-    """The order in which op i has come to the place of op j."""
+    """Return the order of ops with op i moved to index j."""
     order = [k for k in range(len(plan.ops)) if k != i]
     order.insert(j, i)
     return order
 
 
 def _move(plan: Plan) -> Mutants:
-    """An op comes to another place in its lane; waits follow their ops."""
+    """Move an op within its lane; waits are renumbered."""
     for lane in _lanes(plan):
         for i, j in permutations(lane, 2):
             what = f"op {i} moved to {j}: {plan.ops[i]}"
@@ -82,7 +82,7 @@ def _move(plan: Plan) -> Mutants:
 
 
 def _move_in_time(plan: Plan) -> Mutants:
-    """An op comes before or after another that shares a slot with it, and all waits are derived anew: no race, but other values."""
+    """Move an op to the index of an op with a common slot, and derive all waits anew: no race, but other values."""
     slots = [{slot for _, slot in op.operands} for op in plan.ops]
     for i, j in permutations(range(len(plan.ops)), 2):
         if plan.repeat is None and slots[i] & slots[j]:
@@ -92,7 +92,7 @@ def _move_in_time(plan: Plan) -> Mutants:
 
 
 def _work_of_another(plan: Plan) -> Mutants:
-    """An op does what another of its kind does, at its own time."""
+    """Replace an op by another op of its kind; waits are kept."""
     for i, op in enumerate(plan.ops):
         for other in {replace(o, waits=op.waits) for o in plan.ops if o.kind is op.kind} - {op}:
             yield _edits(i, op, plan, f"as {other.name}", other)
@@ -114,7 +114,7 @@ def _another_micro_batch(plan: Plan) -> Mutants:
 
 
 def _waits(plan: Plan, others: Callable[[Wait], Iterable[Wait | None]]) -> Mutants:
-    """Instead of a wait of an op, another one or none."""
+    """Replace a wait of an op by another one or none."""
     for i, op in enumerate(plan.ops):
         for n, wait in enumerate(op.waits):
             for other in others(wait):
@@ -133,12 +133,12 @@ def _wait_for_an_earlier_op(plan: Plan) -> Mutants:
 
 
 def _with_operands(op: Op, n: int, *operands: Operand) -> Op:
-    """The op with other operands in the place of number n."""
+    """Return the op with operand n replaced by these operands."""
     return replace(op, operands=(*op.operands[:n], *operands, *op.operands[n + 1 :]))
 
 
 def _operands(plan: Plan, others: Callable[[str, Slot], Iterable[tuple[Operand, ...]]]) -> Mutants:
-    """Instead of an operand, others or none."""
+    """Replace an operand by others or none."""
     for i, op in enumerate(plan.ops):
         for n, (name, slot) in enumerate(op.operands):
             for instead in others(name, slot):
@@ -163,7 +163,7 @@ def _another_arena(plan: Plan) -> Mutants:
 
 
 def _another_name(plan: Plan) -> Mutants:
-    """An operand under another name that its kind knows."""
+    """Rename an operand to another operand name of its kind."""
     for i, op in enumerate(plan.ops):
         for n, (name, slot) in enumerate(op.operands):
             for other in {*OPS[op.kind].names} - {name}:
@@ -179,7 +179,7 @@ def _operands_exchanged(plan: Plan) -> Mutants:
 
 
 def _arena(plan: Plan, slot: Slot) -> list[Slot]:
-    """All slots of the arena that the slot is in."""
+    """Return all slots of the slot's arena."""
     arena = plan.arena(slot.arena)
     assert arena is not None
     return [Slot(slot.arena, i) for i in range(len(arena.slot_bytes))]
@@ -190,7 +190,7 @@ def _renamed(op: Op, new: dict[Slot, Slot]) -> Op:
 
 
 def _slots_exchanged(plan: Plan) -> Mutants:
-    """Two slots of an arena change places in all ops, or in the ops of one block."""
+    """Exchange two slots of an arena in all ops, or in the ops of one block."""
     used = {slot for op in plan.ops for _, slot in op.operands}
     for a, b in combinations(sorted(used), 2):
         if a.arena == b.arena:
@@ -203,7 +203,7 @@ def _slots_exchanged(plan: Plan) -> Mutants:
 
 
 def _value_elsewhere(plan: Plan) -> Mutants:
-    """A value lives in another slot of its arena, from the op that leaves it there to its last use: every op says so."""
+    """Move a value to another slot of its arena, consistently from the op that writes it to its last use."""
     for slot in sorted({slot for op in plan.ops for _, slot in op.operands}):
         uses = [i for i, op in enumerate(plan.ops) if slot in op.reads or slot in op.writes]
         begins = [n for n, i in enumerate(uses) if slot not in plan.ops[i].reads]
@@ -216,11 +216,11 @@ def _value_elsewhere(plan: Plan) -> Mutants:
                     yield Mutant(what, (plan.ops[uses[first]].kind,), lambda ops=ops: replace(plan, ops=ops))
 
 
-# -- what the ops are held to --------------------------------------------------------------------------------------------------
+# -- policy, semantics, workload and arenas ------------------------------------------------------------------------------------
 
 
 def _another_policy(plan: Plan) -> Mutants:
-    """The same ops under another policy, other semantics, or of a model in which something else is frozen."""
+    """Keep the ops and change the policy, the semantics, or the frozen parameters of the model."""
     policy, semantics, blocks = plan.policy, plan.semantics, plan.workload.blocks
     changes: list[dict[str, Any]] = [{"gradient_slots": policy.gradient_slots + 1}] if blocks[-1].trained else []
     changes += [{name: getattr(policy, name) + n} for name in ("boundary_stride", "accumulation_group") for n in (-1, 1)]
@@ -245,7 +245,7 @@ def _another_policy(plan: Plan) -> Mutants:
 
 
 def _another_arena_list(plan: Plan) -> Mutants:
-    """An arena that is missing, in the other memory or shorter; or with a slot of one byte, or of one unit, less."""
+    """Remove an arena, move it to the other memory, shorten it, or reduce a slot by one byte or one alignment unit."""
     for n, arena in enumerate(plan.arenas):
         sizes, other = arena.slot_bytes, Place.HOST if arena.place is Place.DEVICE else Place.DEVICE
         instead: list[tuple[str, Any]] = [("missing", None), ("moved", replace(arena, place=other))]
@@ -283,14 +283,14 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "another policy or model": _another_policy,
     "other arenas": _another_arena_list,
 }
-# Of these some are harmless: a second load, another order of ops that do not meet, a slot that is free as well, a rounded size, a
-# policy of more slots than ops use.
+# Mutations with harmless cases: a second load, another order of independent ops, another free slot, a rounded size, a policy with
+# more slots than ops use.
 MAY_BE_HARMLESS = {
     *("do an op twice", "swap two ops of a lane", "move an op in its lane", "perform an op at another time"),
     *("redirect an operand", "exchange two slots", "keep a value in another slot", "another policy or model", "other arenas"),
 }
 
-# -- plans to make mutants of: together they have every kind of op and every operand --------------------------------------------
+# -- original plans: together they have every kind of op and every operand ------------------------------------------------------
 
 ADAPTED: dict[str, Any] = {"train": Train(lora=Lora(rank=8)), "gradient_dtype": "fp32"}
 _NAMES = ("*.1.norm.weight", "*.3.up_proj.weight", "norm.weight", "lm_head.weight")
@@ -346,7 +346,7 @@ SAMPLES: tuple[dict[str, Any], ...] = (
 
 @dataclass(slots=True)
 class Tally:
-    """Of each mutation, how many mutants were made and killed, and which rows it changes; and the mutants that should not pass."""
+    """Numbers of mutants made and killed, and changed rows, by mutation; and harmful mutants that passed."""
 
     made: Counter[str] = field(default_factory=Counter)
     killed: Counter[str] = field(default_factory=Counter)
@@ -354,7 +354,7 @@ class Tally:
     condemned: list[str] = field(default_factory=list)
 
     def table(self) -> str:
-        """The counts as a markdown table."""
+        """Return the counts as a Markdown table."""
         lines = ["| mutation | made | killed | passed and harmless |", "|---|---:|---:|---:|"]
         for name in [*MUTATIONS, "all"]:
             made, killed = (of.total() if name == "all" else of[name] for of in (self.made, self.killed))
@@ -363,7 +363,7 @@ class Tally:
 
 
 def tally(most: int, seed: int = 0) -> Tally:
-    """The checker's and the oracle's judgement of the mutants of all samples, at most `most` of each mutation and plan."""
+    """Check mutants of all samples with checker and oracle, at most `most` per mutation and plan."""
     found, rng = Tally(), random.Random(seed)
     for original in (small(**choices) for choices in SAMPLES):
         for name, mutate in MUTATIONS.items():

@@ -1,4 +1,4 @@
-"""A machine for executors that does nothing and remembers the ops that it was given."""
+"""Machine for executor tests: performs nothing and records the ops."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
-"""The oracle: whether two plans train the same, whatever the timing.
+"""Oracle: decides if two plans compute the same training for every timing.
 
-Slow and obvious, and independent of the checker: reachability in a networkx graph of four steps; the training state of every block
-written out as a term over everything it came from; and the bytes of each operand as the runtime counts them (`Setup`).
+Slow, simple and independent of the checker: races by reachability in a networkx graph of four steps; values as symbolic terms over
+their inputs; and the bytes of each operand as the runtime counts them (`Setup`).
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ Node = tuple[int, int]  # op, step
 
 
 def unrolled(plan: Plan, n_steps: int = N_STEPS) -> "nx.DiGraph[Node]":
-    """An edge from each op of each step to those that start after it: the next of its lane, and those that wait."""
+    """Return the graph of `n_steps` steps, with an edge from each op to the next one of its lane and to ops that wait for it."""
     graph: nx.DiGraph[Node] = nx.DiGraph()
     last: dict[str, Node] = {}
     for step in range(n_steps):
@@ -33,9 +33,9 @@ def unrolled(plan: Plan, n_steps: int = N_STEPS) -> "nx.DiGraph[Node]":
 
 
 def race(plan: Plan, graph: "nx.DiGraph[Node]") -> str | None:
-    """Two uses of a slot, one a write, that no path of the graph orders."""
+    """Return two unordered uses of a slot, at least one of them a write, as text; None if there are no races."""
     bit = {node: 1 << n for n, node in enumerate(graph)}
-    after: dict[Node, int] = {}  # a bit for each node that some path leads to
+    after: dict[Node, int] = {}  # bit set of reachable nodes
     for node in reversed(list(nx.topological_sort(graph))):
         after[node] = 0
         for follower in graph.successors(node):
@@ -57,9 +57,10 @@ Term = tuple[Any, ...]
 
 
 def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> list[Any]:
-    """What the steps of the plan compute, as terms: state of every block after each update, the norms and the losses.
+    """Return the results of the steps as terms: the state of every block after each update, norms and losses.
 
-    A term says which op made a value from which values; `names` numbers equal terms alike, across plans.
+    A term consists of an op and the terms of its inputs, e.g. ("forward", block, micro-batch, step, weights, trained, x). `names`
+    maps a term to a number and is shared by plans, so that equal terms have equal numbers.
     """
 
     def name(*term: Any) -> int:
@@ -79,7 +80,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
         is_first = m is not None and m % ((last + 1) // plan.semantics.sum_groups) == 0
 
         def joined(part: Any, into: tuple[Slot, ...] = op.every("into")) -> Any:
-            """What becomes of a sum that joins those that wait for it, one after the other."""
+            """Add `part` to the sums in these slots, one after the other; return the total."""
             for slot in into:
                 part = held[slot] = name("add", held.get(slot), part)
             return part
@@ -88,7 +89,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
             case Kind.READ:
                 new["frozen"] = name("initial", b, "frozen")
             case Kind.LOAD:
-                frozen = values.get("frozen", name("initial", b, "frozen"))  # where a disk has none, it is in the state
+                frozen = values.get("frozen", name("initial", b, "frozen"))  # without a disk it is part of the state
                 new["weights"] = name("weights", b, values["state"], frozen, values.get("tied"))
             case Kind.GATHER:
                 new["weights"] = name("gathered", b, values["weights"], values["state"], values.get("tied"))
@@ -134,7 +135,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
             case Kind.SPECULATE:
                 new["shadow"] = name("speculated", b, *values.items())
             case Kind.UPDATE | Kind.SETTLE | Kind.UPDATE_ON_DEVICE:
-                # Of a settle the term holds what either outcome comes from: the shadow, and the state with its gradient.
+                # The term of a settle contains the inputs of both outcomes: the shadow, and the state with its gradient.
                 new = dict.fromkeys(("state", "shadow"), name(op.kind, b, *values.items()))
                 results.append(("state", step, b, new["state"]))
         held.update({slot: new[n] for n, slot in op.operands if n in new})
@@ -142,7 +143,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
 
 
 def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
-    """Bytes that the runtime reads or writes in that operand of the op."""
+    """Return the bytes that the runtime reads or writes in this operand of the op."""
     b, blocks, item_bytes = op.block, plan.workload.blocks, ITEM_BYTES[plan.semantics.compute_dtype]
     is_load, ranks = op.kind in (Kind.LOAD, Kind.GATHER), plan.semantics.ranks
 
@@ -195,7 +196,7 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
 
 
 def needed_bytes(plan: Plan, ops: tuple[Op, ...]) -> dict[Slot, int]:
-    """What goes into each slot that these ops of the plan use, at the most."""
+    """Return the largest operand in bytes of each slot that these ops use."""
     needed: dict[Slot, int] = defaultdict(int)
     for op in ops:
         for name, slot in op.operands:
@@ -204,7 +205,7 @@ def needed_bytes(plan: Plan, ops: tuple[Op, ...]) -> dict[Slot, int]:
 
 
 def misplaced(original: Plan, mutant: Plan) -> str | None:
-    """A slot that is missing, or too small for what goes into it, in another memory, or that starts where tensors do not."""
+    """Return the first fault of the arenas as text: a missing, small or misaligned slot, or an arena in another memory."""
     places = {a.name: a.place for a in original.arenas}
     if any(places.get(a.name, a.place) is not a.place for a in mutant.arenas):
         return "an arena in another memory"
@@ -217,7 +218,7 @@ def misplaced(original: Plan, mutant: Plan) -> str | None:
 
 
 def same_training(original: Plan, mutant: Plan) -> str | None:
-    """None when the mutant trains exactly as the original for every timing; else why not."""
+    """Return None if the mutant trains exactly like the original for every timing, else the difference as text."""
     if what := misplaced(original, mutant):
         return what
     graph, graph_before = unrolled(mutant), unrolled(original)

@@ -1,7 +1,7 @@
-"""Outlines that are shipped: `python -m tests.outlines [NAME ...]` records them again, from transformers' own modules.
+"""Shipped layer traces: `python -m tests.outlines [NAME ...]` records them again from the modules of transformers.
 
-One file a model, with sizes as polynomials of sequences and their length: one for sequences below the window of attention, one from
-there on, where layers have a window.
+One file per model, with sizes as polynomials of the number of sequences and their length; two polynomials, below and above the
+attention window, if layers have one.
 """
 
 import json
@@ -17,7 +17,7 @@ FOLDER = ROOT / "planner" / "outlines"
 
 
 def shipped(name: str) -> dict[str, Any]:
-    """What is shipped of a model."""
+    """Return the content of a model's file."""
     config = key_of(shipped_model(name))
     found = layer_traces.polynomials(config, layer_traces.about(config)["attention"][0])
     assert {one["to"] for one in found["outlines"]} >= {ANY}, f"{name}: sizes are no polynomials"

@@ -1,7 +1,7 @@
-"""One of several processes that train a case, and the digest of the bits that all come to.
+"""Training of test cases by several ranks, and digests of the resulting bits.
 
-Started once per rank, with what `torchrun` sets, and the words OUT TYPE:POLICY:GROUPS:BATCH ... Rank 0 writes the
-digests; `trained_alone` gives that of one process.
+A process is started per rank with the environment of `torchrun` and the arguments OUT TYPE:POLICY:GROUPS[:BATCH] ..., for example
+`out.json llama:plain:4`. Rank 0 writes the digests; `trained_alone` returns the digest of one process.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import Hostile, plan_of, semantics_of
 
 ROOT = Path(__file__).resolve().parent.parent
-HERE = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("LOCAL_RANK", "RANK"))  # what a host says of its ranks, or all hosts do
+HERE = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("LOCAL_RANK", "RANK"))  # variable per host, and its fallback for all hosts
 BY_MEMORY = "RANKS_BY_MEMORY"
-BATCH = 8  # sequences, each a micro-batch, if a case does not say otherwise
+BATCH = 8  # default number of sequences
 POLICIES = {
     "plain": Policy(),
     "deferred": Policy(update=Update.DEFERRED, prefetch_depth=2, gradient_slots=2),
@@ -55,14 +55,14 @@ SEMANTICS = {
     "lion": optimizing("lion:moments=int8,master=split24", None),
     "adapters": {"train": Train(lora=Lora(rank=4)), "gradient_dtype": "fp32"},
     "packed": {"train": Train(lora=Lora(rank=8)), "base": "nf4"},
-    "parts": {"train": Train(names=("*.1.*norm*", "*.2.*norm*"))},  # nothing of the lowest layer
-    "table": {"train": Train(names=("model.embed_tokens.weight", "*.0.*norm*"))},  # which is the head's, too
+    "parts": {"train": Train(names=("*.1.*norm*", "*.2.*norm*"))},  # the lowest layer is frozen
+    "table": {"train": Train(names=("model.embed_tokens.weight", "*.0.*norm*"))},  # tied to the head
     "balanced": {"router_loss": 0.1},
 }
 
 
 def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> tuple[dict, Semantics, Policy]:
-    """The configuration, each rank's part of the step, and the policy with all its micro-batches in one group."""
+    """Return configuration, semantics of a rank, and policy with all micro-batches of the rank in one accumulation group."""
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling", "adapters", "table")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
     own = SEMANTICS.get(policy, {})
@@ -76,7 +76,7 @@ def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> 
 
 
 def digest(state, results) -> str:
-    """Of every master and moment, and of losses and norms."""
+    """Return the SHA-256 of losses, norms, master weights and moments."""
     found = hashlib.sha256(json.dumps([(r.loss, r.grad_norm) for _, r in sorted(results.items())]).encode())
     for block in range(len(state.plan.workload.blocks)):
         for p in state.owned[block]:
@@ -87,7 +87,7 @@ def digest(state, results) -> str:
 
 
 def trained(case: str, ranks: Processes | None) -> Hostile:
-    """The case by this process, one of several; slots poisoned, lanes delayed at random, those of every rank otherwise."""
+    """Train the case in this rank, with poisoned slots and random delays seeded by the rank."""
     model_type, policy, groups, *sizes = case.split(":")
     batch = int(sizes[0]) if sizes else BATCH
     config, of, policy_of = asked(model_type, policy, int(groups), batch, 1 if ranks is None else ranks.n)
@@ -95,7 +95,7 @@ def trained(case: str, ranks: Processes | None) -> Hostile:
     check(plan)
     machine = training.machine_for(plan, Hostile, delay_seed=0 if ranks is None else ranks.rank, ranks=ranks)
     if ranks is not None:
-        ranks.gathered({})  # the first has set what is frozen
+        ranks.gathered({})  # wait until rank 0 has written frozen parameters
     execute(plan, machine, training.N_STEPS)
     return machine
 
@@ -107,7 +107,7 @@ def trained_alone(case: str) -> str:
 
 
 def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memory: bool = False) -> dict[str, str]:
-    """The digest of each case by `ranks` processes that take themselves to be on `hosts` hosts. `by_memory`: as `Ranks` has it."""
+    """Return the digest of each case by `ranks` processes with the environment of `hosts` hosts. `by_memory`: see `Ranks`."""
     store, there = meeting_place(ranks)
     common = os.environ | there | {"OMP_NUM_THREADS": "1", BY_MEMORY: "yes" if by_memory else ""}
     command = [sys.executable, "-c", "from tests.rank_law import main; main()", str(out), *cases]
@@ -119,12 +119,12 @@ def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memor
     finally:
         for process in started:
             process.kill()
-    del store  # until here: ranks lose each other without it
+    del store  # the rendezvous must live until here
     return json.loads(out.read_text())
 
 
 def every_case(groups: int, batch: int, half: int) -> list[str]:
-    """Each second type once, the policies in turn; int8 state is asked of llama alone."""
+    """Return every second model type, with policies in rotation; int8 state is tested with llama only."""
     names = [name for name in POLICIES if name != "int8"]
     cases = [f"{model_type}:{names[i % len(names)]}:{groups}:{batch}" for i, model_type in enumerate(STRUCTURES)]
     return cases[half::2]
@@ -133,7 +133,7 @@ def every_case(groups: int, batch: int, half: int) -> list[str]:
 def main() -> None:
     out, cases = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
-    setup.EXCHANGED_BYTES = contract.EXCHANGED_BYTES = 2**14  # so that even these models' sums go in several turns
+    setup.EXCHANGED_BYTES = contract.EXCHANGED_BYTES = 2**14  # small, so that sums of tiny models need several exchanges
     found = {}
     here, place = (int(os.environ.get(name, os.environ[of_all])) for name, of_all in HERE)
     with met("cpu", here, place, bool(os.environ[BY_MEMORY])) as ranks:
@@ -148,4 +148,4 @@ def main() -> None:
         if ranks.rank == 0:
             out.write_text(json.dumps(found))
     left = [name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := path.read_text())]
-    assert not left, f"threads that outlive the meeting: {left}"  # as Python ends, one of them could end the process instead
+    assert not left, f"threads that outlive the meeting: {left}"  # at exit of Python such a thread could abort the process

@@ -1,4 +1,4 @@
-"""Runs of several ranks: how tests start them and read what they leave."""
+"""Runs of several ranks: start them and read their outputs."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ def words(home, plan, *extra, out="out", steps=4):
 
 
 def done(arguments, is_forked=False):
-    """Started as a user does, or forked, which spares each process what it imports."""
+    """Run a command to its end, as a new process or forked, which saves the imports."""
     command = [*COMMAND, *arguments]
     if is_forked:
         running = begun(arguments)
@@ -40,27 +40,27 @@ def done(arguments, is_forked=False):
 
 
 def begun(arguments):
-    """All ranks, while they are at work."""
+    """Start a run of all ranks; return its process."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return Forked([*COMMAND, *arguments], cwd=ROOT, env=os.environ | QUIET, **pipes)
 
 
 def said_by(running):
-    """On stderr, until it ended by itself."""
+    """Wait for the end of a run and return its stderr."""
     try:
         return running.communicate(timeout=60)[1]
     finally:
-        running.kill()  # and with it its ranks
+        running.kill()  # and its ranks
 
 
 def after(*lines):
-    """The command where something is otherwise that a test cannot have: a version, a GPU, memory."""
+    """Return a command that executes these lines first, for example to fake a version, a GPU or a memory size."""
     return [sys.executable, "-c", "\n".join([*lines, "from penstock.cli.main import main", "main()"])]
 
 
 def by_hand(arguments_of_ranks, folders=None, commands=None, **environment):
-    """Start ranks one by one, with arguments, folders and commands of their own: what each prints, and its exit code. What is added
-    to the environment is the same for all, or one for each."""
+    """Start ranks with separate arguments, folders and commands; return ((stdout, stderr), exit code) of each rank. `environment`:
+    variables with one value, or with a list of values by rank."""
     store, there = meeting_place(n := len(arguments_of_ranks))
     own = [{name: of[rank] if isinstance(of, list) else of for name, of in environment.items()} for rank in range(n)]
     ranks = [
@@ -79,22 +79,22 @@ def by_hand(arguments_of_ranks, folders=None, commands=None, **environment):
     finally:
         for process in ranks:
             process.kill()
-        del store  # until here: ranks lose each other without it
+        del store  # the rendezvous must live until here
 
 
 def pid_of(running, rank):
-    """Of those that a run has started, one after the other."""
+    """Return the process id of a rank's process; the run starts them in order."""
     return int(Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()[rank])
 
 
 def step_of(out):
-    """Of the last checkpoint."""
+    """Return the step of the last checkpoint, or 0."""
     found = latest(out)
     return 0 if found is None else int(found.name.removeprefix("checkpoint-"))
 
 
 def wait_for(what, running, seconds=60, look_s=0.05):
-    """Until it is so, while a run is at work."""
+    """Wait until `what()` is true; fail if the run ends before."""
     until_s = time.monotonic() + seconds
     while not what():
         if running.poll() is not None or time.monotonic() > until_s:
@@ -108,6 +108,6 @@ def contents(checkpoint):
 
 
 def is_that_of_one(home, n, *looks):
-    """Whether the checkpoint after `n` steps has the bytes of one that a process alone left."""
+    """True if the checkpoint after `n` steps has the bytes of a checkpoint by one process."""
     assert penstock(*words(home, planned(home, 1), *looks, out="alone", steps=n)).exit_code == 0
     return contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")

@@ -1,4 +1,4 @@
-"""Layers of transformers, measured call by call and byte by byte."""
+"""Measurements of transformers' layers: library calls, FLOP, traffic, saved and peak bytes."""
 
 import gc
 from collections import Counter
@@ -23,11 +23,11 @@ from penstock.runtime.plan.workload import Block, Model
 from .tiny import EAGER_ONLY, EXPERT_TYPES, tiny_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-WIDER = {"hidden_size": 128, "intermediate_size": 352}  # wide enough that no bookkeeping hides an error
+WIDER = {"hidden_size": 128, "intermediate_size": 352}  # wide enough that constant overheads hide no error
 
 
 def hf_model(config: dict[str, Any], **options: Any) -> torch.nn.Module:
-    """The model of a configuration, as transformers draws it."""
+    """Return the model of a configuration with random weights."""
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **options)
 
 
@@ -41,23 +41,23 @@ PRODUCTS = {"mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_atte
 
 
 def is_idle(name: str, args: Any, out: Any) -> bool:
-    """Whether a call is about rows of experts that another device has, and finds none.
+    """True if a call masks rows of experts on other devices, and no row is masked.
 
-    Older versions of transformers mask such rows on a single device, too. The plan books the mask's bytes, but not its calls.
+    Older versions of transformers mask such rows on a single device, too. The plan counts the mask's bytes, but not its calls.
     """
     match name:
         case "masked_fill" | "masked_fill_":
             return not args[1].any()
         case "ge":
             return not out.any()
-        case "clamp_":  # the numbers of experts
+        case "clamp_":  # indices of experts
             return not out.is_floating_point()
         case _:
             return False
 
 
 class Traffic(TorchDispatchMode):
-    """Counts library calls that do more than change a view, and the bytes of those that are no matrix products."""
+    """Count library calls that are not views, and the bytes of those that are not matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Traffic(TorchDispatchMode):
 
 
 class Work(Traffic):
-    """Counts FLOP as PyTorch's own counter does, too."""
+    """Also count FLOP with the formulas of PyTorch's counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def tensors(tree: object) -> list[torch.Tensor]:
 
 
 def layer_calls(model: torch.nn.Module, vocab: int, batch: int, seq_len: int) -> list[tuple[Any, torch.Tensor, dict[str, Any]]]:
-    """What the model's own forward passes to each of its layers."""
+    """Return (layer, hidden state, keyword arguments) that the model's forward passes to each layer."""
     calls: list[tuple[Any, torch.Tensor, dict[str, Any]]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda m, a, k: calls.append((m, a[0].detach(), k)), with_kwargs=True)
@@ -107,13 +107,13 @@ def layer_calls(model: torch.nn.Module, vocab: int, batch: int, seq_len: int) ->
 
 
 def given(kwargs: dict[str, Any]) -> Call:
-    """What a layer is given besides its hidden state, as a template takes it."""
+    """Return the keyword arguments of a layer as a `Call`."""
     leaves, spec = tree_flatten(((None,), kwargs))
     return Call(tuple(leaves), spec, 0, 0)
 
 
 def saved_bytes(layer: Callable[..., torch.Tensor], x: torch.Tensor, kwargs: dict[str, Any], weights: list[torch.Tensor]) -> int:
-    """Bytes of distinct storages that autograd saves of a forward, without those of weights and of what goes in."""
+    """Return the bytes of distinct storages that autograd saves in a forward, without weights and inputs."""
     given = {t.untyped_storage().data_ptr() for t in (*weights, *tensors((x, kwargs)))}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -128,9 +128,8 @@ def saved_bytes(layer: Callable[..., torch.Tensor], x: torch.Tensor, kwargs: dic
 
 
 def recorded(work: Callable[[], object]) -> list[Any]:
-    """What torch's profiler records of the work, in the order of time: events, `[memory]` among them for what the allocator gave
-    and got back. None of it is what was there before, garbage or a mask that something kept until it got another, which would count
-    as given back by this work."""
+    """Return the events of torch's profiler during the work in order of time; `[memory]` events are allocations and frees. Frees of
+    memory that was allocated before the work (garbage, or a cached mask that is replaced) are left out."""
     gc.collect()
     gc.disable()
     try:
@@ -138,7 +137,7 @@ def recorded(work: Callable[[], object]) -> list[Any]:
             result = work()
     finally:
         gc.enable()
-    del result  # what it holds counts
+    del result  # its memory counts as allocated
     there, found = Counter[int](), []
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
         n_bytes = event.nbytes() if event.name() == "[memory]" else 0
@@ -151,14 +150,14 @@ def recorded(work: Callable[[], object]) -> list[Any]:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that the allocator held beyond what it held before, as its own records tell."""
+    """Return the peak of allocated bytes above the level before the work, from the allocator's events."""
     changes = [event.nbytes() for event in recorded(work) if event.name() == "[memory]"]
     assert changes
     return max(accumulate(changes))
 
 
 def cases(types: tuple[str, ...]) -> list[tuple[str, str, str, str]]:
-    """(model type, attention, dtype, experts) that transformers can run: half of them, in which all choices of a type occur."""
+    """Return half of the combinations (model type, attention, dtype, experts); every choice of a type occurs."""
     found = []
     for n, t in enumerate(types):
         attention = ("eager",) if t in EAGER_ONLY else ("sdpa", "eager")
@@ -170,9 +169,9 @@ def cases(types: tuple[str, ...]) -> list[tuple[str, str, str, str]]:
 
 
 NO_KERNELS: Mapping[str, Any] = MappingProxyType({})
-SIZES = ((2, 48), (1, 160))  # several sequences, and a long one
+SIZES = ((2, 48), (1, 160))  # (batch, seq_len): several sequences, and a long one
 
-# Experts whose rows, not their weights or attention, decide what memory a layer needs
+# Experts with token rows that need more memory than their weights or attention
 MANY = (64, 16)
 _SPARSE = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 8, "num_hidden_layers": 1, "mlp_only_layers": []}
 ROW_HEAVY = tuple(
@@ -181,8 +180,8 @@ ROW_HEAVY = tuple(
 
 
 def layers_of(case, batch: int, seq_len: int, kernels=NO_KERNELS, **overrides) -> Iterator[tuple[Block, Any, torch.Tensor, dict]]:
-    """Each layer's prediction next to the real layer and its input; `kernels` are fields of the semantics, of which the real layer
-    trains what they say."""
+    """Yield (predicted block, real layer, input, keyword arguments) of each layer. `kernels`: fields of the semantics, also applied
+    to the real layer."""
     model_type, attention, dtype, experts = case
     config = tiny_config(model_type, **{**WIDER, **overrides})
     options = {"experts_implementation": experts} if model_type in EXPERT_TYPES else {}

@@ -1,6 +1,6 @@
-"""The plain training loop: a resident transformers model on one thread, the meaning of a plan's semantics written directly.
+"""Plain training loop: reference implementation of a plan's semantics with a transformers model in memory, on one thread.
 
-It shares no code with the runtime.
+Shares no code with the runtime's computation.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def half_up(x: torch.Tensor) -> torch.Tensor:
-    """fp32 to bf16, ties away from zero: add half a unit to the bits, drop the low half."""
+    """Round fp32 to bf16, ties away from zero: add half a unit to the bits, drop the low half."""
     return ((x.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 @cache
 def mixed_16() -> torch.Tensor:
-    """A permutation of all numbers of 16 bits."""
+    """Return a permutation of all 16-bit numbers."""
     mixed = torch.arange(2**16)
     mixed = ((mixed ^ mixed >> 8) * 0x88B5) % 2**16
     mixed = ((mixed ^ mixed >> 7) * 0xDB2D) % 2**16
@@ -38,7 +38,7 @@ def mixed_16() -> torch.Tensor:
 
 
 def random_16(key: int, n: int) -> torch.Tensor:
-    """The number of each element of a parameter of n, by docs/optimizers.md."""
+    """Return the random 16-bit number of each element of a parameter with n elements, as defined in docs/optimizers.md."""
     begins = []
     for turn in range(-(-n // 2**16)):
         x = (key + turn) % 2**32
@@ -50,29 +50,29 @@ def random_16(key: int, n: int) -> torch.Tensor:
 
 
 def in_int8(x: torch.Tensor, key: int, is_root: bool) -> torch.Tensor:
-    """What is left of fp32 numbers in groups of int8 codes: a row is a group."""
+    """Quantise fp32 numbers to int8 codes with a scale per group of 32, and dequantise them."""
     groups, numbers = F.pad(x.flatten(), (0, -x.numel() % 32)).view(-1, 32), random_16(key, x.numel())[::32, None]
     groups = groups.double().sqrt().float() if is_root else groups
     most = groups.abs().amax(dim=1, keepdim=True)
-    n_codes = torch.full_like(most, 255.0)  # of Python's numbers torch takes the reciprocal
+    n_codes = torch.full_like(most, 255.0)  # a tensor, because torch multiplies by the reciprocal of a Python number
     scale = (((most / n_codes if is_root else most).view(torch.int32) + numbers) & ~0xFFFF).view(torch.float32)
     if is_root:
         root = scale * torch.round(groups * (n_codes / most))
         found = root * root
     else:
-        code = torch.round(254 * groups / (most + groups.abs())).char().float()  # no zero with a sign
+        code = torch.round(254 * groups / (most + groups.abs())).char().float()  # via char: no negative zero
         found = scale * code / (254 - code.abs())
     return torch.where(scale <= 2.0**-58, 0.0, found).flatten()[: x.numel()].view(x.shape)
 
 
 def at_random(x: torch.Tensor, key: int, is_root: bool = False) -> torch.Tensor:
-    """fp32 to bf16, up as often as the numbers of its elements say."""
+    """Round fp32 to bf16 stochastically, with the random numbers of its elements."""
     bits = (x.flatten().view(torch.int32) + random_16(key, x.numel())) >> 16
     return bits.to(torch.int16).view(torch.bfloat16).view(x.shape)
 
 
 def lean_step(semantics: Semantics, name: str, master: torch.Tensor, moments, g: torch.Tensor, s: dict, n_updates: int):
-    """A master as the fp32 number that it is, and its moments, after an update by an optimizer that keeps less."""
+    """Return the master weight, as fp32, and its moments after an update by a low-bit optimizer."""
     (beta1, beta2), lr, wide = s["betas"], s["lr"], [moment.float() for moment in moments]
     by = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
     kept = master * by(1 - lr * s["weight_decay"])
@@ -81,11 +81,11 @@ def lean_step(semantics: Semantics, name: str, master: torch.Tensor, moments, g:
         after = [wide[0] + by(1 - beta2) * d]
         master = kept - by(lr) * torch.sign(wide[0] + by(1 - beta1) * d)
     else:
-        m, v = wide  # torch rounds roots of fp32 as its library does; of doubles, and then once, they are right
+        m, v = wide  # roots in double, because torch's fp32 roots depend on a library
         after = [m + by(1 - beta1) * (g - m), v * by(beta2) + (by(1 - beta2) * g) * g]
         below = after[1].double().sqrt().float() * by(1 / math.sqrt(1 - beta2**n_updates)) + by(s["eps"])
         master = kept + (by(-lr / (1 - beta1**n_updates)) * after[0]) / below
-    digest = hashlib.blake2b(f"0 {n_updates} {name}".encode(), digest_size=12).digest()  # of a run of seed 0
+    digest = hashlib.blake2b(f"0 {n_updates} {name}".encode(), digest_size=12).digest()  # seed 0
     keys = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
     if semantics.master_dtype == "split24":
         bits = master.flatten().view(torch.int32).long() + (random_16(keys[0], master.numel()) >> 8)
@@ -99,7 +99,7 @@ def lean_step(semantics: Semantics, name: str, master: torch.Tensor, moments, g:
 
 @dataclass
 class Reference:
-    """Masters and moments by parameter name, the loss and norm of every step taken, and the weights that are not trained."""
+    """Master weights and moments by parameter name, loss and norm of every step, and frozen weights."""
 
     masters: dict[str, torch.Tensor]
     exp_avg: dict[str, torch.Tensor]
@@ -124,9 +124,9 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
 
 
 def put_adapters(model: torch.nn.Module, lora) -> None:
-    """An adapter for each target, in the order in which a layer has them.
+    """Add an adapter to each target, in the order of a layer's modules.
 
-    Where a model has experts only attention has adapters, and they, where they are named.
+    In a model with experts only attention has adapters, and experts if `targets` contains "experts".
     """
     has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
     scale = lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank)
@@ -135,7 +135,7 @@ def put_adapters(model: torch.nn.Module, lora) -> None:
             for name, child in list(part.named_children()):
                 if name in lora.targets and isinstance(child, torch.nn.Linear):
                     setattr(part, name, Adapted(child, lora.rank, scale))
-            for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):  # one input
+            for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):  # modules with the same input
                 together = [child for name, child in part.named_children() if name in names and isinstance(child, Adapted)]
                 for child in together:
                     child.together = together
@@ -144,7 +144,7 @@ def put_adapters(model: torch.nn.Module, lora) -> None:
 
 
 def adapt_experts(experts: torch.nn.Module, rank: int, scale: float) -> None:
-    """One expert after the other, by autograd; under the names that PEFT gives."""
+    """Add adapters to experts, with PEFT's names; computed expert by expert, gradients by autograd."""
     first, dtype = torch.nn.Module(), experts.down_proj.dtype
     for holder, weight in ((first, experts.gate_up_proj), (experts, experts.down_proj)):
         n_experts, n_in, n_out = weight.shape if experts.is_transposed else weight.transpose(1, 2).shape
@@ -169,7 +169,7 @@ def adapt_experts(experts: torch.nn.Module, rank: int, scale: float) -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer and the two narrow ones of its adapter. The first of several with one input computes all of them."""
+    """Linear layer with its adapter. The first module of several with the same input computes all outputs."""
 
     def __init__(self, linear: torch.nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -190,7 +190,8 @@ class Adapted(torch.nn.Module):
 
 
 class LowRank(torch.autograd.Function):
-    """Its gradients written down, each product rounded once, scale included; a frozen product is added to what there is."""
+    """Linear layers with adapters and explicit gradients. Products include the scale and are rounded once; the product with the
+    frozen weight is accumulated onto the adapter's."""
 
     @staticmethod
     def forward(ctx, x, scale, *parts):
@@ -231,12 +232,12 @@ def is_trained(name: str, train) -> bool:
 
 
 def as_one_function(norm: torch.nn.Module) -> None:
-    """PyTorch's RMS norm as one node: what its input gets from it is one gradient, before the residual's is added."""
+    """Replace a norm by one autograd node, so that its input gradient is one tensor before the residual's is added."""
     norm.forward = lambda x: RMSNorm.apply(x, norm.weight, norm.variance_epsilon)
 
 
 class RMSNorm(torch.autograd.Function):
-    """Its gradients written down: that of the weight an fp32 sum of those of 1024 rows, in ascending order, rounded once."""
+    """RMS norm with explicit gradients. The weight gradient is an fp32 sum over chunks of 1024 rows in order, rounded once."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -259,15 +260,14 @@ class RMSNorm(torch.autograd.Function):
 
 
 class ByTiles(torch.nn.Module):
-    """Position-wise modules, one after the other, on tiles of tokens: each tile has weights of its own, equal to those of all.
-
-    Autograd then finds each tile's gradient by itself.
+    """Position-wise modules in sequence, applied to tiles of tokens. A tile uses a copy of the weights, so that autograd computes
+    gradients by tile.
     """
 
     def __init__(self, parts: list[tuple[str, torch.nn.Module]], tile_tokens: int) -> None:
         super().__init__()
         self.parts, self.tile_tokens = parts, tile_tokens
-        self.of_tiles: list[dict[str, torch.Tensor]] = []  # one forward's weights, tile by tile, named as within the layer
+        self.of_tiles: list[dict[str, torch.Tensor]] = []  # weights of one forward by tile, with names within the layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.of_tiles.clear()
@@ -282,7 +282,7 @@ class ByTiles(torch.nn.Module):
         return rows
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """fp32 sums over the tiles in ascending order, from zero, rounded once to the weights' dtype."""
+        """Return fp32 sums over the tiles in ascending order, starting from zero, rounded once to the weights' dtype."""
         sums = {name: torch.zeros(w.shape) for name, w in self.of_tiles[0].items()}
         for own in self.of_tiles:
             for name, w in own.items():
@@ -291,7 +291,7 @@ class ByTiles(torch.nn.Module):
 
 
 def cut_into_tiles(model: torch.nn.Module, semantics: Semantics) -> None:
-    """Let the MLPs run by tiles, if the semantics ask for it. A norm that comes after an MLP works on its tile."""
+    """Apply MLPs by tiles if the semantics set `mlp_tile_tokens`. A norm after an MLP becomes part of the tile."""
     if semantics.mlp_tile_tokens is None:
         return
     for layer in model.model.layers:
@@ -302,12 +302,12 @@ def cut_into_tiles(model: torch.nn.Module, semantics: Semantics) -> None:
 
 
 def length_class(n: int) -> int:
-    """The tokens that are computed for a shorter document than a sequence in bf16: multiples of 64, of 256 from 768 on."""
+    """Return the padded length of a document shorter than the sequence in bf16: a multiple of 64, or of 256 from 768 on."""
     return n + -n % (64 if n < 768 else 256)
 
 
 def each_alone(module, query, key, value, attention_mask, lengths, sliding_window=None, **others):
-    """Attention of each document by itself, padded where no mask is needed: `lengths` of those of each sequence."""
+    """Compute attention document by document, padded if no mask is needed. `lengths`: document lengths of each sequence."""
     eager, rows, window = module.config._attn_implementation == "eager_alone", [], sliding_window or query.shape[2]
     attend = sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward
     bare = not eager and not others.get("dropout") and max(n for of_row in lengths for n in of_row) <= window
@@ -325,11 +325,11 @@ def each_alone(module, query, key, value, attention_mask, lengths, sliding_windo
 
 
 for name in ("sdpa_alone", "eager_alone"):
-    AttentionInterface.register(name, each_alone)  # for which transformers makes no mask
+    AttentionInterface.register(name, each_alone)  # transformers makes no mask for these
 
 
 def packed(model: torch.nn.Module, semantics: Semantics, batch, rows: torch.Tensor) -> dict:
-    """Keywords of the model's forward for sequences that are packed of documents."""
+    """Return keyword arguments of the model's forward for sequences of packed documents."""
     model.config._attn_implementation = semantics.attention + ("" if batch.document_tokens is None else "_alone")
     if batch.document_tokens is None:
         return {}
@@ -338,9 +338,9 @@ def packed(model: torch.nn.Module, semantics: Semantics, batch, rows: torch.Tens
 
 
 def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], batches: list, settings: list[dict]) -> Reference:
-    """Take one step per batch from the given masters, by name; `settings` are each step's keywords of torch.optim.AdamW.
+    """Train one step per batch from these master weights. `settings`: keyword arguments of torch.optim.AdamW, by step.
 
-    A bf16 master is held here as the fp32 number that it is.
+    A bf16 master weight is stored as fp32 here.
     """
     compute, gradient_dtype = DTYPE[semantics.compute_dtype], DTYPE[semantics.gradient_dtype]
     model = build(config, semantics, compute)
@@ -409,7 +409,7 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
 
 
 def halved(chunk: torch.Tensor) -> torch.Tensor:
-    """A chunk's sum: padded with zeros, its second half is added to the first until one number is left."""
+    """Return the sum of a chunk: pad to a power of two with zeros, then add the second half to the first repeatedly."""
     chunk = F.pad(chunk, (0, 2 ** (chunk.numel() - 1).bit_length() - chunk.numel()))
     while chunk.numel() > 1:
         first, second = chunk.chunk(2)
@@ -418,8 +418,8 @@ def halved(chunk: torch.Tensor) -> torch.Tensor:
 
 
 def ends_of_pieces(parameters: dict[str, torch.Tensor], n_pieces: int) -> dict[str, list[int]]:
-    """Where within each parameter the norm's chunks begin anew. The parameters of a layer, or of what comes before or after all of
-    them, follow one another, each from a multiple of 128 elements on, and are cut into equal pieces, multiples of 128 too."""
+    """Return the offsets within each parameter at which the norm's chunks restart. The parameters of a block are concatenated, each
+    aligned to 128 elements, and cut into equal pieces of a multiple of 128."""
     blocks: dict[str, list[str]] = {}
     for name in parameters:
         in_layer = name.startswith("model.layers.")
@@ -437,7 +437,7 @@ def ends_of_pieces(parameters: dict[str, torch.Tensor], n_pieces: int) -> dict[s
 
 
 def at_once(logits: torch.Tensor, targets: torch.Tensor, n_supervised: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a tile and the gradient of its mean over the step, by lanes, as `loss: online` means it."""
+    """Return the summed loss of a tile, and the gradient of the mean over the step, by the SIMD lanes of `loss: online`."""
     n_threads, z = 32, logits.float()
     while n_threads < 512 and 8 * n_threads < z.shape[1]:
         n_threads *= 2
@@ -462,7 +462,7 @@ def by_halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def micro_batch_sums(model: torch.nn.Module, parameters, semantics: Semantics, batch) -> tuple[dict[str, torch.Tensor], float]:
-    """fp32 sums of the micro-batches' gradients, by name, and the mean loss; a tied weight gets its two sums added at the end."""
+    """Return fp32 sums of micro-batch gradients by name, and the mean loss. Both sums of a tied weight are added at the end."""
     micro_batches = torch.arange(semantics.batch_size).split(semantics.micro_batch)
     of_a_group = len(micro_batches) // semantics.sum_groups
     n_supervised, losses = int((batch.targets != -100).sum()), []
@@ -476,7 +476,7 @@ def micro_batch_sums(model: torch.nn.Module, parameters, semantics: Semantics, b
 
 
 def tree_sum(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A balanced binary tree's: the left half's sum and the right half's."""
+    """Return the sum by a balanced binary tree."""
     if len(parts) == 1:
         return parts[0]
     left, right = tree_sum(parts[: len(parts) // 2]), tree_sum(parts[len(parts) // 2 :])
@@ -484,7 +484,7 @@ def tree_sum(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def group_sums(model, parameters, semantics: Semantics, batch, micro_batches, n_supervised: int, losses) -> dict[str, torch.Tensor]:
-    """Of some micro-batches, in order, from zero; what the head's weight gets of the loss is named `head`."""
+    """Return gradient sums of micro-batches in order, starting from zero; the head weight's gradient by the loss is `head`."""
     body, head = model.model, model.lm_head.weight
     cap = getattr(model.config, "final_logit_softcapping", None)
     sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
@@ -502,7 +502,7 @@ def group_sums(model, parameters, semantics: Semantics, batch, micro_batches, n_
             if semantics.loss == "online":
                 loss, d_logits = at_once(logits.detach(), y, n_supervised)
                 dx, *dw = torch.autograd.grad(logits, given, d_logits)
-                if dw:  # accumulated by the product
+                if dw:  # accumulated within the product
                     d_head, dw = torch.addmm(d_head, d_logits.float().t(), x.detach().float()), []
             else:
                 loss = F.cross_entropy(logits.float(), y, ignore_index=-100, reduction="sum")

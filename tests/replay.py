@@ -1,9 +1,9 @@
-"""Replay: digests of plans, reports, refusals and trained states, to show that a change which was to change nothing did so.
+"""Replay: digests of plans, reports, error lines and trained states, to prove that a refactoring changed no behaviour.
 
-`python -m tests.replay write FILE` before the first change, `python -m tests.replay compare FILE` after every one, on one machine:
-digests of the text of two thousand plans, of policy, step and bounds over the grid, of what `plan` and `report` say of ten
-plans, of fifty error lines, and of what the demo's model has become after some steps: all of it, an adapter, and by two ranks. The
-bits of a training differ from processor to processor, so the file is not kept.
+Run `python -m tests.replay write FILE` before the first change and `python -m tests.replay compare FILE` after each, on the same
+machine. Digests cover the text of 2,000 plans; policy, step and bounds over the grid; outputs of `plan` and `report` for ten plans;
+fifty error lines; and the demo's model after some steps: full training, adapters, two ranks. The file is not committed, because
+trained bits depend on the processor.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from tests.strategies import Case, cases
 
 N_PLANS = 2000
 PENSTOCK = Path(sys.executable).with_name("penstock")
-# Ways to train the demo's model that touch every part of a step
+# Policies of the demo's model that use every part of a step
 POLICIES: dict[str, dict[str, Any]] = {
     "searched": {},
     "lean": {"accumulation_group": 2, "spill_blocks": [0, 1, 2, 3], "prefetch_depth": 1, "gradient_slots": 1},
@@ -39,7 +39,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "square_on_device": True,
     },
 }
-# What `plan` and `report` say
+# Arguments of `plan`
 REPORTED = """
 qwen2.5-0.5b --machine h100-sxm --seq-len 512 --batch-size 8
 qwen2.5-0.5b --machine gh200 --seq-len 512 --batch-size 8
@@ -52,7 +52,7 @@ qwen3-4b --machine 8xh100 --gpus 8 --hosts 2 --network-gbit 400 --batch-size 32
 qwen2.5-7b --machine rtx4090-server --train lora --base nf4 --batch-size 4
 smollm2-360m --machine mi355x --policy zero3-offload --tokens 10M
 """.strip().splitlines()
-# Commands that are refused, by what they begin with; MODEL, PLAN, DATA and HOME are there, PLAN is of MODEL
+# Commands that fail, by common prefix; MODEL, PLAN, DATA and HOME are replaced by existing paths, and PLAN is a plan of MODEL
 REFUSALS = {
     "plan": "nobody --machine h100-sxm | MODEL --machine h1000 | MODEL --machine / | MODEL | HOME --machine h100-sxm",
     "plan MODEL --machine cpu-2core": (
@@ -84,7 +84,7 @@ def digest(text: str | bytes) -> str:
 
 
 def plans() -> str:
-    """Of plans of random legal cases, always the same ones."""
+    """Return the digest of plans of random legal cases, derandomized."""
     found: list[str] = []
 
     @settings(max_examples=N_PLANS, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck])
@@ -97,7 +97,7 @@ def plans() -> str:
 
 
 def searched(of: tuple[str, str, int]) -> tuple[str, str]:
-    """Of one cell of the grid."""
+    """Return name and digest of one cell of the grid."""
     answer = grid.searched(*of).answer
     if isinstance(answer, str):
         return " ".join(map(str, of)), answer
@@ -106,7 +106,7 @@ def searched(of: tuple[str, str, int]) -> tuple[str, str]:
 
 
 def reported(folder: Path) -> Iterator[tuple[str, str]]:
-    """Of what ten plans are said to be, in text, as fields and as a page."""
+    """Yield digests of ten plans as text, as JSON and as a page."""
     for i, asked in enumerate(REPORTED):
         plan, page = folder / f"reported-{i}.json", folder / f"reported-{i}.html"
         yield f"text of {asked}", digest(_said("plan", *asked.split(), "-o", plan).stdout)
@@ -116,7 +116,7 @@ def reported(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def refused(folder: Path) -> Iterator[tuple[str, str]]:
-    """Of what is said of mistakes: the exit code and how many lines, apart from the words."""
+    """Yield, for each failing command, exit code and number of lines, and separately a digest of the message."""
     model, data, plan = _home(folder / "refused")
     _penstock("plan", model, "--machine", "cpu-2core", *SIZES, "-o", plan)
     there = {"MODEL": model, "DATA": data, "PLAN": plan, "HOME": folder / "refused"}
@@ -133,7 +133,7 @@ SIZES = ("--seq-len", 128, "--batch-size", 8, "--micro-batch", 2)
 
 
 def _home(folder: Path) -> tuple[Path, Path, Path]:
-    """A model, some text to train it with, and a place for its plan."""
+    """Write a model and training text; return their paths, and a path for a plan."""
     model, data = folder / "model", folder / "text.jsonl"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(CONFIG))
@@ -142,7 +142,7 @@ def _home(folder: Path) -> tuple[Path, Path, Path]:
 
 
 def trained(folder: Path) -> Iterator[tuple[str, str]]:
-    """Of what some steps of training leave: weights, masters, moments, and what was done when."""
+    """Yield digests of runs: files of the checkpoint, and the ops of the timeline by step."""
     model, data, plan = _home(folder / "trained")
     ways: dict[str, tuple[object, ...]] = {"adapter": ADAPTED, "two ranks": RANKED}
     for name, policy in POLICIES.items():

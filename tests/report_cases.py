@@ -1,4 +1,4 @@
-"""A small plan, the folder of a run of it, and the page of both."""
+"""A small plan, a synthetic run of it, and the parsed page of both."""
 
 import json
 from collections import Counter
@@ -18,13 +18,13 @@ from penstock.run_files import read_logged_run
 from penstock.runtime.plan import PlanFile
 from tests.strategies import predicted
 
-SLOWER = 1.1  # than predicted: the runs made here
+SLOWER = 1.1  # time of the synthetic run over the prediction
 MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-desktop", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4")
 TOKENS_PER_STEP = 2048
 
 
 def make_plan(path: Path) -> Path:
-    """The file of a small plan that the planner chose."""
+    """Write a small plan of the planner."""
     path.write_bytes(_chosen())
     return path
 
@@ -38,7 +38,7 @@ def _chosen() -> bytes:
 
 
 def make_run(folder: Path, plan_file: Path) -> Path:
-    """The folder of a run of that plan: a timeline, a log with evaluations and one loss that is not finite."""
+    """Write the folder of a run of the plan: a timeline, and a log with evaluations and one nonfinite loss."""
     folder.mkdir(exist_ok=True)
     plan = PlanFile.read(plan_file).plan
     prediction = predicted(plan, Profile.from_json(plan.profile))
@@ -61,12 +61,12 @@ def make_run(folder: Path, plan_file: Path) -> Path:
 
 
 def line(fields: dict[str, object]) -> str:
-    """A line of a log."""
+    """Return a line of a log."""
     return json.dumps(fields) + "\n"
 
 
 class Page(HTMLParser):
-    """A page, taken apart as a browser would."""
+    """Parsed page: tags, attributes, scripts, styles and text."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""Data without files, for tests."""
+"""Training data from an array of tokens."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from penstock.runtime.batch import UNSUPERVISED, Batch
 
 @dataclass(frozen=True)
 class RowOfTokens:
-    """One long row of tokens, cut into sequences, each a target of the one before; the obvious twin of joined text."""
+    """Tokens cut into sequences with next-token targets; reference implementation of joined text."""
 
     ids: np.ndarray = field(repr=False)
     seq_len: int

@@ -1,4 +1,4 @@
-"""Commands of `penstock` as tests run them."""
+"""`penstock` commands in this process, and homes with a tiny model and data."""
 
 import hashlib
 import json
@@ -13,19 +13,19 @@ from penstock.cli.main import cli
 from .tiny import tiny_config
 
 SIZES = ["--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
-SCRATCH = ["--from-scratch", "--tokenizer", "bytes"]  # of a model's folder that holds its configuration alone
-# A search takes longer than all that runs do with its plan. As it would, this updates in the next step, which saves and ends meet.
+SCRATCH = ["--from-scratch", "--tokenizer", "bytes"]  # for a model folder with a configuration only
+# A policy saves the time of a search. It defers updates, as a searched plan would, so that saving and ending occur before updates.
 UNSEARCHED = ("--policy", str(Path(__file__).with_name("deferred.json")))
 
 
 def penstock(*args):
-    """A command of `penstock`; `validate` is the benchmarks'."""
+    """Run a command of `penstock`, or `validate` of the benchmarks, with click's CliRunner."""
     command, words = (validate, args[1:]) if args[0] == "validate" else (cli, args)
     return CliRunner().invoke(command, [str(a) for a in words])
 
 
 def succeeded(done):
-    """A command that did what it was asked."""
+    """Assert exit code 0; return the result."""
     assert done.exit_code == 0, done.output
     return done
 
@@ -34,8 +34,8 @@ _PLANNED, _ELSEWHERE = {}, "<home>/"
 
 
 def plan_in(home, *extra, name="plan.json", model="model"):
-    """Planned once for all homes in which the same is asked of the same model: but for the folder, the plans are the same."""
-    files = frozenset(path.name for path in (home / model).iterdir())  # weights, which a plan says where to find
+    """Write a plan for the model of the home. Equal requests are planned once; only the folder in the plan differs."""
+    files = frozenset(path.name for path in (home / model).iterdir())  # a plan names files of weights
     words = [word.read_text() if isinstance(word, Path) else word for word in extra]
     asked = model, (home / model / "config.json").read_text(), files, *words
     if asked not in _PLANNED:
@@ -56,7 +56,7 @@ def train(home, plan, *extra, out="out", steps=4, scratch=SCRATCH):
 
 
 def make_home(tmp_path):
-    """A model of a few thousand byte-level parameters and some text, in a folder."""
+    """Write a byte-level model of a few thousand parameters, and some text."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272, num_hidden_layers=3)))
@@ -68,7 +68,7 @@ def make_home(tmp_path):
 
 
 def weights_in(folder):
-    """The weights of a model's folder by name."""
+    """Return the weights in a model's folder by name."""
     return {name: weight for path in sorted(folder.glob("model*.safetensors")) for name, weight in load_file(path).items()}
 
 

@@ -1,4 +1,4 @@
-"""Sessions of tiny models for the tests of training and checkpoints: no file is read, and a run takes a second."""
+"""Training sessions of tiny models without input files; a run takes a second."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ SAVING = ("every", "keep", "background", "copy_bytes", "minutes", "weights_only"
 
 
 def session_of(folder: Path, policy: Policy = Policy(), machine_type=CpuMachine, model_type: str = "llama", **fields) -> Session:  # noqa: B008 frozen
-    """A run of a tiny model from random weights; `fields` are of the checkpoint settings and the semantics."""
+    """Return a session of a tiny model with random weights; `fields` are checkpoint settings and fields of the semantics."""
     saving = {name: fields.pop(name) for name in SAVING if name in fields}
     plan = plan_of(tiny_config(model_type), semantics_of(model_type, **fields), policy)
     ids = np.random.default_rng(5).integers(0, 96, 16 * 50, dtype=np.uint16)
@@ -36,7 +36,7 @@ def session_of(folder: Path, policy: Policy = Policy(), machine_type=CpuMachine,
 
 
 def resumed(session: Session, state: State | None = None) -> Session:
-    """The session, gone on from a checkpoint: from the last one, if nothing is said."""
+    """Return the session resumed from a checkpoint, by default the last one."""
     state = state or load_state(latest(session.folder))
     refuse_another(state, session.identity)
     put_back(state, session.store.host, session.data)
@@ -44,7 +44,7 @@ def resumed(session: Session, state: State | None = None) -> Session:
 
 
 def train(session: Session, n_steps: int = 4, on_step=lambda metrics: None, validations: Sequence[Validation] = ()) -> Session:
-    """Train it up to `n_steps`."""
+    """Train the session up to `n_steps`."""
     session = replace(session, n_steps=n_steps)
     Trainer(session, on_step, validations).train()
     return session
@@ -55,7 +55,7 @@ def evaluating(session: Session, every: int | None) -> Session:
 
 
 def same_state(session: Session, expected: Session | tuple) -> bool:
-    """Masters and moments, to the last bit."""
+    """True if master weights and moments are bitwise equal."""
     states = state_of(session.store), expected if isinstance(expected, tuple) else state_of(expected.store)
     return all(same_bits(x[name], y[name]) for x, y in zip(*states, strict=True) for name in y)
 
@@ -68,12 +68,12 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The files of all checkpoints in a folder, which must be whole."""
+    """Return the files of all checkpoints in a folder; all must be complete."""
     for _, path in complete_checkpoints(folder):
         load_state(path)
     return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in folder.glob("checkpoint-*/*")}
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder."""
+    """Return the steps of the checkpoints in a folder."""
     return [step for step, _ in complete_checkpoints(folder)]

@@ -1,13 +1,13 @@
-"""The two lanes: which cases `make test` takes, and which it leaves to `make soak`.
+"""Selection of test cases for the fast lane (`make test`) and the long lane (`make soak`).
 
-A test says by a mark what the fast lane leaves out; what it promises is held there too, by fewer or smaller cases:
+Marks of a test select the cases that the fast lane omits; fewer or smaller cases of the same property remain in it:
 
-    soak                  the whole test
-    soak_cases("a", "b")  the cases of these ids
-    drawn                 of a property's examples, the fast lane draws one in SHARE, the long lane all
-    fast("some")          the fast lane takes the first case, and then one in SHARE
-    fast("values")        ... cases in which every value of every parameter occurs
-    fast("pairs")         ... cases in which every pair of parameters' values occurs
+    soak                  the long lane runs the whole test
+    soak_cases("a", "b")  the long lane runs the cases of these ids
+    drawn                 the fast lane samples 1 / SHARE of a property's examples, the long lane all
+    fast("some")          the fast lane runs every SHARE-th case, starting with the first
+    fast("values")        ... a set of cases that covers every value of every parameter
+    fast("pairs")         ... a set of cases that covers every pair of parameters' values
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ import pytest
 
 from .tiny import ALIKE
 
-SHARE = 13  # a prime, so that no value of a product of parameters is the one that is always taken
+SHARE = 13  # prime, so that a stride through a product of parameters visits all values
 FEWEST = 2
 
 
 def long_lane(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """The cases that the fast lane leaves to the long one."""
+    """Return the cases that only the long lane runs."""
     of_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -52,20 +52,20 @@ def _left_out(cases: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def share(n_examples: int) -> int:
-    """Number of examples that the fast lane draws, given that of all."""
+    """Return the number of examples in the fast lane."""
     return min(n_examples, max(n_examples // SHARE, FEWEST))
 
 
 def covering(cases: Mapping[Any, Mapping[str, object]], strength: int) -> set[Any]:
-    """Covering array: cases with every combination of `strength` parameters' values that occurs in any; not many more than needed.
+    """Return a covering array, by a greedy algorithm: cases that together have every combination of `strength` parameters' values.
 
-    A parameter that is a tuple counts as its elements, a model type as any that is like it.
+    A tuple counts as its elements, and a model type as the type in ALIKE.
     """
     wanted = {name: {*combinations(_values(values), strength)} for name, values in cases.items()}
     missing = set().union(*wanted.values())
     chosen = set()
     while missing:
-        best = max(wanted, key=lambda name: len(wanted[name] & missing))  # of several, the first
+        best = max(wanted, key=lambda name: len(wanted[name] & missing))  # ties: the first
         chosen.add(best)
         missing -= wanted[best]
     return chosen

@@ -1,6 +1,6 @@
-"""Hypothesis strategies of workloads, semantics, policies and plans, and the small ones that tests use by name.
+"""Hypothesis strategies of workloads, semantics, policies and plans, and small fixed ones.
 
-Each strategy yields only what is legal, so that tests need no `assume`.
+Strategies yield legal values only, so that tests need no `assume`.
 """
 
 from collections.abc import Sequence
@@ -81,14 +81,13 @@ MADE_UP = Profile.from_json(PROFILE)
 
 
 def predicted(plan: Plan, profile: Profile = MADE_UP, max_steps: int = 32) -> Prediction:
-    """The simulated steps of a plan on the machine of a profile."""
+    """Simulate the steps of a plan on the machine of a profile."""
     return simulate(plan, costs(plan, profile), region_of(profile), max_steps)
 
 
 @st.composite
 def semantics(draw: st.DrawFn, max_micro_batches: int = 4) -> Semantics:
-    """Up to four micro-batches, the last one smaller or not, in any groups that may be summed apart, of one rank or several; every
-    dtype that goes together, with and without clipping."""
+    """Sample micro-batches with or without a smaller last one, sum groups, ranks, dtypes, optimizer, clipping."""
     together = [(c, g, m) for c in ITEM_BYTES for g in ITEM_BYTES for m in ITEM_BYTES if (c, m) != ("fp32", "bf16")]
     seq_len, micro_batch, n = draw(st.integers(1, 64)), draw(st.integers(1, 3)), draw(st.integers(1, max_micro_batches))
     n_missing, (compute_dtype, gradient_dtype, master_dtype) = draw(st.integers(0, 2)), draw(st.sampled_from(together))
@@ -110,14 +109,14 @@ def semantics(draw: st.DrawFn, max_micro_batches: int = 4) -> Semantics:
     )
 
 
-# What of any workload trains something
+# Values of `train` with at least one trained parameter in every workload
 _MLP = ("up_proj", "down_proj")
 ADAPTED = tuple(Train(lora=Lora(rank=n, targets=targets)) for n, targets in ((8, _MLP), (16, _MLP), (3, ("up_proj",))))
 PARTS = (
     Train(names=("*norm.weight",)),
     Train(names=("norm.weight", "*.down_proj.weight")),
     Train(names=("embed.weight", "*.0.mlp.up_proj.weight")),
-    Train(names=("*.0.*", "*.norm.weight", "norm.weight")),  # some blocks whole, others in part
+    Train(names=("*.0.*", "*.norm.weight", "norm.weight")),  # some blocks completely, others partially
     Train(layers=(0, 0)),
     Train(layers=(0, 1)),
     Train(layers=(1, 1)),
@@ -126,14 +125,14 @@ PARTS = (
 
 @st.composite
 def frozen(draw: st.DrawFn, of: Semantics) -> Semantics:
-    """The same where not all is trained; what is not may come packed."""
+    """Sample frozen parameters for these semantics, packed or not."""
     train = draw(st.sampled_from(ADAPTED) | st.sampled_from(PARTS))
     base = draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8"]))
     return replace(of, train=train, base=base, gradient_dtype=draw(st.sampled_from(["fp32", "fp32", of.gradient_dtype])))
 
 
 def as_trained(blocks: Sequence[Block], train: Train) -> tuple[Block, ...]:
-    """The blocks of that model with only `train` trained, adapters of its layers' matrices included."""
+    """Return the blocks with only `train` trained, with adapters added to matrices of layers."""
 
     def changed(block: Block) -> Block:
         parameters = [replace(p, frozen=not train.trains(p.tied_to or p.name)) for p in block.parameters]
@@ -152,7 +151,7 @@ def as_trained(blocks: Sequence[Block], train: Train) -> tuple[Block, ...]:
 
 @st.composite
 def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
-    """Every way to recompute, or none but the whole forward, or any of them."""
+    """Sample recomputation tiers: all, none (recompute the whole forward), or a subset."""
     ways = [Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS]
     chosen = draw(st.sampled_from([ways, ways, []]) | st.lists(st.sampled_from(ways), unique=True))
     return tuple(draw(_tier(saved)) for saved in chosen)
@@ -160,7 +159,7 @@ def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
 
 @st.composite
 def _tier(draw: st.DrawFn, saved: Saved) -> Tier:
-    """One that saves more than the input does so in a few tensors, some of which are copied to where they wait."""
+    """Sample a tier. One that saves more than the input has up to nine saved tensors, some of them copied into the slot."""
     saved_bytes = 0 if saved is Saved.INPUT else draw(st.integers(0, 10**5))
     return Tier(
         saved,
@@ -177,7 +176,7 @@ def _tier(draw: st.DrawFn, saved: Saved) -> Tier:
 
 @st.composite
 def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
-    """An embedding, one to five layers of uneven sizes, and a head, tied or not."""
+    """Sample an embedding, one to `max_layers` layers of different sizes, and a head, tied or not."""
     tokens, item = of.tokens_per_micro_batch, ITEM_BYTES[of.compute_dtype]
     widths = st.sampled_from([8, 16]) | st.integers(1, 32) if of.base == "bf16" else st.sampled_from([16, 64])
     width, vocabulary = draw(widths), draw(st.integers(2, 64))
@@ -221,7 +220,7 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
 
 
 def with_smaller(blocks: tuple[Block, ...], of: Semantics) -> Workload:
-    """The workload whose smaller last micro-batch, if there is one, asks for its share."""
+    """Return the workload; a smaller last micro-batch has proportional sizes."""
     n, n_left = of.micro_batch, of.n_left
 
     def less(block: Block) -> Block:
@@ -241,7 +240,7 @@ def with_smaller(blocks: tuple[Block, ...], of: Semantics) -> Workload:
 
 
 def small_workload(n_layers: int, tied: bool, saving: bool = False, train: Train = EVERYTHING) -> Workload:
-    """A fixed workload: layers of different sizes, every weight a few elements. `saving`: they can save their products."""
+    """Return a fixed workload of layers with different sizes and small weights. `saving`: layers have the tier PRODUCTS."""
     layers = tuple(
         Block(
             f"layer {i}",
@@ -267,13 +266,13 @@ def small_workload(n_layers: int, tied: bool, saving: bool = False, train: Train
 
 
 def _some(draw: st.DrawFn, blocks: Sequence[int]) -> tuple[int, ...]:
-    """None of the blocks half the time, else any subset."""
+    """Sample no block with probability 1/2, else any subset."""
     return tuple(b for b in blocks if draw(st.booleans())) if draw(st.booleans()) else ()
 
 
 @st.composite
 def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
-    """What of the activations is kept, spilled, saved in part and computed again."""
+    """Sample the knobs of activations: boundary stride, or boundary offload, saved tiers and their offload."""
     blocks, n, first = workload.blocks, workload.n_layers, workload.first_trained
     if draw(st.integers(0, 2)) == 0:
         return {"boundary_stride": draw(st.integers(1, n))}
@@ -289,7 +288,7 @@ def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
 
 @st.composite
 def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
-    """Every legal combination of knobs, slots up to one more than there are layers."""
+    """Sample a legal combination of knobs; up to n_layers + 1 slots."""
     n, trains_all = workload.n_layers, workload.trains_all
     eager_is_legal = of.clip_norm is None and of.on_nonfinite == "stop" and trains_all
     updates = list(Update) if eager_is_legal else [Update.BARRIER, Update.DEFERRED]
@@ -322,7 +321,7 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a plan is made of."""
+    """Inputs of a plan."""
 
     semantics: Semantics
     workload: Workload
@@ -335,7 +334,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, max_layers: int = 5, max_micro_batches: int = 4) -> Case:
-    """A legal combination of semantics, workload and policy; in one of three something is frozen."""
+    """Sample a legal combination of semantics, workload and policy; one in three has frozen parameters."""
     of = draw(semantics(max_micro_batches))
     if max_layers > 1 and draw(st.integers(0, 2)) == 2:
         of = draw(frozen(of))
@@ -344,5 +343,5 @@ def cases(draw: st.DrawFn, max_layers: int = 5, max_micro_batches: int = 4) -> C
 
 
 def plans(max_layers: int = 5, max_micro_batches: int = 4) -> st.SearchStrategy[Plan]:
-    """A plan of a small synthetic model on PROFILE."""
+    """Sample a plan of a small synthetic model on PROFILE."""
     return cases(max_layers, max_micro_batches).map(lambda case: case.plan)

@@ -1,7 +1,7 @@
-"""Smallest honest models of each supported type.
+"""Tiny configurations of supported model types, in the format of `config.json`.
 
-Configurations as `config.json` holds them: few layers, narrow, but with every structural feature of the type (grouped
-key-value heads, biases, alternating windows, experts), so that what holds for them holds for the large ones.
+Few and narrow layers with every structural feature of the type (grouped key-value heads, biases, alternating windows, experts), so
+that results carry over to large models.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
 }
 
-_OTHERS: dict[str, dict[str, Any]] = {  # asked for what they alone have
+_OTHERS: dict[str, dict[str, Any]] = {  # for features that no other type has
     "bloom": {"n_head": 4, "hidden_dropout": 0.0},
     "gemma4_text": {
         **_SILU,
@@ -90,23 +90,23 @@ _OTHERS: dict[str, dict[str, Any]] = {  # asked for what they alone have
     },
 }
 
-# The oldest transformers that is allowed does not know all of them
+# Types in the installed transformers; the oldest supported version lacks some
 MODEL_TYPES: tuple[str, ...] = tuple(t for t in _OWN if find_spec(f"transformers.models.{t}"))
-# Of which every law is asked: the others have nothing but parts that these have, and loss, gradients, bits and bytes of theirs are
-# asked for where they are computed (test_outside, test_exactness, test_documents, test_footprint, test_workload).
+# Types for tests of every property. The others consist of the same parts; their loss, gradients, bits and bytes are tested in
+# test_outside, test_exactness, test_documents, test_footprint and test_workload.
 STRUCTURES: tuple[str, ...] = tuple(t for t in MODEL_TYPES if t not in ("gemma", "smollm3", "internlm3"))
-EAGER_ONLY: tuple[str, ...] = ("gemma2", "gpt_oss", "bloom")  # transformers refuses scaled-dot-product attention for these
+EAGER_ONLY: tuple[str, ...] = ("gemma2", "gpt_oss", "bloom")  # no scaled-dot-product attention in transformers
 EXPERT_TYPES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
-ALIKE = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}  # layers of these take the same paths
+ALIKE = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}  # layers with the same code paths
 
 
 def families(types: Sequence[str]) -> list[tuple[str, ...]]:
-    """Types whose layers take the same paths are one family, of which a law may draw."""
+    """Group types with the same code paths; a property may be tested with one sampled type per group."""
     return [tuple(of for of in types if ALIKE.get(of, of) == first) for first in types if first not in ALIKE]
 
 
 def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
-    """A `config.json` of the type, with `overrides` put over it; alternating layer types follow `num_hidden_layers`."""
+    """Return a `config.json` of the type, updated with `overrides`; alternating layer types follow `num_hidden_layers`."""
     config = {"model_type": model_type, **_COMMON, **(_OWN | _OTHERS)[model_type], **overrides}
     if "layer_types" in config and "layer_types" not in overrides:
         config["layer_types"] = [_ALTERNATING[i % 2] for i in range(config["num_hidden_layers"])]

@@ -1,6 +1,6 @@
-"""The pages docs/tour.md, a line for each folder, docs/imports.md, files by floor, and docs/api.md, what a program may call.
+"""Generated pages: docs/tour.md (one line per folder), docs/imports.md (files by level of imports), docs/api.md (Python interface).
 
-`python -m tests.tour` writes them; tests hold them against the folders and the imports.
+`python -m tests.tour` writes them; tests compare them with the code.
 """
 
 import ast
@@ -15,8 +15,8 @@ from penstock.results import Planned, Trained
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FLOORS, API = (ROOT / "docs" / name for name in ("tour.md", "imports.md", "api.md"))
 ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
-LINKED = ("planner", "runtime", "hwprofiles")  # folders at the top that are packages below `penstock`, by symbolic links
-# In the order of reading: what a plan is, who makes it, who performs it, what both rest on, and the shell.
+LINKED = ("planner", "runtime", "hwprofiles")  # top-level folders that are packages below `penstock` by symbolic links
+# Order of reading: the plan language, the planner, the runtime, and the command-line layer
 READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
@@ -39,18 +39,18 @@ Read first: [the ops](../runtime/plan/ops.py), [the compiler](../planner/lower/p
 
 @cache
 def first_line(path: Path) -> str:
-    """Of a file's docstring; empty where there is none."""
+    """Return the first line of a file's docstring, or an empty string."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0]
 
 
 def sources() -> list[Path]:
-    """Every Python file of the house, room by room, in a fixed order."""
+    """Return every Python file of the project, by package, in a fixed order."""
     return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")) if "out" not in path.parts]
 
 
 def tour() -> str:
-    """The page."""
+    """Return docs/tour.md."""
     lines = [f"- [{room}](../{room}) {first_line(ROOT / room / '__init__.py')}" for room in READING]
     return f"{_HEAD}\n" + "\n".join(lines) + "\n"
 
@@ -66,7 +66,7 @@ imports and those for types included. A floor is one above the highest that its 
 
 @cache
 def imports(tree: ast.Module) -> list[tuple[str, int]]:
-    """(module, relative level) of every import, late ones and those for types too; `from a import b` names both a and a.b."""
+    """Return (module, relative level) of every import, also late ones and those for types; `from package import a` is package.a."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -80,28 +80,28 @@ def imports(tree: ast.Module) -> list[tuple[str, int]]:
 
 
 def short_name(module: str) -> str:
-    """Module name without `penstock.` if its folder is at the top of the tree: `planner.search` for `penstock.planner.search`."""
+    """Return a module name without `penstock.` if its folder is in LINKED: `planner.search` for `penstock.planner.search`."""
     rest = module.removeprefix("penstock.")
     return rest if rest.partition(".")[0] in LINKED else module
 
 
 def full_name(module: str) -> str:
-    """Name under which a module is imported."""
+    """Return the name under which a module is imported; inverse of `short_name`."""
     return f"penstock.{module}" if module.partition(".")[0] in LINKED else module
 
 
 def is_package(module: str | None) -> bool:
-    """Whether a module is a folder that names files; `runtime.plan` stands for its own names."""
+    """True if a module is a folder without names of its own, unlike `runtime.plan`."""
     return module is not None and (ROOT / module.replace(".", "/") / "__init__.py").exists() and module != "runtime.plan"
 
 
 def module_of(path: Path) -> str:
-    """The module's name of a file."""
+    """Return the module name of a file."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def needs(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
-    """Which files each file imports, lazily, for its types or not."""
+    """Return the files that each file imports, including late imports and imports for types."""
     every = {module_of(path): path for path in trees}
     found: dict[str, set[str]] = {}
     for path, tree in trees.items():
@@ -117,7 +117,7 @@ def needs(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
 
 
 def floors(trees: Mapping[Path, ast.Module]) -> str:
-    """The page: for each room its files by floor, the highest first."""
+    """Return docs/imports.md: files of each package by level, the highest first."""
     needed, page = needs(trees), [_IMPORTS.rstrip()]
     rooms: dict[str, set[str]] = {}
     for path in trees:
@@ -136,7 +136,7 @@ def floors(trees: Mapping[Path, ast.Module]) -> str:
 
 
 def package_trees() -> dict[Path, ast.Module]:
-    """The syntax tree of every file of the four packages."""
+    """Return the syntax tree of every file of the four packages."""
     packages = {ROOT / name for name in ("penstock", "planner", "runtime", "hwprofiles")}
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources() if packages & {*path.parents}}
 
@@ -150,7 +150,7 @@ What `import penstock` gives a program, as its code has it; `plan` returns a Pla
 
 
 def api() -> str:
-    """The page: every public function and class in the words of its code."""
+    """Return docs/api.md: signatures and docstrings of public functions and classes."""
     page = [_API]
     for thing in (*(getattr(penstock, name) for name in sorted(penstock.__all__, key=str.swapcase)), Planned, Trained):
         source = inspect.getsource(thing)
@@ -169,7 +169,7 @@ def api() -> str:
 
 
 def _header(source: str, node: ast.ClassDef | ast.FunctionDef) -> list[str]:
-    """Decorators and signature."""
+    """Return the source lines of decorators and signature."""
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return source.splitlines()[first - 1 : node.body[0].lineno - 1]
 

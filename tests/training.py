@@ -1,4 +1,4 @@
-"""Tiny models trained by plans and by the plain loop, and what differs between the two."""
+"""Tiny models trained by a plan and by the plain loop, and comparison of both."""
 
 import json
 import random
@@ -31,60 +31,60 @@ from .strategies import PROFILE
 from .tiny import EAGER_ONLY, tiny_config
 
 N_STEPS = 3
-# What less an optimizer may keep: all that can be said, and other forms of master
+# Low-bit optimizer states: every value of --optimizer, and more forms of master weights
 SAID = [f"{of}{':,'[':' in of]}master={master}" for of in Optimizer for master in ("bf16", "split24")]
 LEAN: dict[str, dict] = {
     **{text: optimizing(text, None) for text in sorted({*Optimizer, *SAID} - {"adamw"})},
     "adamw:moments=bf16 fp32": {"optimizer": Optimizer.ADAMW_BF16, "compute_dtype": "fp32", "gradient_dtype": "fp32"},
     "adamw:moments=bf16 half up": {"optimizer": Optimizer.ADAMW_BF16, "master_dtype": "bf16"},
 }
-KEPT = ("master", "exp_avg", "exp_avg_sq", "frozen")  # of every parameter, or of one that is not trained
+KEPT = ("master", "exp_avg", "exp_avg_sq", "frozen")  # tensors of a trained parameter; `frozen`: of a frozen one
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
-# Most of what a policy can ask for at once, of a model of at least four layers.
+# Policy with most knobs set, for a model of at least four layers
 _UPDATES = {"update": Update.DEFERRED, "speculate_blocks": (0, 2), "gradient_slots": 2, "accumulation_group": 4}
 EVERYTHING = Policy(save=saves(products=(1,)), offload_blocks=(1,), spill_blocks=(2, 3), **_UPDATES)
 
 
 def scheduled(step: int) -> AdamW:
-    """A learning rate that is another one in every step."""
+    """Return optimizer settings with a learning rate that differs in every step."""
     return replace(ADAMW, lr=ADAMW.lr / (step + 1))
 
 
 def settings_of_torch(n_steps: int) -> list[dict]:
-    """The same, as torch.optim.AdamW takes them."""
+    """Return the settings of `scheduled` as keyword arguments of torch.optim.AdamW, by step."""
     a = [scheduled(step) for step in range(n_steps)]
     return [{"lr": s.lr, "betas": (s.beta1, s.beta2), "eps": s.eps, "weight_decay": s.weight_decay} for s in a]
 
 
 def semantics_of(model_type: str, **fields) -> Semantics:
-    """Small semantics that are legal for the type: 16 tokens a sequence, tiles that do not divide them."""
+    """Return small legal semantics for the type: sequences of 16 tokens, and tiles that do not divide them."""
     attention = "eager" if model_type in EAGER_ONLY else "sdpa"
     defaults = {"seq_len": 16, "batch_size": 4, "micro_batch": 1, "clip_norm": 0.5, "loss_tile_tokens": 5, "attention": attention}
     return Semantics(**(defaults | fields))
 
 
 def fused(model_type: str, attention_kernel: str = "flash") -> dict[str, str]:
-    """Every kernel that can be fused for a model type, as fields of the semantics."""
+    """Return the semantics' fields that enable every fused kernel of a model type."""
     return {part: FUSED[part] for part in fusible(Model(tiny_config(model_type)))} | {"attention_kernel": attention_kernel}
 
 
 def asked(thing) -> str:
-    """The fields of a policy, or of semantics, that are not the defaults: the name of a case."""
+    """Return the name of a case: fields of a policy or of semantics that differ from their defaults."""
     fields = thing if isinstance(thing, dict) else {k: v for k, v in asdict(thing).items() if v != getattr(Policy(), k)}
     return " ".join(f"{key}={value}" for key, value in fields.items()) or "defaults"
 
 
 def plan_of(config: dict, semantics: Semantics, policy: Policy) -> Plan:
-    counted = Model(config | {"attention_dropout": 0.0})  # the planner does not count dropout masks yet; the runtime replays them
+    counted = Model(config | {"attention_dropout": 0.0})  # the planner does not count dropout masks; the runtime replays them
     return lower(Model(config), build_workload(counted, semantics), semantics, policy, PROFILE)
 
 
 @lru_cache(maxsize=64)
 def batches_of(vocab_size: int, batch_size: int, seq_len: int, n_steps: int = N_STEPS) -> tuple[Batch, ...]:
-    """Random tokens; a fifth of the targets, and with them an unequal share of each micro-batch, are unsupervised.
+    """Return random tokens with 20 % unsupervised targets, unequal between micro-batches.
 
-    In the second step the last sequence of several has no supervised token at all.
+    In the second step the last sequence of several has no supervised token.
     """
     generator = torch.Generator().manual_seed(batch_size * 1000 + seq_len)
     result = []
@@ -101,7 +101,7 @@ def batches_of(vocab_size: int, batch_size: int, seq_len: int, n_steps: int = N_
 
 
 class Remembers:
-    """Of every step a machine keeps what it hands over."""
+    """Mixin that stores the result of every step."""
 
     def result(self, step: int):
         result = super().result(step)
@@ -114,7 +114,7 @@ class Remembering(Remembers, CpuMachine):
 
 
 class Hostile(Remembers, CpuMachine):
-    """A CpuMachine on which every race shows: lanes are delayed at random, and a slot is filled with NaN when it is released.
+    """CpuMachine that exposes races: random delays of lanes, and released slots filled with NaN.
 
     A slot is released by the last op that uses it before an op that only writes it.
     """
@@ -128,7 +128,7 @@ class Hostile(Remembers, CpuMachine):
         self.around(super().work, self.released, index, op, step)
 
     def around(self, work, released, index: int, op: Op, step: int) -> None:
-        """Some work on an op, made hostile."""
+        """Perform the work of an op with a random delay, then poison released slots."""
         if self.rng is not None and self.rng.random() < 0.15:
             time.sleep(self.rng.random() * 0.004)
         work(index, op, step)
@@ -137,15 +137,15 @@ class Hostile(Remembers, CpuMachine):
 
 
 def poison(arenas: Arenas, slot: Slot) -> None:
-    """Fill the slot with 0xFF bytes, which are NaN in every float dtype: a read that comes too late is seen."""
+    """Fill the slot with 0xFF bytes, which are NaN in every float dtype, so that late reads give NaN."""
     for piece in arenas.pieces(slot):
         piece.fill_(0xFF)
 
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
-    """For each op, the slots whose content no later op reads. One that two lanes read is left out: neither is the last."""
+    """Return, by op, the slots with content that no later op reads, without slots that two lanes read: neither lane is last."""
     blocks = range(len(plan.workload.blocks))
-    goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks), *map(plan.source_slot, blocks)}  # into the next step; no shadow does
+    goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks), *map(plan.source_slot, blocks)}  # live into the next step
     goes_on |= {plan.weights_slot(b) for b in blocks if plan.stays_loaded(b)}
     uses: dict[Slot, list[int]] = {}
     for index, op in enumerate(plan.ops):
@@ -166,8 +166,7 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
 
 
 def initial_masters(config: dict, semantics: Semantics) -> Tensors:
-    """What `begin` puts into the host store, by name: masters, and the weights that are frozen. However large a step, and whatever
-    is clipped, they are the same."""
+    """Return copies of the initial master and frozen weights by name. They do not depend on batch size and clipping."""
     found = _initial(json.dumps(config), replace(semantics, batch_size=semantics.micro_batch, sum_groups=1, clip_norm=None))
     return {name: x.clone() for name, x in found.items()}
 
@@ -179,7 +178,7 @@ def _initial(config_json: str, semantics: Semantics) -> Tensors:
 
 
 def begin(machine: CpuMachine, seed: int = 7) -> None:
-    """Random weights. Adapters are as if they had been trained for a while: one that does nothing yet hides much."""
+    """Initialise random weights; lora_B gets random values instead of zeros, so that adapters have an effect."""
     machine.initialise(seed)
     generator = torch.Generator().manual_seed(seed)
     for p in (p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[b]):
@@ -188,7 +187,7 @@ def begin(machine: CpuMachine, seed: int = 7) -> None:
 
 
 def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
-    """Masters, first and second moments by name, as copies."""
+    """Return copies of master weights, first and second moments by name."""
     masters, exp_avg, exp_avg_sq = {}, {}, {}
     for number in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned[number]:
@@ -201,7 +200,7 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
 
 
 def frozen_of(machine: CpuMachine) -> Tensors:
-    """The weights that are frozen, by name, as copies; packed ones are unpacked."""
+    """Return copies of frozen weights by name; packed ones are unpacked."""
     host, found, of = machine.host, Tensors(), machine.plan.semantics
     for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen[b]):
         if machine.plan.is_packed(p):
@@ -213,7 +212,7 @@ def frozen_of(machine: CpuMachine) -> Tensors:
 
 
 def machine_for(plan: Plan, machine_type=Remembering, batches: Sequence[Batch] = (), **options):
-    """A machine that trains `plan` from weights drawn by `begin`, on batches that come round again."""
+    """Return a machine that trains `plan` from the weights of `begin`, on a cycle of batches."""
     whole = plan.semantics.whole
     batches = batches or batches_of(plan.model.config["vocab_size"], whole.batch_size, whole.seq_len)
     folder = Path(tempfile.mkdtemp(prefix="disk-")) if plan.policy.disk_blocks else None
@@ -227,21 +226,21 @@ def machine_for(plan: Plan, machine_type=Remembering, batches: Sequence[Batch] =
 
 
 def trained(plan: Plan, machine_type=Remembering, n_steps: int = N_STEPS, **options):
-    """The machine after its first steps."""
+    """Return the machine after its first `n_steps` steps."""
     machine = machine_for(plan, machine_type, **options)
     execute(plan, machine, n_steps)
     return machine
 
 
 def streamed(config: dict, semantics: Semantics, policy: Policy, delay_seed: int | None = None, machine_type=Hostile):
-    """The machine after N_STEPS of the policy's plan, which the checker must pass."""
+    """Return the machine after N_STEPS of the policy's plan, which the checker must accept."""
     plan = plan_of(config, semantics, policy)
     check(plan)
     return trained(plan, machine_type, **({"delay_seed": delay_seed} if machine_type is Hostile else {}))
 
 
 def plain(model_type: str, semantics: Semantics, overrides: tuple = ()) -> reference.Reference:
-    """The same steps by the plain resident loop."""
+    """Return the result of the same steps by the plain loop."""
     return _plain(json.dumps(tiny_config(model_type, **dict(overrides))), semantics)
 
 
@@ -254,28 +253,28 @@ def _plain(config_json: str, semantics: Semantics) -> reference.Reference:
 
 @lru_cache(maxsize=64)
 def kept_whole(model_type: str, semantics: Semantics, overrides: tuple = ()) -> reference.Reference:
-    """The same steps by a plan that keeps everything and computes nothing twice: the standard where dropout is drawn."""
+    """Return the result of the same steps by a plan without recomputation: the expected result for models with dropout."""
     config = tiny_config(model_type, **dict(overrides))
     layers = tuple(range(1, config["num_hidden_layers"] + 1))
     return as_expected(streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches)))
 
 
 def as_expected(machine: CpuMachine) -> reference.Reference:
-    """What a machine came to, as `differences` takes it."""
+    """Return the state and results of a machine as an argument for `differences`."""
     results = [machine.results[step] for step in range(N_STEPS)]
     return reference.Reference(*state_of(machine), [r.loss for r in results], [r.grad_norm for r in results], frozen_of(machine))
 
 
 @lru_cache(maxsize=64)
 def clip_some_steps(model_type: str, semantics: Semantics, overrides: tuple = ()) -> Semantics:
-    """The semantics with a clip norm that some of the steps exceed and others do not."""
+    """Return the semantics with a clip norm that some steps exceed and others do not."""
     free = replace(semantics, clip_norm=None)
     norms = plain(model_type, free, overrides).norms
     return replace(semantics, clip_norm=(min(norms) + max(norms)) / 2)
 
 
 def differences(machine: CpuMachine, expected: reference.Reference | None = None) -> list[str]:
-    """Names of the tensors, losses and norms that are not bit for bit those expected, which is of the plain loop by default."""
+    """Return the names of tensors, losses and norms that are not bitwise equal to `expected`, by default the plain loop."""
     expected = expected or _plain(json.dumps(machine.plan.model.config), machine.plan.semantics)
     of_expected = (expected.masters, expected.exp_avg, expected.exp_avg_sq, expected.frozen)
     found = []
@@ -291,11 +290,11 @@ def differences(machine: CpuMachine, expected: reference.Reference | None = None
 
 
 def same_state(a: CpuMachine, b: CpuMachine) -> bool:
-    """Masters and moments equal to the last bit."""
+    """True if master weights and moments are bitwise equal."""
     return all(same_bits(x[name], y[name]) for x, y in zip(state_of(a), state_of(b), strict=True) for name in x)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the last bit: also the sign of zero, and NaN equals itself."""
+    """True if tensors are bitwise equal, including the sign of zero and NaN."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))

@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from penstock.hwprofiles.probe.host_works import Task, square_tasks, update_tasks
+from penstock.hwprofiles.probe.host_kernels import Task, square_tasks, update_tasks
 from penstock.runtime.host.chunks import Scratch
 from penstock.runtime.host.optimizer import TASK_ELEMENTS
 from penstock.runtime.host.slabs import host_slab, register_for_dma, touch, unregister

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.hwprofiles.laws import AttentionLaw
+from penstock.hwprofiles.op_laws import AttentionLaw
 from penstock.hwprofiles.quantity import Dtype
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
 from penstock.planner.model.kernels import FUSED

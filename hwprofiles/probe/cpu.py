@@ -1,6 +1,6 @@
-"""The CPU as a device: some cores compute, the others copy, update and sum.
+"""CPU device of the probe: some cores compute, the others copy, update and sum.
 
-Wall time on the threads and cores that the runtime would use; processor, steal and queue time are reported, not subtracted.
+Times are wall times on the threads and cores of a run. Processor, steal and queue time are reported, not subtracted.
 """
 
 import os
@@ -27,35 +27,35 @@ from penstock.runtime.plan import Lane
 from penstock.runtime.units import MiB, show_bytes
 
 from .device import Device, Facts, Ready, Run
-from .host_works import LEAST_BYTES
-from .works import COLD_BYTES, HANDOVER, Call, Walk, Work, copying
+from .host_kernels import LEAST_BYTES
+from .kernels_to_time import COLD_BYTES, HANDOVER, Benchmark, Call, Walk, copying
 
 Split = Callable[[list[int]], tuple[list[int], list[int]]]
 Registered = Callable[[torch.Tensor], AbstractContextManager[object]]
 CPU = torch.device("cpu")
-DEVICE_SHARE = 0.25  # of the free memory, for the arena that stands in for a device
-SLOTS_BYTES = 68 * MiB  # a few device slots, used in turn
-WORKING_BYTES = 64 * MiB  # of operands used in turn
-MOST_THREADS = 1024  # on the same cores
+DEVICE_SHARE = 0.25  # fraction of free memory for the arena that serves as device memory
+SLOTS_BYTES = 68 * MiB  # a few device slots, used in rotation
+WORKING_BYTES = 64 * MiB  # operands, used in rotation
+MOST_THREADS = 1024  # per set of cores
 STAT = Path("/proc/stat")
-STEAL_FIELD = 8  # of a line of it: the name of the core comes first
+STEAL_FIELD = 8  # index in a line; field 0 is the name of the core
 
 
 class CpuDevice(Device):
-    """Cores of this machine; beside a GPU, the host's part of it."""
+    """Cores of this machine; also the host part of a `CudaDevice`."""
 
     def __init__(self, split: Split = split_cores, registered: Registered = nullcontext) -> None:
-        """`split`: cores into those that compute or feed a GPU, and the others. `registered`: keeps a slab registered for DMA.
-        ProfileError where too little memory is free."""
-        settle_allocator()  # as where a CPU trains
+        """`split`: divides cores into those for compute, or for feeding a GPU, and the others. `registered`: context in which a
+        slab is registered for DMA. Raise ProfileError if too little memory is free."""
+        settle_allocator()  # same malloc settings as a run on a CPU
         self.all_cores = tuple(sorted(os.sched_getaffinity(0)))
         self.compute_cores, self.host_cores = map(tuple, split([*self.all_cores]))
         self.free_bytes = available_host_bytes() or 0
         self.pool = cache(self._new_pool)
-        self._beside: list[Work] = []  # what is repeated now
+        self._background: list[Benchmark] = []  # repeated in the background
         self._registered, self._slab_owner = registered, ExitStack()
         self._slab, self._walk = lru_cache(maxsize=1)(self._new_slab), lru_cache(maxsize=1)(self._new_walk)
-        needed_bytes = len(self.all_cores) * COLD_BYTES + 4 * LEAST_BYTES  # for copies on each core, and for optimizer state
+        needed_bytes = len(self.all_cores) * COLD_BYTES + 4 * LEAST_BYTES  # copies on every core, and optimizer state
         if self.free_bytes < needed_bytes:
             free, needed = show_bytes(self.free_bytes), show_bytes(needed_bytes)
             raise ProfileError(f"{free} of memory are free, and the probe needs {needed}; end other programs")
@@ -80,7 +80,7 @@ class CpuDevice(Device):
         return n_bytes, n_bytes
 
     @contextmanager
-    def prepared(self, work: Work) -> Iterator[Ready]:
+    def prepared(self, work: Benchmark) -> Iterator[Ready]:
         if work.make is not None:
             yield Ready(work, work.make(CPU, WORKING_BYTES))
         elif work.tasks is not None:
@@ -88,13 +88,13 @@ class CpuDevice(Device):
             with workers.helped(partial(settle, self._cores_of(work), 1)):
                 yield Ready(work, lambda: workers.run([*islice(walk, work.n_tasks)]))
         elif work.place is not None:
-            to, source = self._slabs if work.lane is Lane.H2D else self._slabs[::-1]
-            yield Ready(work, copying(to, source, int(work.amount)))
+            target, source = self._slabs if work.lane is Lane.H2D else self._slabs[::-1]
+            yield Ready(work, copying(target, source, int(work.amount)))
         else:
             yield Ready(work, lambda: self.pool(self.host_cores).submit(int).result())
 
     def _new_slab(self, n_bytes: int) -> torch.Tensor:
-        """Host memory as a run has it: huge pages, touched by all threads of the host, registered for DMA beside a GPU."""
+        """Allocate host memory like a run: huge pages, touched by all host threads, registered for DMA with a GPU."""
         self._slab_owner.close()
         slab = host_slab(n_bytes)
         self.pool(self.host_cores).submit(touch, [slab], len(self.host_cores)).result()
@@ -102,7 +102,7 @@ class CpuDevice(Device):
         return slab
 
     def _new_walk(self, tasks: Walk, n_bytes: int) -> Iterator[Any]:
-        """Tasks from end to end of the slab, again and again; the next work of the same tasks goes on where the last one ended."""
+        """Cycle through the tasks of the slab. The next benchmark with these tasks continues at the last position."""
         cores = self.host_cores
         by_all = partial(together, n_threads=len(cores), settled=partial(settle, cores, 1))
         return cycle(self.pool(cores).submit(tasks, self._slab(n_bytes), by_all).result())
@@ -114,12 +114,12 @@ class CpuDevice(Device):
 
     @cached_property
     def _slabs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Device slots and host memory, all pages there."""
+        """Device slots and host memory with all pages allocated."""
         return host_slab(SLOTS_BYTES).fill_(1), host_slab(COLD_BYTES).fill_(1)
 
     def run(self, ready: Ready, n: int) -> Run:
         work, cores = ready.work, self._cores_of(ready.work)
-        is_alone = not any({*self._cores_of(other)} & {*cores} for other in self._beside)
+        is_alone = not any({*self._cores_of(concurrent)} & {*cores} for concurrent in self._background)
 
         def lane() -> Run:
             counters = counters_s(cores) if work.tasks is not None else (0.0, 0.0)
@@ -127,46 +127,46 @@ class CpuDevice(Device):
             for _ in range(n):
                 ready.call()
             seconds, waited_s = time.perf_counter() - began_s, queued_s() - queued_before_s
-            after = counters_s(cores) if work.tasks is not None else (0.0, 0.0)
-            is_one_thread = is_alone and work.n_threads == 1 and work is not HANDOVER  # else threads wait for each other too
-            return Run(seconds, waited_s if is_one_thread else 0.0, after[0] - counters[0], after[1] - counters[1])
+            end = counters_s(cores) if work.tasks is not None else (0.0, 0.0)
+            is_one_thread = is_alone and work.n_threads == 1 and work is not HANDOVER  # otherwise threads also wait for each other
+            return Run(seconds, waited_s if is_one_thread else 0.0, end[0] - counters[0], end[1] - counters[1])
 
         return self.pool(cores).submit(lane).result()
 
     @contextmanager
-    def beside(self, company: Sequence[Ready]) -> Iterator[None]:
-        self._beside = [ready.work for ready in company]
+    def background(self, company: Sequence[Ready]) -> Iterator[None]:
+        self._background = [ready.work for ready in company]
         try:
             with repeating([(self.pool(self._cores_of(ready.work)), ready.call) for ready in company]):
                 yield
         finally:
-            self._beside = []
+            self._background = []
 
-    def _cores_of(self, work: Work) -> tuple[int, ...]:
+    def _cores_of(self, work: Benchmark) -> tuple[int, ...]:
         if work.is_on_all_cores:
             return self.all_cores
         return self.compute_cores if work.lane is Lane.GPU or work is HANDOVER else self.host_cores
 
     def _new_pool(self, cores: tuple[int, ...]) -> Executor:
-        """Threads on these cores, kept for the next work: a new one would start its library's threads anew."""
+        """Create a pool bound to these cores. It is cached, because a new thread would start new threads of its math library."""
         n_threads = len(cores) if cores == self.compute_cores else 1
         return ThreadPoolExecutor(MOST_THREADS, initializer=settle, initargs=(cores, n_threads))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that has physical pages."""
+    """Return the resident set size of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def queued_s() -> float:
-    """Seconds for which this thread wanted a core and had none, since it began; 0 where the kernel does not count them."""
+    """Return the seconds that this thread has waited in the run queue; 0 if the kernel does not report them."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def counters_s(cores: Sequence[int]) -> tuple[float, float]:
-    """Processor time of this process, and time that a hypervisor took from each of these cores, in the mean, so far."""
+    """Return the processor time of this process, and the mean steal time of these cores."""
     names, stolen = {f"cpu{core}" for core in cores}, 0
     with suppress(OSError, ValueError, IndexError):
         lines = [line.split() for line in STAT.read_text().splitlines()]
@@ -175,13 +175,13 @@ def counters_s(cores: Sequence[int]) -> tuple[float, float]:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself, or its architecture."""
+    """Return the model name of the processor, or its architecture."""
     names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line[:10] == "model name"]
     return next(filter(None, names), platform.machine())
 
 
 def memory_nodes(allowed: Sequence[int], folder: Path = Path("/sys/devices/system/node")) -> tuple[tuple[int, ...], ...]:
-    """Cores of each memory node that we may run on, by the node's number; a node without such cores is empty."""
+    """Return the allowed cores of each NUMA node, by node number; empty for a node without allowed cores."""
     nodes: dict[int, tuple[int, ...]] = {}
     for place in folder.glob("node[0-9]*"):
         with suppress(OSError, ValueError):
@@ -192,16 +192,16 @@ def memory_nodes(allowed: Sequence[int], folder: Path = Path("/sys/devices/syste
 
 
 def settle(cores: Sequence[int], n_threads: int) -> AbstractContextManager[None]:
-    """Bind the calling thread to the cores, with `n_threads` inside a kernel, for as long as it lives."""
+    """Bind the calling thread to the cores and set its intra-op threads to `n_threads`, permanently."""
     os.sched_setaffinity(0, cores)  # 0: the calling thread
     torch.set_num_threads(n_threads)
-    torch.set_grad_enabled(False)  # of this thread
+    torch.set_grad_enabled(False)  # thread-local
     return nullcontext()
 
 
 @contextmanager
 def repeating(tasks: Sequence[tuple[Executor, Call]]) -> Iterator[None]:
-    """Calls that are repeated, each on a thread, until the context ends; an error in one of them is raised then."""
+    """Repeat every call on a thread of its own until the context ends, then raise the first error of a call."""
     stop, begun = threading.Event(), [threading.Event() for _ in tasks]
 
     def loop(call: Call, has_begun: threading.Event) -> None:

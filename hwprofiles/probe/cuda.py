@@ -1,7 +1,6 @@
-"""A CUDA device for the probe, by torch: streams, events, pinned memory.
+"""CUDA device of the probe: one stream per lane, blocking events, host memory registered in place at its exact size.
 
-A stream for each lane, events that block instead of polling, host memory that is pinned where it is and in its exact size.
-Everything that torch raises becomes a DeviceError of one line. The host's own work is a `CpuDevice`'s.
+Errors of torch become a DeviceError of one line. Host work is performed by a `CpuDevice`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,17 +22,17 @@ from penstock.runtime.units import MiB, on_one_line
 
 from .cpu import CpuDevice, cpu_name, repeating
 from .device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
-from .works import COLD_BYTES, HANDOVER, Call, Work, copying
+from .kernels_to_time import COLD_BYTES, HANDOVER, Benchmark, Call, copying
 
-PCI_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # by transfers per second and lane, in GT/s
+PCI_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # by GT/s per lane
 DRIVER_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
-WORKS_AHEAD = 8  # in a stream's queue while a work is repeated without end: of pieces of 64 MiB, enough for 10 ms
-WORKING_BYTES = 512 * MiB  # of operands used in turn: above any device's cache, of which the largest has 256 MiB
+WORKS_AHEAD = 8  # queued in a stream while a benchmark is repeated in the background: copies of 64 MiB fill 10 ms
+WORKING_BYTES = 512 * MiB  # operands, used in rotation: larger than any device cache (at most 256 MiB)
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """What torch raises, as a DeviceError whose message is one line."""
+    """Translate errors of torch to a DeviceError with a message of one line."""
     try:
         yield
     except (RuntimeError, AssertionError, PlanError) as error:
@@ -44,7 +43,7 @@ def translated() -> Iterator[None]:
 
 @contextmanager
 def registered(slab: torch.Tensor) -> Iterator[None]:
-    """Keep a slab registered for DMA, in pieces of which several are registered at once, as a run's slabs are."""
+    """Keep a slab registered for DMA, in pieces that threads register in parallel, like the slabs of a run."""
     pieces = {str(i): piece for i, piece in enumerate(slab.split(SLAB_BYTES))}
     with translated():
         addresses = register_for_dma(pieces, n_threads=len(pieces))
@@ -55,10 +54,10 @@ def registered(slab: torch.Tensor) -> Iterator[None]:
 
 
 class CudaDevice(Device):
-    """One CUDA device of this process, and the host beside it."""
+    """One CUDA device of this process, and its host."""
 
     def __init__(self, index: int) -> None:
-        """ProfileError where there is none such, or torch cannot use it."""
+        """Raise ProfileError if the device does not exist or torch cannot use it."""
         if not torch.cuda.is_available():
             raise ProfileError("no CUDA device is visible to torch; use --device cpu, or a shipped profile with --machine")
         if index >= (n_devices := torch.cuda.device_count()):
@@ -83,7 +82,7 @@ class CudaDevice(Device):
             compute_threads=None,
             capability=(properties.major, properties.minor),
             host=cpu_name(),
-            host_bytes=self.host.free_bytes,  # no part of it stands in for a device
+            host_bytes=self.host.free_bytes,  # no part serves as device memory
         )
 
     def memory(self) -> tuple[int, int]:
@@ -111,14 +110,14 @@ class CudaDevice(Device):
             address: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
             try:
                 clock_mhz, draw = torch.cuda.clock_rate(self._device), torch.cuda.power_draw(self._device)
-            except Exception:  # the vendor's library is not there or may not be asked, each in an error of its own
+            except Exception:  # vendor library missing or not permitted; error types differ
                 clock_mhz, draw = 0, 0
             link = None if None in address else pci_link(*address)
             torch.cuda.synchronize(self._device)
         return Load(clock_mhz * 1e6 or None, draw / (1 if torch.version.hip else 1000) or None, link)  # W on AMD, mW elsewhere
 
     @contextmanager
-    def prepared(self, work: Work) -> Iterator[Ready]:
+    def prepared(self, work: Benchmark) -> Iterator[Ready]:
         if work.make is not None:
             with self._issuing(Lane.GPU):
                 call = work.make(self._device, WORKING_BYTES)
@@ -131,28 +130,28 @@ class CudaDevice(Device):
                 yield ready._replace(call=partial(self._hand_over, ready.call)) if work is HANDOVER else ready
 
     @contextmanager
-    def _copies(self, work: Work) -> Iterator[Call]:
+    def _copies(self, work: Benchmark) -> Iterator[Call]:
         n_bytes = max(int(work.amount), COLD_BYTES)
         with translated(), ExitStack() as stack:
             cores = self.host.all_cores if work.node is None else self.host.facts().nodes[work.node]
-            on_host = self.host.pool(cores).submit(lambda: host_slab(n_bytes).fill_(1)).result()  # on the node of who touches it
-            if work.place == "pinned":  # where it is: torch's own allocator would round the size up to a power of two
+            on_host = self.host.pool(cores).submit(lambda: host_slab(n_bytes).fill_(1)).result()  # first touch sets the NUMA node
+            if work.place == "pinned":  # in place: torch's pinned allocator rounds sizes up to a power of two
                 stack.callback(unregister, register_for_dma({"copies": on_host}))
             with self._issuing(Lane.GPU):
                 on_device = torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
                 torch.cuda.synchronize(self._device)
-            stack.callback(torch.cuda.synchronize, self._device)  # before that memory goes
-            to, source = (on_device, on_host) if work.lane is Lane.H2D else (on_host, on_device)
-            yield copying(to, source, int(work.amount))
+            stack.callback(torch.cuda.synchronize, self._device)  # before the memory is freed
+            target, source = (on_device, on_host) if work.lane is Lane.H2D else (on_host, on_device)
+            yield copying(target, source, int(work.amount))
 
     def _hand_over(self, between_threads: Call) -> None:
-        """There and back: a thread is woken; an op's event is recorded, another stream waits for it, and a thread for that one."""
+        """Hand over to another lane and back: wake a thread, record an event, wait for it on another stream and from a thread."""
         between_threads()
         for _ in range(2):
             with translated():
-                done, passed = CudaStreams.event(is_timed=True), CudaStreams.event(is_timed=True)
-                done.record(self._streams[Lane.GPU])
-                self._streams[Lane.H2D].wait_event(done)
+                recorded, passed = CudaStreams.event(is_timed=True), CudaStreams.event(is_timed=True)
+                recorded.record(self._streams[Lane.GPU])
+                self._streams[Lane.H2D].wait_event(recorded)
                 passed.record(self._streams[Lane.H2D])
                 passed.synchronize()
 
@@ -170,9 +169,9 @@ class CudaDevice(Device):
             return Run(max(first.elapsed_time(last) / 1e3, 1e-9))
 
     @contextmanager
-    def beside(self, company: Sequence[Ready]) -> Iterator[None]:
+    def background(self, company: Sequence[Ready]) -> Iterator[None]:
         calls = [partial(self.run, ready, WORKS_AHEAD) for ready in company if ready.work.lane is not Lane.CPU]
-        on_host = self.host.beside([ready for ready in company if ready.work.lane is Lane.CPU])
+        on_host = self.host.background([ready for ready in company if ready.work.lane is Lane.CPU])
         with on_host, ThreadPoolExecutor(len(Lane)) as pool, repeating([(pool, call) for call in calls]):
             yield
 
@@ -183,12 +182,12 @@ class CudaDevice(Device):
 
 
 def pci_link(domain: int, bus: int, device: int, devices: Path = Path("/sys/bus/pci/devices")) -> PciLink | None:
-    """The link of the device of that address; None where the kernel does not say. It may sleep while idle."""
+    """Return the PCIe link of the device at this address; None if the kernel does not report it. An idle link may report less."""
     folder = devices / f"{domain:04x}:{bus:02x}:{device:02x}.0"
     try:
-        speeds = [(folder / f"{which}_link_speed").read_text() for which in ("current", "max")]  # "32.0 GT/s PCIe"
+        speeds = [(folder / f"{state}_link_speed").read_text() for state in ("current", "max")]  # "32.0 GT/s PCIe"
         generation, most_generation = (PCI_GENERATION[float(speed.split()[0])] for speed in speeds)
-        width, most_width = (int((folder / f"{which}_link_width").read_text()) for which in ("current", "max"))
+        width, most_width = (int((folder / f"{state}_link_width").read_text()) for state in ("current", "max"))
     except (OSError, ValueError, KeyError, IndexError):
         return None
     return PciLink(generation, width, most_generation, most_width) if 0 < width <= most_width <= 32 else None

@@ -1,24 +1,24 @@
-"""The protocol of a device that a probe measures: CPU cores or a GPU, with its host; in tests a machine of known rates."""
+"""Protocol of a device that the probe measures: CPU cores, a GPU with its host, or in tests a machine of known rates."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from .works import Call, Work
+from .kernels_to_time import Benchmark, Call
 
 
 class DeviceError(Exception):
-    """The device did not do what it was asked; the message is part of a line."""
+    """Failure of a device; the message becomes part of a line."""
 
 
 class DeviceOutOfMemory(DeviceError):
-    """There is not enough memory in that place."""
+    """Out of device or host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the device and its host say of themselves."""
+    """Properties that the device and its host report."""
 
     kind: Literal["cpu", "cuda"]
     name: str
@@ -27,9 +27,9 @@ class Facts:
     capability: tuple[int, int]  # CUDA's compute capability
     host: str
     n_cores: int
-    n_host_cores: int  # of them, left to copies and the optimizer
-    host_bytes: int  # that new allocations can have
-    nodes: Sequence[Sequence[int]]  # cores of each memory node
+    n_host_cores: int  # cores for copies and the optimizer
+    host_bytes: int  # available to new allocations
+    nodes: Sequence[Sequence[int]]  # cores of each NUMA node
 
     @property
     def is_cpu(self) -> bool:
@@ -37,7 +37,7 @@ class Facts:
 
 
 class PciLink(NamedTuple):
-    """A PCIe link: as it runs now, and the most that device and slot could do together."""
+    """PCIe link: current state, and the maximum of device and slot together."""
 
     generation: int
     width: int
@@ -46,7 +46,7 @@ class PciLink(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a device says of itself while it works: its multiprocessors' clock, its power draw, its link; None: it does not."""
+    """State of a device under load: multiprocessor clock, power draw, link; None: not reported."""
 
     clock_hz: float | None = None
     watts: float | None = None
@@ -54,46 +54,46 @@ class Load(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A work with its operands in memory."""
+    """Benchmark with its operands in memory."""
 
-    work: Work
+    work: Benchmark
     call: Call
 
 
 class Run(NamedTuple):
-    """Times of works in a row."""
+    """Times of consecutive repetitions of a benchmark."""
 
     seconds: float  # wall time
-    queued_s: float = 0.0  # for which other programs kept the one thread of the work from its core
+    queued_s: float = 0.0  # run-queue time of a benchmark's single thread
     cpu_s: float = 0.0  # processor time of this process
-    steal_s: float = 0.0  # that a hypervisor took from each core of the work, in the mean
+    steal_s: float = 0.0  # mean steal time per core
 
 
 class Device(Protocol):
-    """A device and its host. Whatever fails raises DeviceError."""
+    """Device and its host. Methods raise DeviceError on failure."""
 
     def facts(self) -> Facts: ...
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of device memory that are free, and of all, whoever has them; on a CPU, of the part that stands in for a device."""
+        """Return free and total bytes of device memory; on a CPU, of the host memory that serves as device memory."""
 
     def reserve(self, n_bytes: int) -> None:
-        """Allocate `n_bytes` of device memory and give it back at once, to see whether it can be had."""
+        """Allocate and free `n_bytes` of device memory; raise DeviceOutOfMemory if it does not fit."""
         return
 
-    def prepared(self, work: Work) -> AbstractContextManager[Ready]:
-        """The work with its operands, as long as the context lasts."""
+    def prepared(self, work: Benchmark) -> AbstractContextManager[Ready]:
+        """Allocate the operands of a benchmark until the context ends."""
 
     def run(self, ready: Ready, n: int) -> Run:
-        """Do the work n times; returns when it is done."""
+        """Perform the benchmark n times and wait for completion."""
 
-    def beside(self, company: Sequence[Ready]) -> AbstractContextManager[None]:
-        """Repeat these without end, each on its own lane, until the context ends; they have begun when it does."""
+    def background(self, company: Sequence[Ready]) -> AbstractContextManager[None]:
+        """Repeat these benchmarks on their lanes until the context ends. All have begun when the context begins."""
 
     def release(self) -> None:
-        """Give back the host memory that works share."""
+        """Free the host memory that benchmarks share."""
         return
 
     def load(self, ready: Ready, n: int) -> Load:
-        """What the device says of itself while it does the work n times: a link, for one, may sleep while idle."""
+        """Return the state of the device while it performs the benchmark n times, because e.g. an idle link saves power."""
         return Load()

@@ -1,4 +1,4 @@
-"""List of measurements: which works are timed, beside what, and the number of a profile that each becomes."""
+"""List of measurements: the benchmark, the concurrent benchmarks, and the profile field of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,71 +9,72 @@ from penstock.hwprofiles.quantity import Dtype
 from penstock.hwprofiles.schema import AttentionKernel, Direction
 from penstock.runtime.units import GB, KiB, MiB, show_bytes
 
-from . import host_works, works
+from . import host_kernels
+from . import kernels_to_time as kernels
 from .device import DeviceOutOfMemory, Facts
-from .works import Work
+from .kernels_to_time import Benchmark
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 HEAD_DIMS = (64, 128)
-LARGE_BYTES = 771 * MiB  # that one kernel of a GPU reads and writes: far above a cache
-CLOCKED = 4096, 3584, 4736  # m, k, n of the product that kernels bound by memory are behind
-LOGITS = 4096, 152_064  # of a tile of tokens: rows that no multiprocessor holds
+LARGE_BYTES = 771 * MiB  # traffic of one pointwise kernel on a GPU: far above a cache
+CLOCKED = 4096, 3584, 4736  # m, k, n of the product that precedes memory-bound kernels
+LOGITS = 4096, 152_064  # tokens and vocabulary of a tile: rows too long for the memory of a multiprocessor
 RANK = 16  # of adapters
-CLOCKED_FRACTION = 0.9  # of the time of such a kernel and its product that may be the product's
-SEEN = "seen."  # of numbers that a profile has no place for: they widen spreads, or are cliffs
-ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # of a kind's work, without and with those of other lanes
-QUICKER = {"host_bytes": 6, "point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # of an effort
+CLOCKED_FRACTION = 0.9  # maximum share of the product in the time of product and kernel
+EXTRA = "extra."  # prefix of results without a profile field: they widen spreads or reveal cliffs
+ALONE, LOADED = f"{EXTRA}alone.", f"{EXTRA}beside."  # a benchmark of a kind, without and with load on other lanes
+QUICKER = {"host_bytes": 6, "point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # divisors
 Shape = tuple[int, int, int]
-REFERENCE, NODES, CLOCK = f"{SEEN}reference.", f"{SEEN}nodes.", f"{SEEN}clock"
+REFERENCE, NODES, CLOCK = f"{EXTRA}reference.", f"{EXTRA}nodes.", f"{EXTRA}clock"
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One number."""
+    """Measurement of one number."""
 
-    field: str  # its place in the profile, or a name below `SEEN`; seconds if it ends in _s, but a rate if in _per_s
-    work: Work
-    key: str = ""  # of a point of the grid that is in that place
-    beside: tuple[Work, ...] = ()  # repeated meanwhile
-    less: str | None = None  # the field of the seconds that each of the work's calls takes to begin, which are taken off
-    soak_s: float = 0.0  # of the same work, before it counts
-    is_optional: bool = False  # where the device refuses, all of its field is left out
+    field: str  # key in the profile, e.g. `link.h2d.latency_s`, or a name with prefix `EXTRA`; *_per_s is a rate, other *_s seconds
+    work: Benchmark
+    key: str = ""  # key in a grid point, e.g. `flop_per_s`
+    background: tuple[Benchmark, ...] = ()  # repeated concurrently
+    overhead: str | None = None  # field of the overhead per call, which is subtracted
+    soak_s: float = 0.0  # warm-up with the same benchmark
+    is_optional: bool = False  # if the device fails, the whole field is omitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Points to measure and time for each: until `point_s` is used up, within the numbers of repeats. Defaults are for a GPU."""
+    """Grid of points, and time per point: `point_s`, within the limits of `repeats`. Defaults are for a GPU."""
 
-    repeats: tuple[int, int] = (5, 11)  # least and most
+    repeats: tuple[int, int] = (5, 11)  # minimum, maximum
     point_s: float = 0.5
-    batch_s: float = 0.04  # of works in a row that are timed as one
-    window_s: float = 0.04  # the same, of several threads or beside other work, which take turns
-    longest_s: float = 1.5  # a work that takes longer is run once, or left out
-    sustained_s: float = 1.5  # of a work of the host's threads
-    piece_s: float = 0.1  # of it, of which the median counts
-    host_bytes: int = 12 * GB  # of the slab that such works walk through, at most
-    warm_up_s: float = 8.0  # of the reference
-    soak_s: float = 2.5  # of each product before its rate counts: another team's worst error of a step fell from 10 to 4 % with it
-    every: Mapping[Dtype, int] = field(default_factory=lambda: {"bf16": 1, "fp32": 2})  # of the points below: 2 is every other one
-    # Tokens (m of products) and widths (k, n) of models from 1 to 400 billion parameters; their MLPs and vocabularies are the odd
-    # ones. With every other point these have tokens that squares have too: a row of one point says nothing of other widths.
+    batch_s: float = 0.04  # repetitions timed as one batch
+    window_s: float = 0.04  # batch of several threads or under load, where threads take turns on cores
+    longest_s: float = 1.5  # a longer benchmark is run once or omitted
+    sustained_s: float = 1.5  # duration of a host benchmark
+    piece_s: float = 0.1  # pieces of this duration; their median is the result
+    host_bytes: int = 12 * GB  # maximum slab of host benchmarks
+    warm_up_s: float = 8.0  # of the reference product
+    soak_s: float = 2.5  # warm-up of each product: it reduced another team's largest error of a step from 10 to 4 %
+    every: Mapping[Dtype, int] = field(default_factory=lambda: {"bf16": 1, "fp32": 2})  # every n-th point below
+    # Tokens (m of products) and widths (k, n) of models from 1 to 400 billion parameters; odd shapes are MLPs and vocabularies.
+    # Odd shapes share their m with square products at every stride of `every`, because a row of one point covers no other widths.
     tokens: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
     widths: Sequence[int] = (1024, 2048, 4096, 8192, 16384)
     odd_shapes: Sequence[Shape] = ((8192, 8192, 29568), (4096, 4096, 14336), (2048, 4096, 131072), (4096, 14336, 4096))
-    reference: int = 8192  # m, k and n of the product that is soaked first, and measured again in the end
+    reference: int = 8192  # m = k = n of the product that is measured first and last
     seq_lens: Sequence[int] = (1024, 2048, 4096, 8192, 16384, 32768)
     n_heads: int = 16
-    layer: Shape = (8192, 3584, 18944)  # tokens, width, and width inside the MLP, of eager calls and the norm
-    tiny_bytes: int = 4 * KiB  # of a copy that is all latency
+    layer: Shape = (8192, 3584, 18944)  # tokens, hidden and intermediate width of eager calls and the norm
+    tiny_bytes: int = 4 * KiB  # copy for the latency
     copy_bytes: Sequence[int] = tuple(64 * KiB * 4**i for i in range(8))
-    piece_bytes: int = 64 * MiB  # of a copy where not its size but the company is measured
+    piece_bytes: int = 64 * MiB  # copy under load
 
     def quick(self) -> "Effort":
-        """Every other point, and shorter looks at them."""
+        """Return an effort with every other point and less time per point."""
         every = {dtype: 2 * n for dtype, n in self.every.items()}
-        less: dict[str, Any] = {name: type(value)(value / by) for name, by in QUICKER.items() for value in [getattr(self, name)]}
-        return replace(self, repeats=(3, self.repeats[1] // 2), every=every, **less)
+        faster: dict[str, Any] = {name: type(value)(value / n) for name, n in QUICKER.items() for value in [getattr(self, name)]}
+        return replace(self, repeats=(3, self.repeats[1] // 2), every=every, **faster)
 
 
 CPU = Effort(
@@ -100,109 +101,109 @@ GPU = Effort()
 
 
 def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Measurement]:
-    """All measurements in their order, without works that need more than `room_bytes` of device memory; DeviceOutOfMemory if a part
-    that every profile has is left with none."""
+    """Yield the measurements in order, without benchmarks that need more than `room_bytes` of device memory. Raise
+    DeviceOutOfMemory if a required field has no benchmark that fits."""
     sizes = [n for n in effort.copy_bytes[:: effort.every["bf16"]] if 2 * n <= room_bytes and 4 * n <= facts.host_bytes]
     if not sizes:
         raise DeviceOutOfMemory(f"not even two pieces of {show_bytes(effort.copy_bytes[0])} fit device and host")
     piece_bytes = min(effort.piece_bytes, sizes[-1])
-    # A CPU copies with a core, of which a run spares no more than one.
-    copies = tuple(works.copy(direction, piece_bytes) for direction in DIRECTIONS[: 1 if facts.is_cpu else 2])
-    slab_bytes = host_works.slab_bytes(facts.host_bytes, effort.host_bytes)
-    company = (*copies, host_works.updates(facts.n_host_cores, slab_bytes))
-    yield Measurement("host.dram_bytes_per_s", host_works.traffic(facts.n_cores, slab_bytes))
-    yield Measurement("host.reduce_bytes_per_s", host_works.squares(facts.n_host_cores, slab_bytes))
-    yield Measurement("host.page_fault_bytes_per_s", host_works.first_touch(slab_bytes))
-    yield from _copies(effort, facts, sizes, piece_bytes, company[-1])
+    # A CPU copies with a core, and a run uses one core for copies.
+    copies = tuple(kernels.copy(direction, piece_bytes) for direction in DIRECTIONS[: 1 if facts.is_cpu else 2])
+    slab_bytes = host_kernels.slab_bytes(facts.host_bytes, effort.host_bytes)
+    load = (*copies, host_kernels.updates(facts.n_host_cores, slab_bytes))
+    yield Measurement("host.dram_bytes_per_s", host_kernels.traffic(facts.n_cores, slab_bytes))
+    yield Measurement("host.reduce_bytes_per_s", host_kernels.squares(facts.n_host_cores, slab_bytes))
+    yield Measurement("host.page_fault_bytes_per_s", host_kernels.first_touch(slab_bytes))
+    yield from _copies(effort, facts, sizes, piece_bytes, load[-1])
     yield from _optimizer(effort, facts, copies, slab_bytes)
     width = effort.reference
-    while (reference := works.product("bf16", width, width, width)).n_bytes > room_bytes:
+    while (reference := kernels.product("bf16", width, width, width)).n_bytes > room_bytes:
         width //= 2
     yield Measurement(REFERENCE + "first", reference, soak_s=effort.warm_up_s)
     for dtype in DTYPES:
         every = effort.every[dtype]
         square = {(m, width, width) for m, width in product(effort.tokens[::every], effort.widths[::every])}
         shapes = sorted(square | {*effort.odd_shapes[::every]})
-        products = [work for work in (works.product(dtype, *shape) for shape in shapes) if work.n_bytes <= room_bytes]
-        yield from _slowdown(products[len(products) // 2], company)
+        products = [work for work in (kernels.product(dtype, *shape) for shape in shapes) if work.n_bytes <= room_bytes]
+        yield from _slowdown(products[len(products) // 2], load)
         yield from (Measurement(f"device.matmul.{dtype}", work, "flop_per_s", soak_s=effort.soak_s) for work in products)
     for dtype in DTYPES:
-        yield from _attention(effort, facts.is_cpu, dtype, room_bytes, company)
-    yield from _kernels(effort, facts.is_cpu, company)
+        yield from _attention(effort, facts.is_cpu, dtype, room_bytes, load)
+    yield from _kernels(effort, facts.is_cpu, load)
     yield Measurement(REFERENCE + "last", reference)
 
 
-def _slowdown(work: Work, beside: tuple[Work, ...]) -> Iterator[Measurement]:
-    """A work alone, and beside what other lanes do meanwhile: spreads of its kind cover what that costs it."""
+def _slowdown(work: Benchmark, load: tuple[Benchmark, ...]) -> Iterator[Measurement]:
+    """Yield a benchmark alone and under load of other lanes. The slowdown widens the spreads of its kind."""
     yield Measurement(ALONE + work.kind, work)
-    yield Measurement(BESIDE + work.kind, work, beside=beside)
+    yield Measurement(LOADED + work.kind, work, background=load)
 
 
-def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int, optimizer: Work) -> Iterator[Measurement]:
-    """The link each way: by size, of pageable memory, beside the other direction, beside the optimizer, and by memory node."""
-    for direction, other in (DIRECTIONS, DIRECTIONS[::-1]):
-        way, piece = f"link.{direction}", works.copy(direction, piece_bytes)
-        yield Measurement(f"{way}.latency_s", works.copy(direction, effort.tiny_bytes))
-        yield from (Measurement(f"{way}.bytes_per_s", works.copy(direction, n), "rate", less=f"{way}.latency_s") for n in sizes)
-        yield Measurement(f"{way}.pageable_bytes_per_s", works.copy(direction, piece_bytes, "pageable"))
-        yield Measurement(f"{way}.duplex_bytes_per_s", piece, beside=(works.copy(other, piece_bytes),))
-        yield Measurement(f"{way}.under_optimizer_bytes_per_s", piece, beside=(optimizer,))
+def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int, optimizer: Benchmark) -> Iterator[Measurement]:
+    """Yield copies in each direction: by size, pageable, with the other direction, with the optimizer, and by NUMA node."""
+    for direction, reverse in (DIRECTIONS, DIRECTIONS[::-1]):
+        way, latency, piece = f"link.{direction}", f"link.{direction}.latency_s", kernels.copy(direction, piece_bytes)
+        yield Measurement(latency, kernels.copy(direction, effort.tiny_bytes))
+        yield from (Measurement(f"{way}.bytes_per_s", kernels.copy(direction, n), "rate", overhead=latency) for n in sizes)
+        yield Measurement(f"{way}.pageable_bytes_per_s", kernels.copy(direction, piece_bytes, "pageable"))
+        yield Measurement(f"{way}.duplex_bytes_per_s", piece, background=(kernels.copy(reverse, piece_bytes),))
+        yield Measurement(f"{way}.under_optimizer_bytes_per_s", piece, background=(optimizer,))
     nodes = [node for node, cores in enumerate(facts.nodes) if cores]
     if len(nodes) > 1 and not facts.is_cpu:
-        yield from (Measurement(f"{NODES}{node}", works.copy("h2d", piece_bytes, node=node)) for node in nodes)
+        yield from (Measurement(f"{NODES}{node}", kernels.copy("h2d", piece_bytes, node=node)) for node in nodes)
 
 
-def _optimizer(effort: Effort, facts: Facts, copies: tuple[Work, ...], slab_bytes: int) -> Iterator[Measurement]:
-    """The optimizer over threads: alone, beside uploads and beside copies in both directions. Uploads of a CPU are copies by a core
-    of the host: threads and cores account for these."""
+def _optimizer(effort: Effort, facts: Facts, copies: tuple[Benchmark, ...], slab_bytes: int) -> Iterator[Measurement]:
+    """Yield the optimizer by threads: alone, during uploads, and during copies in both directions. A CPU has no measurement during
+    uploads, because its uploads are copies by a host core."""
     if facts.is_cpu:
-        yield from _slowdown(host_works.updates(1, slab_bytes), (works.product("fp32", 512, 512, 512),))
-    most = facts.n_host_cores
-    for n in sorted({*[2**i for i in range(most.bit_length())][:: effort.every["bf16"]], most}):
-        work = host_works.updates(n, slab_bytes)
+        yield from _slowdown(host_kernels.updates(1, slab_bytes), (kernels.product("fp32", 512, 512, 512),))
+    n_cores = facts.n_host_cores
+    for n in sorted({*[2**i for i in range(n_cores.bit_length())][:: effort.every["bf16"]], n_cores}):
+        work = host_kernels.updates(n, slab_bytes)
         yield Measurement("host.optimizer", work, "params_per_s")
         yield Measurement("host.optimizer", work, "params_per_s_under_copies", copies)
         if not facts.is_cpu:
             yield Measurement("host.optimizer", work, "params_per_s_under_uploads", copies[:1])
 
 
-def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, company: tuple[Work, ...]) -> Iterator[Measurement]:
-    """Each kernel, forward and backward apart; every work has the same number of tokens, in longer or shorter sequences."""
+def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, load: tuple[Benchmark, ...]) -> Iterator[Measurement]:
+    """Yield forward and backward of each attention kernel; all have the same number of tokens, in sequences of several lengths."""
     heads, widest = effort.n_heads, max(HEAD_DIMS)
     seq_lens = effort.seq_lens[:: effort.every[dtype]]
-    lengths = [n for n in seq_lens if works.attention(dtype, 1, heads, n, widest)["forward"].n_bytes <= room_bytes]
+    lengths = [n for n in seq_lens if kernels.attention(dtype, 1, heads, n, widest)["forward"].n_bytes <= room_bytes]
     if not lengths:
         raise DeviceOutOfMemory(f"not even {seq_lens[0]} tokens fit the free device memory")
-    yield from _slowdown(works.attention(dtype, 1, heads, lengths[-1], HEAD_DIMS[0])["backward"], company)
-    kernels: tuple[AttentionKernel, ...] = ("flash",) if is_cpu else ("flash", "cudnn")
-    for kernel, head_dim, seq_len in product(kernels, HEAD_DIMS, lengths):
-        for way, work in works.attention(dtype, lengths[-1] // seq_len, heads, seq_len, head_dim, kernel).items():
+    yield from _slowdown(kernels.attention(dtype, 1, heads, lengths[-1], HEAD_DIMS[0])["backward"], load)
+    names: tuple[AttentionKernel, ...] = ("flash",) if is_cpu else ("flash", "cudnn")
+    for kernel, head_dim, seq_len in product(names, HEAD_DIMS, lengths):
+        for way, work in kernels.attention(dtype, lengths[-1] // seq_len, heads, seq_len, head_dim, kernel).items():
             yield Measurement(f"device.attention.{kernel}.{dtype}", work, f"{way}_flop_per_s", is_optional=kernel != "flash")
 
 
-def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterator[Measurement]:
-    """Library calls, hand-overs between lanes, and kernels bound by memory. The memory rate of a CPU is that of a layer's eager
-    calls; of a GPU that of one large kernel, and eager calls have a rate of their own."""
-    call_s, eager_calls, calls = "device.kernel_overhead_s", works.eager(*effort.layer), works.library_calls(is_cpu)
+def _kernels(effort: Effort, is_cpu: bool, load: tuple[Benchmark, ...]) -> Iterator[Measurement]:
+    """Yield library calls, hand-overs between lanes, and memory-bound kernels. The memory rate of a CPU is the rate of a layer's
+    eager calls. A GPU has one rate for a large kernel and one for eager calls."""
+    call_s, eager_calls, calls = "device.kernel_overhead_s", kernels.eager(*effort.layer), kernels.library_calls(is_cpu)
     if is_cpu:
-        yield from _slowdown(calls, company)
+        yield from _slowdown(calls, load)
     yield Measurement(call_s, calls)
-    yield Measurement("device.op_overhead_s", works.HANDOVER)
+    yield Measurement("device.op_overhead_s", kernels.HANDOVER)
     if is_cpu:
-        yield from _slowdown(eager_calls, company)
-        yield Measurement("device.memory_bytes_per_s", eager_calls, less=call_s)
+        yield from _slowdown(eager_calls, load)
+        yield Measurement("device.memory_bytes_per_s", eager_calls, overhead=call_s)
         return
-    large = works.pointwise(LARGE_BYTES)
-    yield from _slowdown(large, company)
+    large = kernels.pointwise(LARGE_BYTES)
+    yield from _slowdown(large, load)
     yield Measurement("device.memory_bytes_per_s", large)
-    yield Measurement("device.eager_bytes_per_s", eager_calls, less=call_s)
-    for way, work in works.norm(*effort.layer[:2]).items():
+    yield Measurement("device.eager_bytes_per_s", eager_calls, overhead=call_s)
+    for way, work in kernels.norm(*effort.layer[:2]).items():
         yield Measurement(f"device.norms.torch-fused.{way}_bytes_per_s", work)
-    before = works.product("bf16", *CLOCKED)
-    yield Measurement(CLOCK, before)
+    clocked = kernels.product("bf16", *CLOCKED)
+    yield Measurement(CLOCK, clocked)
     n_tokens, width, inner = effort.layer
-    behind = {"fused": works.activation(n_tokens, inner), "loss": works.loss(*LOGITS)}
-    behind["unpack"] = works.unpacking("int8", 3 * ((inner, width), (width, inner)))
-    behind["narrow"] = works.narrow(n_tokens, width, inner, RANK)
+    behind = {"fused": kernels.activation(n_tokens, inner), "loss": kernels.loss(*LOGITS)}
+    behind["unpack"] = kernels.unpacking("int8", 3 * ((inner, width), (width, inner)))
+    behind["narrow"] = kernels.narrow(n_tokens, width, inner, RANK)
     for name, work in behind.items():
-        yield Measurement(f"device.{name}_bytes_per_s", works.behind(before, work), less=CLOCK, is_optional=True)
+        yield Measurement(f"device.{name}_bytes_per_s", kernels.behind(clocked, work), overhead=CLOCK, is_optional=True)

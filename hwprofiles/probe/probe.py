@@ -1,4 +1,4 @@
-"""The probe: performs the list of measurements on a device, and writes the profile that they make."""
+"""Probe: performs the list of measurements on a device and writes the profile."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,23 +10,24 @@ from penstock.hwprofiles.schema import FORMAT_VERSION, Profile
 from penstock.runtime.errors import ProfileError
 from penstock.runtime.units import MiB, show_bytes, show_seconds
 
-from . import host_works, works
+from . import host_kernels
+from . import kernels_to_time as kernels
 from .cliffs import MARK, MOST_CHARACTERS, cliffs
 from .cpu import resident_bytes
 from .device import Device, DeviceError, DeviceOutOfMemory, Facts
 from .measurements import DTYPES, Effort, Measurement, measurements
-from .numbers import HOST, Numbers, Result
+from .profile_fields import HOST, ProfileFields, Result
 from .timings import Stopwatch, Timing
 
-Progress = Callable[[str, float], None]  # what is measured now, and the fraction done
+Progress = Callable[[str, float], None]  # kind of the current benchmark, and the fraction done
 
-# Transformers 5 (with the torch._dynamo that it imports: 220 MB), datasets and pyarrow (85 MB), kernels' memory, holes in the heap.
+# Transformers 5 (220 MB with torch._dynamo, which it imports), datasets and pyarrow (85 MB), kernels' memory, heap fragmentation.
 BEYOND_TORCH_BYTES = 340_000_000
-BEYOND_PROBE_BYTES = 512 * MiB  # of a GPU: kernels that only a run has, and workspaces of cuBLAS (32 MiB a stream)
-MOST_MEMORY_FRACTION = 0.6  # of the free device memory that one work may take
+BEYOND_PROBE_BYTES = 512 * MiB  # on a GPU: kernels that only a run uses, and cuBLAS workspaces (32 MiB per stream)
+MOST_MEMORY_FRACTION = 0.6  # of free device memory, for one benchmark
 MOST_DETAIL = 2000  # characters
-MARGINS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # of the free memory that an allocator may not get in one piece
-# What holds of every device of a kind: cores and host memory traffic of a copy, and why; and what its memory sizes are.
+MARGINS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # of free memory, tried in turn until one allocation succeeds
+# By kind of device: host cores and host memory bytes per copied byte, with the reason; and the definition of its memory sizes.
 COPIES = {
     "cpu": (1, 2.0, "a CPU has no device context, and copies memory with a core: by its nature, nothing to measure"),
     "cuda": (0, 1.0, "pinned copies are made by the device's own engines: no core, no second byte"),
@@ -38,10 +39,10 @@ MEMORY = {
 
 
 def probed(device: Device, effort: Effort, progress: Progress, name: str = "this-machine") -> Profile:
-    """Measure a device, its link and its host. ProfileError in one line where the device fails or its memory runs out."""
+    """Measure a device, its link and its host. Raise ProfileError of one line if the device fails or its memory runs out."""
     probe = _Probe(device, effort, progress)
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns of each kernel that it does not have
+        with warnings.catch_warnings(action="ignore"):  # torch warns about every kernel that it lacks
             return probe.profile(name)
     except DeviceOutOfMemory as error:
         raise ProfileError(f"out of memory while measuring {probe.now}: {error}; end other programs and probe again") from None
@@ -52,23 +53,23 @@ def probed(device: Device, effort: Effort, progress: Progress, name: str = "this
 
 
 class _Probe:
-    """One probing, from the first look at the memory to the profile."""
+    """State of one probe: results and failures so far."""
 
     def __init__(self, device: Device, effort: Effort, progress: Progress) -> None:
         self.device, self.effort, self.progress = device, effort, progress
         self.watch = Stopwatch(device, effort)
         self.now = "device memory"
         self.results: list[Result] = []
-        self.best: dict[tuple[str, str], float] = {}  # amount per second of each field and key so far
-        self.left_out: dict[str, str] = {}  # by field: what could not be measured though the device has it, and why
+        self.best: dict[tuple[str, str], float] = {}  # highest amount per second, by field and key
+        self.left_out: dict[str, str] = {}  # by field: description of an optional benchmark that failed on this device
 
     def profile(self, name: str) -> Profile:
-        """All of it, measured and written down."""
+        """Perform all measurements and return the profile."""
         self.progress(self.now, 0.0)
         free_before_bytes, total_bytes = self.device.memory()
         facts = self.device.facts()
         usable_bytes, context_bytes = self._memory(facts)
-        process_bytes = resident_bytes()  # before measuring takes memory of its own
+        process_bytes = resident_bytes()  # before measuring allocates memory
         rows = list(measurements(self.effort, facts, int(MOST_MEMORY_FRACTION * self.device.memory()[0])))
         try:
             for i, row in enumerate(rows):
@@ -76,7 +77,7 @@ class _Probe:
                 self._measure(row)
         finally:
             self.device.release()
-        numbers, taken_bytes = Numbers(self.results), max(0, total_bytes - self.device.memory()[0] - context_bytes)
+        numbers, taken_bytes = ProfileFields(self.results), max(0, total_bytes - self.device.memory()[0] - context_bytes)
         workspace = Timing(taken_bytes + BEYOND_PROBE_BYTES, 0.5).quantity("workspace")
         cores_per_copy, traffic, _ = COPIES[facts.kind]
         cores = f"{facts.n_host_cores} core{'s' * (facts.n_host_cores > 1)}"
@@ -103,19 +104,19 @@ class _Probe:
             "price": {"usd_per_hour": None, "ram_usd_per_gb": None, "date": None},
         }
         numbers.write(fields)
-        found = list(cliffs(Profile.from_json(fields, "probe"), facts, numbers, total_bytes - free_before_bytes))
-        if found:
-            fields["summary"] += f"; cliffs: {', '.join(name for name, _ in found)}"
-            fields["sources"]["probe"]["detail"] += "".join(MARK + line for _, line in found)[:MOST_CHARACTERS]
+        cliff_rows = list(cliffs(Profile.from_json(fields, "probe"), facts, numbers, total_bytes - free_before_bytes))
+        if cliff_rows:
+            fields["summary"] += f"; cliffs: {', '.join(name for name, _ in cliff_rows)}"
+            fields["sources"]["probe"]["detail"] += "".join(MARK + line for _, line in cliff_rows)[:MOST_CHARACTERS]
         self.progress("done", 1.0)
         return Profile.from_json(fields, "probe")
 
     def _memory(self, facts: Facts) -> tuple[int, int]:
-        """Usable bytes of the device, context and all; and the bytes of its context once kernels of each kind are loaded."""
-        small = [works.library_calls(facts.is_cpu), works.pointwise(MiB), works.eager(1024, 1024, 1024)]
-        small += works.norm(1024, 1024).values()
+        """Return the usable bytes of the device, context included, and its context with all kinds of kernels loaded."""
+        small = [kernels.library_calls(facts.is_cpu), kernels.pointwise(MiB), kernels.eager(1024, 1024, 1024)]
+        small += kernels.norm(1024, 1024).values()
         for dtype in DTYPES:
-            small += [works.product(dtype, 512, 512, 512), *works.attention(dtype, 1, 2, 512, 64).values()]
+            small += [kernels.product(dtype, 512, 512, 512), *kernels.attention(dtype, 1, 2, 512, 64).values()]
         for work in small:
             with self.device.prepared(work) as ready:
                 self.device.run(ready, 1)
@@ -129,36 +130,36 @@ class _Probe:
         raise DeviceOutOfMemory(f"of {free} of free device memory {MARGINS[-1]:.0%} less cannot be had in one piece")
 
     def _measure(self, row: Measurement) -> None:
-        """Time the work, unless it would take too long, or the device refuses what a run can do without."""
+        """Time a benchmark; omit it if it would take too long, or if it is optional and the device fails."""
         self.now, number = row.work.name, (row.field, row.key)
         expected_s = row.work.amount / self.best[number] if number in self.best else 0.0
-        if row.field in self.left_out or expected_s > self.effort.longest_s:  # one way of a kernel is not left out alone
+        if row.field in self.left_out or expected_s > self.effort.longest_s:  # forward and backward are omitted together
             return self._forget(row.field, row.work.point)
         try:
             with ExitStack() as stack:
-                ready, *company = (stack.enter_context(self.device.prepared(work)) for work in (row.work, *row.beside))
-                with self.device.beside(company):
+                ready, *company = (stack.enter_context(self.device.prepared(work)) for work in (row.work, *row.background))
+                with self.device.background(company):
                     seconds = self.watch.timing(ready, row.soak_s, is_accompanied=bool(company))
                 self.results.append((row, seconds, self.watch.load(ready, seconds.value)))
         except DeviceError as error:
             if not row.is_optional:
                 raise
-            # One that the device does not have at all it refuses at once: of that nothing is said.
+            # A device without the kernel fails at the first point; that is not reported.
             self.left_out[row.field] = f"; left out: {row.work.name} ({error})" if number in self.best else ""
             self._forget(row.field, {})
         else:
             self.best[number] = max(self.best.get(number, 0.0), row.work.amount / seconds.value)
 
     def _forget(self, field: str, point: Mapping[str, int]) -> None:
-        """What was measured of this number, at one point of it or at all."""
+        """Discard the results of this field, at one point of its grid or at all points."""
         self.results = [row for row in self.results if row[0].field != field or not point.items() <= row[0].work.point.items()]
 
-    def _sources(self, facts: Facts, numbers: Numbers, process_bytes: int) -> dict[str, Any]:
-        """Where the numbers come from."""
-        watch, (least, most) = self.watch, self.effort.repeats
+    def _sources(self, facts: Facts, numbers: ProfileFields, process_bytes: int) -> dict[str, Any]:
+        """Return the `sources` of the profile."""
+        watch, (least, limit) = self.watch, self.effort.repeats
         slow = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in sorted(numbers.slowdowns.items()))
         details = {
-            "probe": f"penstock probe --device {facts.kind}: medians of {least} to {most} "
+            "probe": f"penstock probe --device {facts.kind}: medians of {least} to {limit} "
             f"timings on random data, {show_seconds(watch.busy_s)} in all; the same product at {numbers.sustained_fraction:.2f} "
             f"of its first rate in the end; spread widened by the slowdown while the other lanes work: {slow}"
             f"{''.join(self.left_out.values())}",
@@ -177,19 +178,19 @@ class _Probe:
         kinds = {name: "measured" if name in ("probe", HOST, "memory") else "assumed" for name in details}
         return {name: {"kind": kinds[name], "detail": detail, **common} for name, detail in details.items()}
 
-    def _host(self, facts: Facts, numbers: Numbers) -> str:
-        """Circumstances of every rate of the host's threads."""
-        effort, n_bytes = self.effort, host_works.slab_bytes(facts.host_bytes, self.effort.host_bytes)
-        found = [
-            f"{row.work.name}{''.join(f' beside {of.lane}' for of in row.beside)} {use.cores:.2f} cores, "
+    def _host(self, facts: Facts, numbers: ProfileFields) -> str:
+        """Return the detail of the source HOST: conditions and core usage of every host benchmark."""
+        effort, n_bytes = self.effort, host_kernels.slab_bytes(facts.host_bytes, self.effort.host_bytes)
+        uses = [
+            f"{row.work.name}{''.join(f' beside {load.lane}' for load in row.background)} {use.cores:.2f} cores, "
             f"steal {use.steal_fraction:.0%}, {use.last_third:.2f}"
             for row, use in numbers.sustained
-            if row.field not in numbers.seen
+            if row.field not in numbers.extra
         ]
         how = (
             f"penstock probe: wall time, nothing subtracted, of {show_seconds(effort.sustained_s)} or more, medians of pieces of "
             f"{show_seconds(effort.piece_s)}, in {show_bytes(n_bytes)} of huge pages, in slots of layers of "
-            f"{host_works.layer_elements(n_bytes):,} parameters; cores used (processor time over wall time), steal time, and rate "
+            f"{host_kernels.layer_elements(n_bytes):,} parameters; cores used (processor over wall time), steal time, and rate "
             "of the last third over that of the first: "
         )
-        return (how + "; ".join(found))[:MOST_DETAIL]
+        return (how + "; ".join(uses))[:MOST_DETAIL]

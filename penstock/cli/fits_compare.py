@@ -18,9 +18,9 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import track
 
+from penstock.hwprofiles.device_parts import on_network, part_of
 from penstock.hwprofiles.quantity import BASES
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
-from penstock.hwprofiles.several import on_network, part_of
 from penstock.planner.model.workload import read_model, supported_attention
 from penstock.planner.show.price import JOB_TITLES, hourly
 from penstock.runtime.errors import PenstockError, PlanError

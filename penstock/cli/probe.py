@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
-from penstock.hwprofiles.laws import ProductLaw
+from penstock.hwprofiles.op_laws import ProductLaw
 from penstock.hwprofiles.probe.cliffs import without_cliffs
 from penstock.hwprofiles.quantity import Share
 from penstock.hwprofiles.schema import Profile

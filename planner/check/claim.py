@@ -10,8 +10,8 @@ from dataclasses import replace
 from math import inf, isclose
 from typing import Any
 
+from penstock.hwprofiles.device_parts import name_of_shared, shared_by
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
-from penstock.hwprofiles.several import name_of_shared, shared_by
 from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.lower.arenas import arenas_of
 from penstock.planner.model.config import shipped_model, shipped_models

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import numpy as np
 
 from penstock.hwprofiles.curves import along, interpolated, rows_of
-from penstock.hwprofiles.laws import ProductLaw
+from penstock.hwprofiles.op_laws import ProductLaw
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.lower.op_table import OpTable
 from penstock.runtime.plan import Plan

@@ -161,7 +161,7 @@ def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[s
     for fraction in HOST_FRACTIONS:
         host_bytes = -(-int(fraction * least_bytes) // GB) * GB
         if 0 < host_bytes < pool.value:
-            cut = profile.with_memory(int(pool.value) - host_bytes, host_bytes, by="the plan")
+            cut = profile.with_memory(int(pool.value) - host_bytes, host_bytes, author="the plan")
             sizes = sizes_of(model, semantics, cut, free)
             if any(needs.fits for sized, workload in sizes for _, needs in smallest_plans(model, workload, sized, cut)):
                 yield cut

@@ -12,8 +12,8 @@ from itertools import chain, groupby
 from math import inf, log
 from typing import Any
 
+from penstock.hwprofiles.device_parts import shared_by
 from penstock.hwprofiles.schema import Profile
-from penstock.hwprofiles.several import shared_by
 from penstock.planner.bounds.bounds import busy_s
 from penstock.planner.model.config import library_kernels, shipped_models
 from penstock.planner.model.kernels import with_kernels

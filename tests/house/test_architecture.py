@@ -1,6 +1,6 @@
-"""Architecture: imports between rooms and files, budgets of lines, homes of libraries.
+"""Architecture: directions of imports, line budgets, allowed places of libraries, generated pages.
 
-Every rule is a function from a file's syntax tree to what is wrong with it, so each can be shown to find something.
+A rule is a function from a file's syntax tree to its violations, so that tests can show that it finds some.
 """
 
 import ast
@@ -45,20 +45,20 @@ from tests.tour import module_of as _module
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles")
 GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
 
-# Which rooms, and which files beside them, a room may import besides itself and what it holds; of the shell everything may be seen.
+# Packages and files that a package may import in addition to its own; penstock may import everything.
 MAY_IMPORT = {
     "planner": {
-        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "several", "curves", "laws")),
+        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "device_parts", "curves", "op_laws")),
         *("runtime.plan", "runtime.compiled"),
         *GROUND,
     },
-    # Outlines of models that are not shipped are recorded from the modules that the runtime trains
+    # Layer traces of models that are not shipped are recorded from the modules that the runtime trains
     "planner.model": {
         *("hwprofiles.schema", "runtime.plan", "runtime.layers.kernels", "runtime.layers.meta_models", "runtime.layers.split"),
         *("runtime.errors", "runtime.files"),
     },
     "hwprofiles": GROUND,
-    # What is timed is the runtime's own work, on the cores that it would use.
+    # The probe times functions of the runtime, on the cores of a run.
     "hwprofiles.probe": {
         *("hwprofiles.schema", "hwprofiles.quantity", "runtime.host", "runtime.machines", "runtime.compute", "runtime.plan"),
         *("runtime.errors", "runtime.layers", "runtime.units"),
@@ -66,24 +66,24 @@ MAY_IMPORT = {
     "runtime": set[str](),
     "penstock": {"planner", "runtime", "hwprofiles"},
 }
-MOST_FILES = 13  # of a folder; raised only in a commit that says why
-MOST_KNOBS = 14  # of a policy; the last says which layers are on a disk, as nothing else can
-MOST_KINDS = 23  # of op; three of them are what several ranks do together, one unpacks weights, one reads a disk
-# Lines of each room: what there is, where the budgets were 8,000, 8,000, 2,200, 7,300 and 25,000, and 1,000 of
-# `planner/model`. Above them: runtime by losses of one's own, distillation, heads, less optimizer state, the proof that packed
-# documents are kept apart, kernels of other packages, adapters of experts and on ranks, routers' loss, embeddings of each layer;
-# penstock by pairs, rollouts, references, teachers, the self-test, towers, and the merging of experts; planner by what users met,
-# forward plans, rings of what is saved; hwprofiles by the loss's rate.
+MOST_FILES = 13  # per folder; raised only in a commit that states the reason
+MOST_KNOBS = 14  # fields of a policy; the last one selects layers on a disk
+MOST_KINDS = 23  # kinds of ops; three are collectives, one unpacks weights, one reads a disk
+# Maximum lines per package; today's size. First budgets were 8,000, 8,000, 2,200, 7,300 and 25,000, and 1,000 for `planner/model`.
+# Growth since: runtime by user losses, distillation, heads, low-bit optimizer state, document isolation, kernels of other packages,
+# adapters of experts and on ranks, router losses, embeddings per layer; penstock by pairs, rollouts, references, teachers, the
+# self-test, vision towers, merging of experts; planner by user requests, forward plans, rings of saved activations; hwprofiles by
+# the loss rate.
 MOST_LINES = {"runtime": 10_728, "planner": 9_129, "hwprofiles": 2_515, "penstock": 9_484, "tests": 28_684}
 APART = {"planner/model"}
 
-# Where each third-party library lives, by folder or file: replacing one is then the work of these.
+# Folders and files that may import a third-party library, so that replacing it affects only these
 HOME = {
     "click": {"penstock/cli"},
     "rich": {"penstock/results.py", "penstock/cli", "planner/show/text.py"},
     "pydantic": {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
-        *(f"hwprofiles/{name}.py" for name in ("quantity", "laws")),
+        *(f"hwprofiles/{name}.py" for name in ("quantity", "op_laws")),
         *("planner/search/claim.py", "penstock/api.py", "penstock/checkpoint/checkpoint.py", "penstock/run_files.py"),
     },
     "torch": {
@@ -115,17 +115,17 @@ HOME = {
     },
 }
 
-# Where a distribution has another name than its module
+# Distributions with another name than their module
 IMPORTED_AS = {"PyYAML": "yaml", "Jinja2": "jinja2", "MarkupSafe": "markupsafe"}
-MONITORS = {"wandb", "mlflow"}  # imported when a run asks for them, and said to be missing when they are
+MONITORS = {"wandb", "mlflow"}  # optional, imported on request
 
-# What planning touches: the machine it runs on need not have torch. The shell wakes it when a command needs it.
+# Modules that must not import torch, because planning works without it. The command-line layer imports it when a command needs it.
 TORCH_FREE = (
     *("planner", "runtime/plan", *(f"runtime/{name}.py" for name in ("compiled", "errors", "files", "units"))),
     *("penstock/cli", "penstock/run_config.py"),
     *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "results", "run_files")),
     *(f"penstock/{name}.py" for name in ("settings", "signals", "version")),
-    *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "laws", "curves")),),
+    *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "op_laws", "curves")),),
     "hwprofiles/probe/cliffs.py",
 )
 
@@ -139,18 +139,18 @@ def package_files() -> list[Path]:
 
 
 def room(module: str) -> str:
-    """The room of a file, or the file itself where it stands beside rooms."""
+    """Return the package of a module, or the module itself if it is directly in a top-level package."""
     above = module.rpartition(".")[0]
     return above if above and above not in PACKAGES else module
 
 
 def _is_in(name: str, homes: Collection[str]) -> bool:
-    """Whether a file is one of these, or in one of these folders."""
+    """True if a file is one of these, or in one of these folders."""
     return any(name == home or name.startswith(f"{home}/") for home in homes)
 
 
 def wrong_directions(module: str, tree: ast.Module) -> list[str]:
-    """The imports of a file that run against the house."""
+    """Return the imports of a file that violate the directions."""
     top = module.partition(".")[0]
     seen = MAY_IMPORT.get(room(module), MAY_IMPORT[top])
     wrong = []
@@ -168,12 +168,12 @@ def wrong_directions(module: str, tree: ast.Module) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trees() -> dict[Path, ast.Module]:
-    """The syntax tree of every file, read once for all rules."""
+    """Syntax trees of all files, parsed once."""
     return {path: ast.parse(path.read_text()) for path in package_files()}
 
 
 def arrows(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
-    """Which rooms each room imports, lazily or not."""
+    """Return the packages that each package imports, late imports included."""
     found: dict[str, set[str]] = {}
     for path, tree in trees.items():
         here = room(_module(path))
@@ -186,14 +186,14 @@ def arrows(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
 
 
 def homeless(name: str, tree: ast.Module) -> list[str]:
-    """The third-party libraries that a file imports and is no home of."""
+    """Return the third-party libraries that a file imports without permission."""
     known = {*sys.stdlib_module_names, *PACKAGES}
     found = {target.partition(".")[0] for target, level in imports(tree) if level == 0}
     return sorted(library for library in found - known if not _is_in(name, HOME.get(library, set())))
 
 
 def smells(name: str, text: str) -> list[str]:
-    """What review would stop in a file, one line each."""
+    """Return code smells of a file, one line each."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         match node:
@@ -212,7 +212,7 @@ def smells(name: str, text: str) -> list[str]:
                 found.append(f"{node.lineno}: {node.name} says nothing")
     if re.search(r"_(util|helper)s?\.py$", name):
         found.append("the file's name says nothing")
-    words = re.search("type: ignore|temporarily", text)  # where there are none, no comment has any
+    words = re.search("type: ignore|temporarily", text)  # fast check before tokenizing
     for token in tokenize.generate_tokens(StringIO(text).readline) if words else ():
         if token.type == tokenize.COMMENT and re.search(r"type: ignore(?!\[)", token.string):
             found.append(f"{token.start[0]}: type: ignore without a code")
@@ -222,7 +222,7 @@ def smells(name: str, text: str) -> list[str]:
 
 
 def tree_files() -> list[Path]:
-    """Every text file that belongs to the project."""
+    """Return every text file of the project."""
     kinds = {".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".html", ".css", ".js", ""}
     files = []
     for path in sorted(ROOT.rglob("*")):
@@ -248,7 +248,7 @@ def test_imports_run_one_way(trees: dict[Path, ast.Module]) -> None:
 
 
 def short_imports(tree: ast.AST) -> list[str]:
-    """Imports by a name that only the root of the tree has: a second copy of each module there, and nothing elsewhere."""
+    """Return imports of LINKED folders without `penstock.`; in the root of the tree they would import a second copy of a module."""
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
     return [name for name in names if name.partition(".")[0] in LINKED]
@@ -262,7 +262,7 @@ def test_modules_are_imported_by_their_full_names() -> None:
 
 
 def test_rooms_stand_on_floors(trees: dict[Path, ast.Module]) -> None:
-    """No room needs one that needs it, however late it is imported; nobody needs the shell."""
+    """Package imports have no cycle, late imports included, and no package imports penstock."""
     found = arrows(trees)
     order = list(TopologicalSorter(found).static_order())
     assert len(order) > 20
@@ -317,7 +317,7 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
     for module, code in (
         ("penstock.cli.run", "def plan():\n    from runtime.executor import execute"),
         ("planner.lower.lower", "from penstock.runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema"),
-        ("hwprofiles.probe.works", "from runtime.host.optimizer import Step"),
+        ("hwprofiles.probe.kernels_to_time", "from runtime.host.optimizer import Step"),
     ):
         assert wrong_directions(module, ast.parse(code)) == []
     for code in (
@@ -390,7 +390,7 @@ def test_planning_does_not_wake_torch() -> None:
     ],
 )
 def test_the_base_install_plans_and_names_what_else_is_needed(tmp_path: Path, words: list[str], exit_code: int, said: str) -> None:
-    """With nothing but what `pip install .` brings: every other declared library is missing."""
+    """With the libraries of `pip install .` only; all other declared libraries are missing."""
     if words[0] == "run":
         plan = str(tmp_path / words[1])
         assert penstock("plan", "qwen2.5-0.5b", "--machine", "rtx4090-server", "--policy", "megatrain", "-o", plan).exit_code == 0
@@ -418,7 +418,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_the_oldest_allowed_versions_are_those_of_the_tests() -> None:
-    """Of torch and transformers; everything else is what it always is, but for what the older transformers cannot use."""
+    """Constraints differ in torch, transformers, and huggingface_hub, which the older transformers requires."""
     oldest, newest = pins("constraints-oldest.txt"), pins("constraints.txt")
     bounds = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["run"]
     allowed = {library: version for library, _, version in (line.partition(">=") for line in bounds)}

@@ -1,6 +1,6 @@
-"""Pages for users: every command in them is run, from top to bottom in one folder, and prints what the page shows.
+"""Doctest of user pages: run all commands of a page in order in one folder, and compare their output with the page.
 
-`...` on a page stands for anything.
+`...` on a page matches any text.
 """
 
 import doctest
@@ -33,7 +33,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
 def commands(text: str) -> list[tuple[str, str]]:
-    """Every command in a page's console blocks, with the output that is shown."""
+    """Return (command, shown output) of every command in a page's console blocks."""
     found: list[tuple[str, str]] = []
     for language, block in _BLOCK.findall(text):
         if language != "console":
@@ -47,18 +47,18 @@ def commands(text: str) -> list[tuple[str, str]]:
 
 
 def files(text: str) -> list[tuple[str, str]]:
-    """(name, content) of every file that a page shows: a block whose first line is a comment with its name."""
+    """Return (name, content) of every file on a page: a block that begins with a comment with the name, e.g. `# run.yaml`."""
     blocks = ((of, block.partition("\n")) for of, block in _BLOCK.findall(text) if of in ("yaml", "json", "python"))
     return [(first.removeprefix("# ").strip(), rest) for _, (first, _, rest) in blocks if first.startswith("# ")]
 
 
 def is_shown(expected: str, printed: str) -> bool:
-    """Whether a page shows what was printed. One that shows nothing promises nothing but success."""
+    """True if the page's output matches the printed one, or is empty."""
     return not expected or doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
 
 
 def perform(command: str, folder: Path) -> str:
-    """What a command prints on both streams; it must succeed. Those of `penstock` run in this process, others in a shell."""
+    """Run a command, which must succeed; return stdout and stderr. `penstock` runs in this process, other commands in a shell."""
     if command.startswith("penstock ") and "|" not in command:
         said = StringIO()
         with chdir(folder), redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as ended:
@@ -67,7 +67,7 @@ def perform(command: str, folder: Path) -> str:
         return said.getvalue()
     room = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(folder / "cache")}
     done = subprocess.run(
-        ["bash", "-ec", command.replace("PROJECT", str(ROOT)).replace("pytest -q", "pytest -q --collect-only")],  # tested anyway
+        ["bash", "-ec", command.replace("PROJECT", str(ROOT)).replace("pytest -q", "pytest -q --collect-only")],
         cwd=folder,
         env=os.environ | room,
         check=False,
@@ -81,14 +81,14 @@ def perform(command: str, folder: Path) -> str:
 
 
 def answer(*of: Any) -> Any:
-    """`search_machine`, once: a page that asks the same again, for more words, is told what was found."""
+    """Memoised `search_machine`, because commands of a page repeat a search with another output."""
     if (asked := repr(of)) not in ANSWERS:
         ANSWERS[asked] = search_machine(*of)
     return ANSWERS[asked]
 
 
 def what_readers_have(folder: Path) -> None:
-    """The reader's own: a model's folder (a tiny one has the place of the real one), some chats, the published runs."""
+    """Write the files that readers are assumed to have: models (tiny here), chats, published runs."""
     config = tiny_config("qwen2", vocab_size=write_talker(folder / "my-32b", "chatml"))
     hf_model(config).save_pretrained(folder / "my-32b")
     shutil.copytree(folder / "my-32b", folder / "Qwen3-14B")
@@ -128,7 +128,7 @@ def test_a_page_that_shows_something_else_is_seen(tmp_path: Path) -> None:
 
 
 def test_every_term_of_the_glossary_is_used_on_a_page() -> None:
-    """The words of the field, in italics in the glossary's right column: whoever searches for one finds a page."""
+    """Terms of the field, in italics in the right column of the glossary, must occur on a page."""
     glossary = ROOT / "docs" / "glossary.md"
     lines = (line for line in glossary.read_text(encoding="utf-8").splitlines() if line.startswith("| ") and " | " in line)
     terms = {term.lower() for line in lines for term in re.findall(r"\*([^*]+)\*", line.split(" | ", 1)[1])}

@@ -1,4 +1,4 @@
-"""The benchmark for a GPU, as far as a CPU can run it: its stages, its harness and its page."""
+"""GPU benchmark with tiny stages on a CPU: stages, harness and page."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ from tests.tour import ROOT
 
 TINY = ["--device", "cpu", "--tiny"]
 NAMES = [stage.name for stage in STAGES]
-# Lines for which a CPU gives figures, too
+# Lines with figures on a CPU, too
 DECIDED = {
     ("facts", "cores"), ("kernels", "kernel"), ("kernels", "loss"), ("kernels", "head's weight gradient"), ("kernels", "unpack"),
     ("kernels", "update"), ("probe", "measured"), ("batch-64", "measured"), ("batch-64", "update alone"), ("batch-64", "profile"),
@@ -40,7 +40,7 @@ DECIDED = {
 @pytest.mark.long
 @pytest.mark.soak
 def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path, monkeypatch):
-    """Stages are forked, and started anew when they are tried again."""
+    """Stages are forked; a retry starts new processes."""
     results = tmp_path / "results"
     with monkeypatch.context() as forks:
         forks.setattr("benchmarks.gpu.harness.subprocess", SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired))
@@ -83,7 +83,7 @@ def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path, monke
     assert "| host | done |" in (results / "page.md").read_text()
 
 
-# Needs the standard library only, so that stages made of it begin at once. `second` is interrupted in one of the tests.
+# Needs the standard library only, so that stages start fast. One test interrupts the stage `second`.
 STAGES_OF_CODE = """
 import os, sys
 from pathlib import Path
@@ -152,7 +152,7 @@ def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
         assert ("logs/second.log" in tar.getnames()) == (number != signal.SIGKILL)
     (pid,) = [row["pid"] for row in stream.rows() if "pid" in row]
     assert is_alive(pid) == (number == signal.SIGKILL)
-    if number == signal.SIGKILL:  # which cannot be caught, so the stage goes on alone
+    if number == signal.SIGKILL:  # the harness cannot catch it, so the stage continues alone
         os.kill(pid, number)
 
 
@@ -187,6 +187,6 @@ def test_a_policy_that_changes_a_bit_fails_the_smoke(tmp_path, monkeypatch):
     rows, asked = [], Request(tmp_path, tmp_path / "results", "cpu", tiny=True, stage="smoke-llama")
     with pytest.raises(RuntimeError, match="2 cases failed or changed bits, the first: llama, eager, attention saved"):
         smoke(asked, lambda what, **values: rows.append(values["n_different"]))
-    changed = [2, 6]  # of three policies with eager kernels, one with fused pointwise ones, three with all fused
+    changed = [2, 6]  # indices in: three policies with eager kernels, one with fused pointwise kernels, three with all fused
     assert [i for i, n_different in enumerate(rows) if n_different] == changed
     assert len(rows) == 7

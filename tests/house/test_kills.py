@@ -1,4 +1,4 @@
-"""Kills: a run goes on to the same bits, and the tally of kills would show one that did not."""
+"""Benchmark of kills: killed runs resume to the same bits, and the benchmark detects runs that do not."""
 
 import shutil
 import sys
@@ -13,8 +13,7 @@ from benchmarks.kills import POLICIES, Trial, differences, page, perform, prepar
 from tests.forks import Forked
 
 N_STEPS = 14
-# A run of whole numbers: each step adds to a sum by what it was and which step it is. By the name of its plan it does something
-# that no run may do.
+# Fake run that trains an integer. The name of its plan selects a fault, e.g. `forgets` changes the state on resume.
 RUN = """
 import hashlib, json, os, shutil, sys, time
 plan, out, way, n_steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -69,7 +68,7 @@ for step in range(first + 1, n_steps + 1):
 
 @pytest.fixture
 def numbers(tmp_path):
-    """A trial of runs of numbers; those of a plan that is named for a sin commit it."""
+    """Return a function that makes a trial of fake runs with the fault of this name; `honest` has none."""
     script = tmp_path / "run.py"
     script.write_text(RUN)
 
@@ -85,7 +84,7 @@ def numbers(tmp_path):
 @pytest.mark.long
 @pytest.mark.soak
 def test_training_killed_three_times_goes_on_to_the_same_bits(tmp_path, monkeypatch):
-    """As in the benchmark of a hundred; processes are forked."""
+    """Same as the benchmark with a hundred kills, but with forked processes."""
     monkeypatch.setattr("benchmarks.killing.subprocess", SimpleNamespace(Popen=Forked, PIPE=PIPE, DEVNULL=DEVNULL))
     command, plans = prepared(tmp_path, 6, POLICIES[1:3])
     stories = perform(Trial(tmp_path, command, plans, undisturbed(tmp_path, command, plans[0], 6)), 3, seed=1, n_jobs=2)

@@ -1,4 +1,4 @@
-"""The lanes: every promise is in the fast one, and the long one asks for all of it."""
+"""Fast and long lanes: selection of cases and examples."""
 
 from itertools import product
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Pitfalls of the field: the tests that docs/pitfalls.md names and that have no better place."""
+"""Tests named on docs/pitfalls.md that belong to no other file, and checks of the page."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "pitfalls.md"
 
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.NORM])
 def test_leftovers_of_a_failed_step_are_gone_after_the_next(kind):
-    """Graphs of forwards without a backward, inputs of layers, half a sum."""
+    """Leftovers are autograd graphs without a backward, inputs of layers and partial sums."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4, save=saves(all=(1, 2))))
     last = max(i for i, op in enumerate(plan.ops) if op.kind is kind)
 
@@ -53,7 +53,7 @@ def test_leftovers_of_a_failed_step_are_gone_after_the_next(kind):
 
 
 def test_experts_without_a_token_have_gradients_of_zero():
-    """Two tokens choose two experts each: of eight at least four get none, and others in every micro-batch."""
+    """Two tokens choose two experts each, so at least four of eight experts get none, and these differ by micro-batch."""
     semantics = semantics_of("mixtral", seq_len=2, clip_norm=None, on_nonfinite="stop")
     overrides = {"num_local_experts": 8}
     machine = streamed(tiny_config("mixtral", **overrides), semantics, Policy(accumulation_group=4))
@@ -64,7 +64,7 @@ def test_experts_without_a_token_have_gradients_of_zero():
 
 
 def test_the_number_of_threads_on_the_host_changes_no_bit():
-    """Neither of the norm nor of an update: each tensor's sum has one order, and an update reads nothing of another block."""
+    """Sums of squares have a fixed order, and an update reads nothing of another block."""
     semantics = clip_some_steps("llama", semantics_of("llama"))
 
     class ManyThreads(training.Remembering):
@@ -83,7 +83,7 @@ def test_the_number_of_threads_on_the_host_changes_no_bit():
 
 
 def test_a_bf16_master_loses_updates_that_an_fp32_master_keeps():
-    """Which is why fp32 is the default. A learning rate of 1e-6 moves a weight of 0.02 by less than half of its last bit."""
+    """The reason for fp32 as the default: a learning rate of 1e-6 moves a bf16 weight of 0.02 by less than half its last bit."""
 
     def changed(master_dtype: str) -> float:
         plan = plan_of(tiny_config("llama"), semantics_of("llama", master_dtype=master_dtype), Policy())
@@ -100,7 +100,7 @@ def test_a_bf16_master_loses_updates_that_an_fp32_master_keeps():
 
 
 def test_a_lane_takes_cores_and_threads_for_itself_alone():
-    """torchrun and others set one thread for all; threads and cores that a lane takes must not stay with the caller."""
+    """torchrun and others set one thread per process; threads and affinity of a lane must not affect the caller."""
     of_process, n_threads = os.sched_getaffinity(0), torch.get_num_threads()
     seen: dict[Lane, tuple[set[int], int]] = {}
 
@@ -125,7 +125,7 @@ def test_a_lane_takes_cores_and_threads_for_itself_alone():
 
 
 def test_nothing_forks():
-    """A process with hundreds of pinned gigabytes must not: its pages would be copied, and a device is lost to the child."""
+    """A process with hundreds of pinned gigabytes must not fork: pages would be copied, and the child cannot use the device."""
     forbidden = {"multiprocessing", "concurrent.futures.process", "fork", "forkpty", "ProcessPoolExecutor", "DataLoader"}
     found = []
     for path in [p for room in ("penstock", "runtime", "planner", "hwprofiles") for p in (ROOT / room).rglob("*.py")]:
@@ -134,7 +134,7 @@ def test_nothing_forks():
             names |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
             names |= {node.attr} if isinstance(node, ast.Attribute) else set()
             found += [f"{path.name}: {name}" for name in names & forbidden]
-    # Searches are shared among processes that are started anew; no run imports that.
+    # Exception: a search of many machines spawns processes; a run does not import this module.
     assert {said.partition(":")[0] for said in found} == {"fits_compare.py"}
     sweep = (ROOT / "penstock/cli/fits_compare.py").read_text()
     for said in ("get_context", 'get_context("spawn")', "ProcessPoolExecutor(n_workers, context"):
@@ -167,8 +167,8 @@ OTHER_SEMANTICS = {
     "sum_groups": 2,
     "ranks": 2,
 }
-OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
-# The last of types with linear attention: tests/planner/test_layer_traces.py
+OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op; tested in tests/runtime/test_settling.py
+# Fields with one value here; library_kernels of linear attention: tests/planner/test_layer_traces.py
 OF_ONE_VALUE = {"experts", "lora_products", "library_kernels"}
 POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {
@@ -190,7 +190,7 @@ OTHER_POLICY = {
 
 
 def planned(model_type: str, semantics: Semantics, policy: Policy) -> tuple[object, ...]:
-    """All that a field can change: ops, memory, and what an op asks of a machine."""
+    """Return everything that a field can change: ops, memory, and costs of ops."""
     plan: Plan = plan_of(tiny_config(model_type, num_hidden_layers=4), semantics, policy)
     memory = [(a.name, a.slot_bytes) for a in plan.arenas], plan.kept_bytes, plan.transient_bytes
     return plan.ops, memory, costs(plan, Profile.from_json(PROFILE))
@@ -200,7 +200,7 @@ def planned(model_type: str, semantics: Semantics, policy: Policy) -> tuple[obje
 def test_every_field_of_the_semantics_is_read(name):
     model_type = "llama" if name == "mlp_tile_tokens" else "qwen3_moe"
     of = SEMANTICS if model_type == "qwen3_moe" else semantics_of("llama")
-    of = replace(of, train=Train(lora=Lora())) if name == "base" else of  # what is trained is not packed
+    of = replace(of, train=Train(lora=Lora())) if name == "base" else of  # trained weights are not packed
     of = replace(of, master_dtype="bf16") if name == "weight_rounding" else of
     assert getattr(of, name) != OTHER_SEMANTICS[name]
     other = replace(of, **{name: OTHER_SEMANTICS[name]})
@@ -214,7 +214,7 @@ def test_every_field_of_the_policy_is_read(name):
     policy = replace(policy, offload_blocks=(1,)) if name == "saved_slots" else policy
     assert asdict(policy)[name] != OTHER_POLICY[name]
     other = replace(policy, **{name: OTHER_POLICY[name]})
-    semantics = semantics_of("llama", **({"train": Train(lora=Lora())} if name == "disk_blocks" else {}))  # what is frozen is read
+    semantics = semantics_of("llama", **({"train": Train(lora=Lora())} if name == "disk_blocks" else {}))  # frozen layers
     assert planned("llama", semantics, policy) != planned("llama", semantics, other)
 
 
@@ -227,7 +227,7 @@ def rows() -> list[list[str]]:
 
 
 def named_in(text: str) -> list[tuple[str, str]]:
-    """(file, test) named as [`test_x`](../tests/room/test_file.py)."""
+    """Return (test, file) of links such as [`test_x`](../tests/folder/test_file.py)."""
     return re.findall(r"\[`(test_\w+)`\]\(\.\./tests/([\w/]+/test_\w+\.py)\)", text)
 
 

@@ -1,4 +1,4 @@
-"""torch does what the probe asks of a GPU: on one where there is one, else on a stand-in that works at once and remembers."""
+"""CudaDevice of the probe: on a GPU if available, else on a fake of torch.cuda that runs work on the CPU and records calls."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from penstock.cli.outputs import json_text
-from penstock.hwprofiles.probe import host_works, works
+from penstock.hwprofiles.probe import host_kernels
+from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.cuda import CudaDevice, pci_link, translated
 from penstock.hwprofiles.probe.device import DeviceError, DeviceOutOfMemory, Load, PciLink
 from penstock.hwprofiles.probe.measurements import GPU
@@ -22,7 +23,7 @@ from penstock.runtime.machines.streams import has_cuda
 
 
 class RememberingCuda:
-    """Stands in for torch.cuda: does the work on the CPU at once, and remembers what it was asked."""
+    """Fake of torch.cuda that performs work on the CPU at once and records calls."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}  # bytes by address
@@ -91,15 +92,15 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, Remembering
     return device, stub
 
 
-@pytest.mark.parametrize("work", [works.copy("h2d", 1000), works.copy("d2h", 2**20), works.copy("h2d", 4096, node=0)])
-def test_host_memory_is_pinned_where_it_is_and_let_go(remembered: tuple[CudaDevice, RememberingCuda], work: works.Work) -> None:
+@pytest.mark.parametrize("work", [kernels.copy("h2d", 1000), kernels.copy("d2h", 2**20), kernels.copy("h2d", 4096, node=0)])
+def test_host_memory_is_pinned_where_it_is_and_let_go(remembered: tuple[CudaDevice, RememberingCuda], work: Any) -> None:
     device, stub = remembered
     with device.prepared(work) as ready:
-        assert list(stub.pinned.values()) == [works.COLD_BYTES]
+        assert list(stub.pinned.values()) == [kernels.COLD_BYTES]
         assert device.run(ready, 3).seconds == 0.25
         assert device.load(ready, 2) == Load(1.7e9, 650.0, None)
     assert stub.pinned == {}
-    with device.prepared(works.copy("h2d", 1000, "pageable")) as ready:
+    with device.prepared(kernels.copy("h2d", 1000, "pageable")) as ready:
         assert stub.pinned == {}
         device.run(ready, 1)
     with pytest.raises(ProfileError), device.prepared(work):
@@ -109,18 +110,18 @@ def test_host_memory_is_pinned_where_it_is_and_let_go(remembered: tuple[CudaDevi
 
 def test_memory_that_cannot_be_pinned_is_an_error(remembered, monkeypatch):
     monkeypatch.setattr(remembered[1], "cudaHostRegister", lambda *_: 2)
-    with pytest.raises(DeviceError, match="cannot be locked in memory"), remembered[0].prepared(works.copy("h2d", 64)):
+    with pytest.raises(DeviceError, match="cannot be locked in memory"), remembered[0].prepared(kernels.copy("h2d", 64)):
         pass
 
 
 def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDevice, RememberingCuda]) -> None:
     device, stub = remembered
-    both, n_calls = [works.copy("h2d", 2**20), works.copy("d2h", 2**20)], [0]
-    with device.prepared(both[0]) as up, device.prepared(both[1]) as down, device.beside([up, down]):
+    both, n_calls = [kernels.copy("h2d", 2**20), kernels.copy("d2h", 2**20)], [0]
+    with device.prepared(both[0]) as up, device.prepared(both[1]) as down, device.background([up, down]):
         assert stub.most_pinned == 2
-        with device.prepared(host_works.updates(1, 50_000_000)) as ready:
+        with device.prepared(host_kernels.updates(1, 50_000_000)) as ready:
             assert device.run(ready, 1).seconds > 0
-            assert [n for n in stub.pinned.values() if n != works.COLD_BYTES] == [50_000_000], "the memory of the host's threads"
+            assert [n for n in stub.pinned.values() if n != kernels.COLD_BYTES] == [50_000_000], "the memory of the host's threads"
     device.release()
     assert (stub.pinned, stub.current) == ({}, [])
 
@@ -128,22 +129,22 @@ def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDev
         n_calls[0] += 1
         raise RuntimeError("CUDA error: gone")
 
-    with pytest.raises(DeviceError, match="CUDA error: gone"), device.beside([up._replace(call=fail)]):
+    with pytest.raises(DeviceError, match="CUDA error: gone"), device.background([up._replace(call=fail)]):
         pass
     assert n_calls == [1]
 
 
 def test_every_kind_of_work_is_made_and_timed_on_its_stream(remembered: tuple[CudaDevice, RememberingCuda]) -> None:
     device, stub = remembered
-    kinds = [works.library_calls(is_cpu=False), works.pointwise(600), works.eager(4, 8, 16), *works.norm(4, 8).values()]
-    kinds += [works.loss(4, 16), works.activation(4, 8), works.unpacking("int8", [(4, 8)]), works.narrow(4, 8, 16, 2)]
-    kinds += [works.behind(works.product("bf16", 4, 8, 16), work) for work in kinds[-4:]]
+    kinds = [kernels.library_calls(is_cpu=False), kernels.pointwise(600), kernels.eager(4, 8, 16), *kernels.norm(4, 8).values()]
+    kinds += [kernels.loss(4, 16), kernels.activation(4, 8), kernels.unpacking("int8", [(4, 8)]), kernels.narrow(4, 8, 16, 2)]
+    kinds += [kernels.behind(kernels.product("bf16", 4, 8, 16), work) for work in kinds[-4:]]
     for dtype in ("bf16", "fp32"):
-        kinds += [works.product(dtype, 4, 8, 16), *works.attention(dtype, 1, 2, 8, 16).values()]
+        kinds += [kernels.product(dtype, 4, 8, 16), *kernels.attention(dtype, 1, 2, 8, 16).values()]
     for work in kinds:
         with device.prepared(work) as ready:
             assert device.run(ready, 2).seconds == 0.25
-    with device.prepared(works.HANDOVER) as ready:
+    with device.prepared(kernels.HANDOVER) as ready:
         assert device.run(ready, 1).seconds < 10
     assert len(stub.asked) == 2, "there and back another stream waits for the first"
     assert device.memory() == (130, 200)
@@ -159,7 +160,7 @@ def enabled() -> set[str]:
 
 @pytest.mark.parametrize("preferred", [False, True])
 def test_attention_is_by_the_kernel_that_is_asked_for(remembered, monkeypatch, preferred):
-    """Whichever torch would take; and a kernel that refuses is an error."""
+    """Independent of torch's preference; an unsupported kernel is an error."""
     device, seen = remembered[0], list[set[str]]()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
@@ -169,19 +170,19 @@ def test_attention_is_by_the_kernel_that_is_asked_for(remembered, monkeypatch, p
             raise RuntimeError("No available kernel. Aborting execution.")
         return q + k + v
 
-    monkeypatch.setattr("penstock.hwprofiles.probe.works.F.scaled_dot_product_attention", attend)
+    monkeypatch.setattr("penstock.hwprofiles.probe.kernels_to_time.F.scaled_dot_product_attention", attend)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(preferred)
     try:
         own = enabled()
         for kernel, expected in (("flash", {"flash", "mem_efficient", "math"}), ("cudnn", {"cudnn"})):
-            for work in works.attention("bf16", 1, 2, 8, 16, kernel).values():  # type: ignore[arg-type]
+            for work in kernels.attention("bf16", 1, 2, 8, 16, kernel).values():  # type: ignore[arg-type]
                 with device.prepared(work) as ready:
                     device.run(ready, 2)
             assert seen == [expected] * 3, "twice forward, and once before the backward, which is by the same"
             assert enabled() == own, "what the process had is put back"
             seen.clear()
-        refused = device.prepared(works.attention("fp32", 1, 2, 8, 16, "cudnn")["forward"])
+        refused = device.prepared(kernels.attention("fp32", 1, 2, 8, 16, "cudnn")["forward"])
         with pytest.raises(DeviceError, match="No available kernel"), refused as ready:
             device.run(ready, 1)
     finally:
@@ -206,14 +207,14 @@ def test_a_real_gpu_is_probed() -> None:
 @REAL
 def test_a_real_gpu_copies_and_runs_out_of_memory() -> None:
     device = CudaDevice(0)
-    with device.prepared(works.copy("h2d", 2**20)) as up, device.prepared(works.copy("d2h", 2**20)) as down:
+    with device.prepared(kernels.copy("h2d", 2**20)) as up, device.prepared(kernels.copy("d2h", 2**20)) as down:
         alone = device.run(up, 100)
-        with device.beside([down]):
+        with device.background([down]):
             assert device.run(up, 100).seconds > 0
         assert alone.seconds > 0
     with pytest.raises(DeviceOutOfMemory):
         device.reserve(2 * device.memory()[1])
-    with device.prepared(works.product("bf16", 4096, 4096, 4096)) as ready:
+    with device.prepared(kernels.product("bf16", 4096, 4096, 4096)) as ready:
         assert device.run(ready, 3).seconds > 0
     assert device.facts().driver.startswith("driver ")
 

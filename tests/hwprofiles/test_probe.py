@@ -1,6 +1,6 @@
-"""The probe of this CPU, and what it is made of: threads on their cores, statistics, works.
+"""Probe of this CPU: thread affinity, statistics and benchmarks.
 
-Nothing here says how fast a machine must be: only that the result is whole, consistent and honest.
+No test requires a speed; the profile must be complete and consistent.
 """
 
 import json
@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from penstock.cli.outputs import json_text
 from penstock.cli.probe import probe
-from penstock.hwprofiles.probe import cpu, disk, host_works, measurements, works
+from penstock.hwprofiles.probe import cpu, disk, host_kernels, measurements
+from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.cpu import CpuDevice
 from penstock.hwprofiles.probe.device import Ready, Run
 from penstock.hwprofiles.probe.disk import with_disk
@@ -94,7 +95,7 @@ def test_a_disk_is_read_as_a_run_reads_it_and_left_as_it_was(monkeypatch, tmp_pa
     real = os.preadv
     monkeypatch.setattr(base_file.os, "preadv", lambda *of: read.append(n := real(*of)) or n)
     profile = with_disk(found[0], CpuDevice(), tmp_path, lambda what, fraction: None)
-    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # and a page, to try
+    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # and a page read to test the file
     assert profile.disk is not None
     assert profile.read_bytes_per_s == profile.disk.under_copies_bytes_per_s.value
     assert profile.sources[profile.disk.read_bytes_per_s.source].kind == "measured"
@@ -142,7 +143,7 @@ def test_the_lanes_that_feed_a_gpu_have_a_core_or_two(n_cores: int, n_issuing: i
 
 
 def called(call: Callable[[], object], **fields: Any) -> Ready:
-    return Ready(works.Work("any", "any", **fields), call)
+    return Ready(kernels.Benchmark("any", "any", **fields), call)
 
 
 def test_work_runs_on_the_cores_and_threads_of_its_lane() -> None:
@@ -151,12 +152,14 @@ def test_work_runs_on_the_cores_and_threads_of_its_lane() -> None:
     def look() -> None:
         seen.append((os.sched_getaffinity(0), torch.get_num_threads(), torch.is_grad_enabled()))
 
-    for lane, n_threads in ((works.Lane.GPU, 1), (works.Lane.H2D, 1), (works.Lane.CPU, 1)):
+    for lane, n_threads in ((kernels.Lane.GPU, 1), (kernels.Lane.H2D, 1), (kernels.Lane.CPU, 1)):
         device.run(called(look, lane=lane, n_threads=n_threads), 1)
     host = ({*device.host_cores}, 1, False)
     assert seen == [({*device.compute_cores}, len(device.compute_cores), False), host, host]
     assert os.sched_getaffinity(0) == mine
-    work = replace(host_works.updates(3, 10**7), tasks=lambda slab, together: [lambda _: (look(), time.sleep(0.05))] * 3, n_tasks=3)
+    work = replace(
+        host_kernels.updates(3, 10**7), tasks=lambda slab, together: [lambda _: (look(), time.sleep(0.05))] * 3, n_tasks=3
+    )
     with device.prepared(work) as ready:
         device.run(ready, 1)
     assert seen[3:] == [host] * 3
@@ -168,7 +171,7 @@ def test_company_runs_as_long_as_its_context_and_fails_there() -> None:
     def count() -> None:
         counts[0] += 1
 
-    with device.beside([called(count, lane=works.Lane.H2D)]):
+    with device.background([called(count, lane=kernels.Lane.H2D)]):
         before = counts[0]
         device.run(called(lambda: time.sleep(0.05)), 1)
         assert counts[0] > before > 0
@@ -177,7 +180,7 @@ def test_company_runs_as_long_as_its_context_and_fails_there() -> None:
     assert counts[0] == ended
     with pytest.raises(ProfileError, match="broken"):
         device.run(called(fail), 1)
-    with pytest.raises(ProfileError, match="broken"), device.beside([called(fail)]):
+    with pytest.raises(ProfileError, match="broken"), device.background([called(fail)]):
         pass
 
 
@@ -186,14 +189,14 @@ def fail() -> None:
 
 
 def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
-    """Two threads that compute on one core each wait for half of the time; if both are the probe's, neither is robbed. Wall time is
-    never shortened by it."""
+    """Two threads on one core wait half of the time. Waiting for another program counts as queue time, waiting for the probe's own
+    threads does not. Wall time includes both."""
     if not Path("/proc/thread-self/schedstat").exists():
         pytest.skip("this kernel does not count")
     device, x = CpuDevice(), torch.rand(600, 600)
-    multiply = called(lambda: x @ x, lane=works.Lane.H2D)
-    other = called(lambda: x @ x, lane=works.Lane.D2H)
-    with device.beside([other]):
+    multiply = called(lambda: x @ x, lane=kernels.Lane.H2D)
+    other = called(lambda: x @ x, lane=kernels.Lane.D2H)
+    with device.background([other]):
         ours = device.run(multiply, 100)
     stop = [False]
 
@@ -217,7 +220,7 @@ def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
 
 
 class Scripted:
-    """A device whose runs take as long as it is told, and then as long as the last one."""
+    """Device with given times of runs; the last one repeats."""
 
     def __init__(self, *runs: Run) -> None:
         self.runs, self.n_runs = [*runs], 0
@@ -236,7 +239,7 @@ def timed(*runs: Run, **effort: Any) -> tuple[Timing, int]:
 
 def test_disturbed_repeats_count_only_if_too_few_are_left() -> None:
     calm, cut = Run(0.1), Run(0.5, 0.2)
-    runs = [calm, calm, calm, cut, cut, calm, cut, calm, cut]  # of which two come before the repeats
+    runs = [calm, calm, calm, cut, cut, calm, cut, calm, cut]  # two runs precede the repeats
     assert timed(*runs, repeats=(3, 7), point_s=100.0)[0].value == pytest.approx(0.1)
     assert timed(calm, calm, Run(0.2, 0.1), point_s=100.0)[0].value == pytest.approx(0.2), "nothing is subtracted"
 
@@ -265,11 +268,11 @@ def test_lifted_times_rise_with_work_and_are_never_lowered(seconds: dict[tuple[i
             assert not (other[0] <= size[0] and other[1] <= size[1] and other != size) or after[j].value < after[i].value
 
 
-# -- works ------------------------------------------------------------------------------------------------------------
+# -- benchmarks --------------------------------------------------------------------------------------------------------
 
 
 class Walked(CpuDevice):
-    """Remembers the tasks that threads are given, in order."""
+    """CpuDevice that records the order of tasks."""
 
     def _new_walk(self, tasks: Any, n_bytes: int) -> Any:
         self.slab = self._slab(n_bytes)
@@ -286,7 +289,7 @@ class Walked(CpuDevice):
 
 
 def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From end to end, and never what the call before has worked on."""
+    """Successive calls continue through the slab."""
     steps: list[optimizer.Step] = []
 
     def remembered(step: optimizer.Step) -> Any:
@@ -295,11 +298,11 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
 
     tasks_of = optimizer.Step.tasks
     monkeypatch.setattr(optimizer.Step, "tasks", remembered)
-    n = 2 * optimizer.TASK_ELEMENTS + 2**17 + 2**9  # two tasks, and a rest that is left out
-    monkeypatch.setattr(host_works, "LAYER_ELEMENTS", (10**9, n))
-    monkeypatch.setattr(host_works, "TASKS_PER_THREAD", 2)
+    n = 2 * optimizer.TASK_ELEMENTS + 2**17 + 2**9  # two tasks, and a remainder that is not used
+    monkeypatch.setattr(host_kernels, "LAYER_ELEMENTS", (10**9, n))
+    monkeypatch.setattr(host_kernels, "TASKS_PER_THREAD", 2)
     device = Walked()
-    work = host_works.updates(2, 3 * 14 * n + 30_000_000)  # with room for some more gradients, but for no slot
+    work = host_kernels.updates(2, 3 * 14 * n + 30_000_000)  # space for more gradients, but not for another slot
     with device.prepared(work) as ready:
         assert len(steps) == 3
         weight, remainder, first, second = steps[1].to.tensors
@@ -319,12 +322,12 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
 
 
 def test_works_of_the_host_compute_with_finite_numbers_of_every_size() -> None:
-    """None of which is zero or subnormal: those take longer on some processors."""
-    for tasks in (host_works.update_tasks, host_works.square_tasks):
+    """Zeros and subnormal numbers take longer on some processors, so slabs must not contain them."""
+    for tasks in (host_kernels.update_tasks, host_kernels.square_tasks):
         slab = torch.zeros(20_000_000, dtype=torch.uint8)
         work = tasks(slab, partial(together, n_threads=2))
         assert work
-        kept = slab.view(torch.bfloat16)[: slab.numel() // 2] if tasks is host_works.square_tasks else None
+        kept = slab.view(torch.bfloat16)[: slab.numel() // 2] if tasks is host_kernels.square_tasks else None
         for task in work:
             task(Scratch())
         if kept is not None:
@@ -334,8 +337,8 @@ def test_works_of_the_host_compute_with_finite_numbers_of_every_size() -> None:
 
 @pytest.mark.parametrize("n_bytes", [2 * 10**9, 12 * 10**9, 100_000_000])
 def test_no_two_arrays_of_a_slab_are_a_power_of_two_apart(n_bytes: int) -> None:
-    n, n_threads = host_works.layer_elements(n_bytes), 1
-    assert 14 * n * (3 if n in host_works.LAYER_ELEMENTS else 1) <= n_bytes, n_threads
+    n, n_threads = host_kernels.layer_elements(n_bytes), 1
+    assert 14 * n * (3 if n in host_kernels.LAYER_ELEMENTS else 1) <= n_bytes, n_threads
     starts = [0, 2 * n, 4 * n, 8 * n]
     apart = {b - a for i, a in enumerate(starts) for b in starts[i + 1 :]}
     assert all(distance % 2**28 for distance in apart)
@@ -343,9 +346,9 @@ def test_no_two_arrays_of_a_slab_are_a_power_of_two_apart(n_bytes: int) -> None:
 
 
 def test_the_slab_is_a_third_of_memory_at_most_and_larger_than_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_works, "cache_bytes", lambda: 300 * 2**20)
+    monkeypatch.setattr(host_kernels, "cache_bytes", lambda: 300 * 2**20)
     given = (100 * GB, 12 * GB), (9 * GB, 12 * GB), (100 * GB, GB), (2 * GB, GB)
-    sizes = [host_works.slab_bytes(free, most) for free, most in given]
+    sizes = [host_kernels.slab_bytes(free, most) for free, most in given]
     assert sizes == pytest.approx([12 * GB, 3 * GB, 4 * 300 * 2**20, GB], abs=4096)
 
 
@@ -369,10 +372,10 @@ def test_caches_of_the_last_level_are_counted_once_each(tmp_path: Path, monkeypa
         (at := tmp_path / f"cpu{core}" / "cache" / "index3").mkdir(parents=True)
         (at / "shared_cpu_list").write_text(shared + "\n")
         (at / "size").write_text(size + "\n")
-    monkeypatch.setattr(host_works, "CACHES", tmp_path)
-    assert host_works.cache_bytes.__wrapped__() == 2 * 300 * 2**20
-    monkeypatch.setattr(host_works, "CACHES", tmp_path / "nowhere")
-    assert host_works.cache_bytes.__wrapped__() == 0
+    monkeypatch.setattr(host_kernels, "CACHES", tmp_path)
+    assert host_kernels.cache_bytes.__wrapped__() == 2 * 300 * 2**20
+    monkeypatch.setattr(host_kernels, "CACHES", tmp_path / "nowhere")
+    assert host_kernels.cache_bytes.__wrapped__() == 0
 
 
 def test_steal_time_is_read_for_the_cores_of_a_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

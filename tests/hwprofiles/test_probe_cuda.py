@@ -1,4 +1,4 @@
-"""The probe of a GPU whose rates are known: it finds them, names cliffs, and ends in one line where the device fails."""
+"""Probe of a fake GPU with known rates: measured rates, cliffs, and errors of a failing device."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 from penstock.cli.outputs import json_text
 from penstock.cli.probe import headline, probe, remarks
-from penstock.hwprofiles.probe import cuda, host_works, works
+from penstock.hwprofiles.probe import cuda, host_kernels
+from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.device import DeviceError, PciLink
 from penstock.hwprofiles.probe.measurements import GPU, Effort
 from penstock.hwprofiles.probe.probe import probed
@@ -20,7 +21,7 @@ from penstock.runtime.errors import ProfileError
 from penstock.runtime.machines import streams
 from tests.fake_gpu import GB, FakeGpu, GiB, Truth
 
-MOST_OFF = 0.03  # of a rate that the probe may be off, with noise of 1 % and a hiccup every three seconds
+MOST_OFF = 0.03  # maximum relative error of a rate, with noise of 1 % and an interruption every three seconds
 QUICK, QUIET = GPU.quick(), Truth(noise_fraction=0.0, hiccups_per_s=0.0)
 
 
@@ -39,11 +40,11 @@ def assert_close(found: float, true: float, most_off: float = MOST_OFF) -> None:
 
 
 def assert_found(profile: Profile, truth: Truth) -> None:
-    """Every number of the profile is the machine's."""
+    """Compare every number of the profile with the truth."""
     device, link, host = profile.device, profile.link, profile.host
     for dtype, points in device.matmul.items():
         for p in points:
-            n_flop = works.product(dtype, p.m, p.k, p.n).amount
+            n_flop = kernels.product(dtype, p.m, p.k, p.n).amount
             assert_close(p.flop_per_s.value, truth.flop_per_s[dtype] * n_flop / (n_flop + truth.work_lost_flop))
             assert (p.clock_hz, p.watts) == truth.load
     true = {"flash": truth.attention_flop_per_s, **({"cudnn": truth.cudnn_flop_per_s} if truth.cudnn_flop_per_s else {})}
@@ -59,7 +60,7 @@ def assert_found(profile: Profile, truth: Truth) -> None:
     assert eager is not None
     for name in ("fused", "loss", "unpack", "narrow"):
         true_value = getattr(truth, f"{name}_fraction") * truth.memory_bytes_per_s
-        assert_close(getattr(device, f"{name}_bytes_per_s").value, true_value, 2 * MOST_OFF)  # of a difference of two times
+        assert_close(getattr(device, f"{name}_bytes_per_s").value, true_value, 2 * MOST_OFF)  # difference of two times
     assert device.sustained_fraction is None, "what was soaked is a step's rate"
     found = {
         device.memory_bytes_per_s.value: truth.memory_bytes_per_s,
@@ -154,7 +155,7 @@ def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
     assert (2048, 8192, 8192) in shapes
     assert (16384, 16384, 16384) not in shapes
     fp32 = small.device.matmul["fp32"]
-    assert max(works.product("fp32", p.m, p.k, p.n).amount / p.flop_per_s.value for p in fp32) <= GPU.longest_s
+    assert max(kernels.product("fp32", p.m, p.k, p.n).amount / p.flop_per_s.value for p in fp32) <= GPU.longest_s
     assert max(a.seq_len for a in small.device.attention["flash"]["bf16"]) == 16384
     assert max(p.n_bytes for p in small.link.h2d.bytes_per_s) == 256 * 2**20
     slow = probed_of(Truth(attention_flop_per_s={"bf16": 8e12, "fp32": 8e12}, cudnn_flop_per_s={}), effort=GPU)
@@ -169,8 +170,8 @@ def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
 
 
 def watched(truth: Truth, width: int, soak_s: float = 0.0) -> tuple[float, float, FakeGpu]:
-    """Rate of a product and its spread."""
-    device, work = FakeGpu(truth), works.product("bf16", width, width, width)
+    """Return rate and spread of a product, and the device."""
+    device, work = FakeGpu(truth), kernels.product("bf16", width, width, width)
     with device.prepared(work) as ready:
         timing = Stopwatch(device, GPU).timing(ready, soak_s)
     return work.amount / timing.value, timing.spread_fraction, device
@@ -191,8 +192,8 @@ def test_a_hiccup_moves_neither_a_time_nor_its_spread() -> None:
 
 
 def test_a_quota_shows_beside_the_rates_and_wall_time_counts() -> None:
-    """Cores that are throttled later on: no time is subtracted, and the last third is told against the first."""
-    device, work = FakeGpu(replace(QUIET, quota_s=0.9, throttled_fraction=0.5)), host_works.updates(15)
+    """Cores throttled after some time: no time is subtracted, and the rate of the last third over the first is reported."""
+    device, work = FakeGpu(replace(QUIET, quota_s=0.9, throttled_fraction=0.5)), host_kernels.updates(15)
     with device.prepared(work) as ready:
         timing = Stopwatch(device, GPU).timing(ready)
     assert timing.use is not None
@@ -212,7 +213,7 @@ GEN4 = {"pinned": {"h2d": 26e9, "d2h": 26.5e9}, "pageable": {"h2d": 20e9, "d2h":
 
 
 def slow(pinned: float, duplex: float) -> dict[str, Any]:
-    """A link as slow with pageable memory as with pinned."""
+    """Return fields of a link with equal rates of pageable and pinned memory."""
     return {key: {"h2d": pinned, "d2h": pinned} for key in ("pinned", "pageable")} | {"duplex_bytes_per_s": duplex}
 
 
@@ -245,8 +246,8 @@ def test_a_cliff_is_named_and_told_and_no_other_is(changes: dict[str, Any], name
         {},
         {"nodes": TWO_NODES, "remote_fraction": 0.97},
         GEN4 | {"capability": (9, 0), "link": PciLink(4, 16, 4, 16)},
-        slow(300e9, 550e9) | {"link": PciLink(1, 1, 5, 16)},  # copies do not go over this link
-        {"most_params_per_s": 3e9, "dram_bytes_per_s": 100e9},  # the memory binds
+        slow(300e9, 550e9) | {"link": PciLink(1, 1, 5, 16)},  # copies use another link
+        {"most_params_per_s": 3e9, "dram_bytes_per_s": 100e9},  # the memory is the bottleneck
     ],
 )
 def test_a_machine_as_its_parts_promise_has_no_cliffs(changes: dict[str, Any]) -> None:
@@ -332,6 +333,6 @@ def test_host_memory_that_the_user_gives_is_said_to_be_the_users(monkeypatch: py
 
 @pytest.mark.parametrize("effort", [QUICK, GPU])
 def test_small_products_may_be_as_slow_as_they_are(effort):
-    """As on an H100, whose products of 512 by 1024 reach an eighth of the rate of large ones."""
+    """On an H100 products with m = 512 and width 1024 reach an eighth of the rate of large ones."""
     truth = Truth(work_lost_flop=1e11)
     assert_found(probed_of(truth, effort=effort), truth)

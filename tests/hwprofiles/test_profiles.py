@@ -1,4 +1,4 @@
-"""Profiles: what the shipped ones hold, rates between points, and what is refused in one line."""
+"""Profiles: content of the shipped ones, interpolation, and errors of invalid ones."""
 
 import math
 from copy import deepcopy
@@ -38,7 +38,7 @@ def attention(profile: Profile, dtype: Any, seq_len: int, head_dim: int, backwar
 
 
 def numbers(value: object, place: str = "") -> list[str]:
-    """Places of all quantities in JSON, found without the schema."""
+    """Return the keys of all quantities in JSON values, found without the schema."""
     if isinstance(value, dict):
         here = [place] if "spread_fraction" in value else []
         return here + [p for key, item in value.items() for p in numbers(item, f"{place}.{key}".lstrip("."))]
@@ -48,7 +48,7 @@ def numbers(value: object, place: str = "") -> list[str]:
 
 
 def at(fields: dict[str, Any], place: str) -> tuple[Any, Any]:
-    """What holds the value of that place, and its key there."""
+    """Return the container of the value with this dotted key, and its key in the container."""
     *parents, key = place.split(".")
     for parent in parents:
         fields = fields[int(parent)] if isinstance(fields, list) else fields[parent]
@@ -90,14 +90,14 @@ def test_only_the_probed_machine_calls_a_number_measured(name: str) -> None:
     for source in profile.sources.values():
         assert source.kind != "measured" or (source.date and source.device and source.driver)
         assert source.kind in ("measured", "user") or len(source.detail) > 25
-    for place, q in profile.quantities():  # rates and times; a memory size that we chose is exact
+    for place, q in profile.quantities():  # rates only: a chosen memory size is exact
         if profile.sources[q.source].kind == "assumed" and q.value > 0 and "_per_s" in place:
             assert q.spread_fraction >= 0.08, place
 
 
 @ANY_PROFILE
 def test_a_shipped_machine_is_consistent_with_itself(name: str) -> None:
-    """The optimizer's traffic stays below what the memory delivers, both directions together below the sum of each alone."""
+    """Optimizer traffic is within the memory rate, and the duplex rate within the sum of both directions."""
     profile = read_profile(name)
     link, host = profile.link, profile.host
     assert max(p.params_per_s.value for p in host.optimizer) * 28 <= host.dram_bytes_per_s.value
@@ -169,7 +169,7 @@ def test_a_copy_takes_latency_and_bytes_and_more_take_longer(profile, direction,
 
 
 def test_fewer_threads_than_measured_are_slower_in_proportion() -> None:
-    """And more are no faster."""
+    """More threads than measured are not faster."""
     fields = fields_of()
     rates = [{"params_per_s": quantity(rate), "params_per_s_under_copies": quantity(rate / 2)} for rate in (2e9, 8e9)]
     fields["host"]["optimizer"] = [{"threads": n} | rate for n, rate in zip((4, 16), rates, strict=True)]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.hwprofiles.device_parts import on_network, shared_by
 from penstock.hwprofiles.schema import Profile, read_profile
-from penstock.hwprofiles.several import on_network, shared_by
 from penstock.planner.model import config
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, shipped_models

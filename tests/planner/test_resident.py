@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.hwprofiles.device_parts import part_of
 from penstock.hwprofiles.schema import read_profile
-from penstock.hwprofiles.several import part_of
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.memory import frame

@@ -1,4 +1,4 @@
-"""Contention for links, DRAM and cores, from profiles alone, against published measurements."""
+"""Contention for links, DRAM and cores: predictions from profiles against published measurements."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -21,7 +21,7 @@ LARGE, SMALL = 0, 1  # blocks of a 72B model: the embedding is larger than a lay
 
 
 def copy_rates(name: str) -> dict[Kind, tuple[float, float]]:
-    """Bytes per second of a layer's upload and download: alone, and while the other direction moves more."""
+    """Return bytes/s of a layer's upload and download: (alone, during a larger copy in the other direction)."""
     model, semantics = read_model("qwen2.5-72b"), Semantics(seq_len=1024, batch_size=1, micro_batch=1)
     profile = read_profile(name)
     whole = lower(model, build_workload(model, semantics), semantics, Policy(), {})
@@ -65,7 +65,7 @@ def system_costs(name):
 
 @pytest.mark.parametrize("name", ["h100-sxm", "gb300"])
 def test_gradients_are_added_faster_to_pages_in_place(name):
-    """Published: 3.7 GB/s where pages are touched first, 23 GB/s where they are there; two reads and a write of DRAM either way."""
+    """Published: 3.7 GB/s with page faults and 23 GB/s without; both read DRAM twice and write it once."""
     costs, n_bytes = system_costs(name), 10**9
     for first_touch, bytes_per_s in ((True, 3.7e9), (False, 23e9)):
         found = costs.add(n_bytes, first_touch=first_touch)
@@ -80,7 +80,7 @@ def test_an_h100_copies_unpinned_memory_at_16_gb_per_s_not_55():
 
 
 def replay(timeline, demands, region):
-    """Moment by moment: what each op has done at the speeds that its neighbours leave it, and the most drawn of each resource."""
+    """Integrate a timeline: return the work done by each op under contention, and the maximum use of each resource."""
     spans = [(s, s.start_s + demands[s.op].overhead_s) for s in timeline.spans]
     moments = sorted({moment for s, work_s in spans for moment in (s.start_s, min(work_s, s.end_s), s.end_s)})
     done_s = defaultdict(float)
@@ -102,10 +102,10 @@ def replay(timeline, demands, region):
 @pytest.mark.drawn
 @given(demanded())
 def test_work_is_conserved_at_every_moment(case):
-    """Each op has done its work exactly when it ends, and no resource ever gives more than its capacity."""
+    """An op has done exactly its work when it ends, and use of a resource never exceeds its capacity."""
     plan, demands = case
     timeline = simulate(plan, demands, REGION).timeline
-    # A timeline ends with a whole step; until each lane's last op in it, no later op has drawn anything.
+    # A timeline ends with a complete step. Before the end of every lane's last op, no op beyond the timeline uses a resource.
     last_s = {plan.ops[s.op].lane: s.end_s for s in timeline.spans}
     known_s = min(last_s.values())
     done_s, most = replay(timeline, demands, REGION)

@@ -1,4 +1,4 @@
-"""Shipped profiles against rows of published ops: fitted to some, tested by the others."""
+"""Shipped profiles against published measurements of ops: training rows and test rows."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from benchmarks.published.ops import validate_ops
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from tests.tour import ROOT
 
-CHANCE = 0.01  # that spreads as they should be would hold so few of the rows
+CHANCE = 0.01  # significance level: probability that correct spreads cover so few rows
 COVERED = 0.8
 
 
@@ -26,8 +26,8 @@ def test_no_law_is_fitted_to_rows_of_the_test_or_distrusted_rows():
 @pytest.mark.long
 @pytest.mark.soak
 def test_every_number_that_names_rows_names_rows_of_the_fit(monkeypatch):
-    """Each such source has a mark of the very rows; the marks of all groups of today are there to be found. But for products, on
-    which rates rest, what is fitted to them is for the next test."""
+    """A source contains a digest of its rows, which must be the digest of a group of today. Values fitted to the rows are tested by
+    the next test; products are fitted here, because rates depend on them."""
     products()
     monkeypatch.setattr("benchmarks.op_fit.FitResult.validated", lambda groups, *_: FitResult({}, groups, {}))
     several = (found for of in collectives().values() for found in of.values())
@@ -45,7 +45,7 @@ def test_every_number_that_names_rows_names_rows_of_the_fit(monkeypatch):
 
 
 def test_no_spread_is_tighter_than_the_rows_of_the_test_show():
-    """By machine, kind and kernel, where there are shapes enough: rows of one shape are wrong together, so shapes are counted."""
+    """By machine, kind and kernel. Counts shapes instead of rows, because errors of rows of one shape are correlated."""
     groups = {}
     for op in validate_ops(str(ROOT / "benchmarks" / "published_ops.csv")).ops:
         if op.row.share == "test" and op.row.trust < 3 and op.covered is not None:
@@ -60,14 +60,14 @@ def test_no_spread_is_tighter_than_the_rows_of_the_test_show():
 
 
 def chance_of(n_held, n):
-    """The chance that at most `n_held` of n are held, if each is with the probability that spreads promise."""
+    """Return the probability that at most `n_held` of n shapes are covered if spreads cover with probability COVERED."""
     return sum(math.comb(n, i) * COVERED**i * (1 - COVERED) ** (n - i) for i in range(n_held + 1))
 
 
 @pytest.mark.long
 @pytest.mark.soak
 def test_shipped_profiles_are_what_the_fit_gives_today():
-    """All laws fitted again; what runs say instead is for the run ledger's page to hold."""
+    """Fit all laws again. Values fitted to runs are tested with the ledger of runs."""
     for machine, fields in profiles():
         shipped = json.loads((FOLDER / f"{machine}.json").read_text())
         for part in ("device", "peers"):

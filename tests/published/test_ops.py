@@ -1,4 +1,4 @@
-"""Published measurements of single ops: files read or refused in one line, and predictions as plans book them."""
+"""Published measurements of single ops: input files, errors, and predictions by a plan's cost model."""
 
 import csv
 import json
@@ -44,7 +44,7 @@ def ledger():
 
 
 def test_a_hash_of_machine_kind_and_shape_draws_the_test_rows(tmp_path):
-    """Tokens decide nothing, so a width is of the test or not with all of them; about one in four is."""
+    """The hash ignores tokens, so a width is a test row for all tokens or for none; about one in four is."""
     shapes = [(m, k) for k in range(64, 8192, 64) for m in (64, 4096)]
     rows = [PRODUCT | {"shape": f"m={m};k={k};n=4096"} for m, k in shapes]
     found = [row.share for row in read_ops(file_of(tmp_path, *rows), frozenset(GPUS))]
@@ -53,7 +53,7 @@ def test_a_hash_of_machine_kind_and_shape_draws_the_test_rows(tmp_path):
 
 
 def test_a_product_a_copy_and_a_layer_are_what_a_plan_books(tmp_path):
-    """Held against the cost model asked without a row."""
+    """Compare with direct calls of the cost model."""
     layer = PRODUCT | {"kind": "layer_forward", "kernel": "eager", "shape": "model=llama-3.1-8b;batch=2;seq=2048"}
     product, copy, whole = validate_ops(file_of(tmp_path, PRODUCT, COPY, layer)).ops
     profile = read_profile("h100-sxm")
@@ -80,7 +80,7 @@ def test_an_op_without_a_prediction_is_counted_and_says_why(tmp_path):
 
 
 def test_rows_of_the_test_are_predicted_as_well_as_was_wanted(ledger):
-    """But for one, which the page shows: collectives' 90th percentile is 11.3 % where 10 % was wanted."""
+    """One exception, which is on the page: the 90th percentile of collectives is 11.3 % (target: 10 %)."""
     of_the_test = [op for op in ledger.ops if op.row.share == "test" and op.row.trust < 3]
     for name, (belongs, median, p90) in WANTED.items():
         found = Errors.from_ops(op for op in of_the_test if belongs(op.row))

@@ -1,4 +1,4 @@
-"""Published runs on several GPUs: the page that holds them, and what systems that shard a model cost."""
+"""Published runs on several GPUs: their page, and the cost model of systems that shard a model."""
 
 import pytest
 
@@ -55,10 +55,10 @@ def test_slower_exchange_slows_a_step_of_several_gpus_alone(system):
 
 
 def test_weights_are_gathered_per_micro_batch_and_gradients_once():
-    """Where exchange binds, a step takes as long as it: two gathers a micro-batch, of the root's weights one, and gradients."""
+    """With slow exchange the step is its time: two gathers per micro-batch, one of the root's weights, and the gradients."""
     slow = faster(GEFORCE, {Group.PEERS: 1e-4})
     rate = exchange_bytes_per_s(slow)
-    layers, table = 28 * 50_337_024, 151_936 * 2048  # the norms of a layer's queries and keys are in it; the table is tied
+    layers, table = 28 * 50_337_024, 151_936 * 2048  # parameters: q and k norms included; tied table
 
     def moved_s(n_params):
         return 2 * n_params * 7 / 8 / rate

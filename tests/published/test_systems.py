@@ -1,4 +1,4 @@
-"""Published systems: uploads, buffers, memory and seconds as their sources say."""
+"""Models of published systems: uploads, buffers, memory and seconds against their sources."""
 
 import networkx
 import pytest
@@ -51,7 +51,7 @@ def programs(draw):
 
 
 def longest_paths(tasks):
-    """The slow twin: every task after those it waits for and after the one before it in its queue."""
+    """Reference implementation: a task starts after its dependencies and after the previous task of its queue."""
     graph = networkx.DiGraph()
     last = {}
     for i, task in enumerate(tasks):
@@ -99,7 +99,7 @@ def test_a_layer_is_uploaded_as_often_as_the_source_says(system, n_uploads, n_fo
 
 @pytest.mark.parametrize(("system", "n_buffers", "slow"), [("megatrain", 2, Group.UPLOAD), ("megatrain-plus", 3, Group.MATMUL)])
 def test_no_buffer_is_filled_while_it_is_still_read(system, n_buffers, slow):
-    """In the forward, load k and load k + n_buffers use one pinned and one flat buffer."""
+    """In the forward, loads k and k + n_buffers use the same pinned buffer and the same flat buffer."""
     costs = costs_of(profile=faster(read_profile("mi355x"), {slow: 0.02}))
     tasks, forward = megatrain_tasks(costs, system)
     ends = ends_s(tasks, None)

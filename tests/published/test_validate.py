@@ -1,4 +1,4 @@
-"""The ledger of published runs: its errors, the honesty of its fit, and the files that it reads."""
+"""Ledger of published runs: errors, independence of the fit from test runs, and input files."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_published_runs_are_predicted_within_the_targets(ledger):
 
 @pytest.mark.soak
 def test_a_run_left_out_of_the_fit_is_within_the_target(published, monkeypatch):
-    """Leave-one-out, for two runs that constants rest on, with the stages of their machine; the page holds all."""
+    """Leave-one-out for two runs of the fit, with the stages of their machine; the page has all runs."""
     stages = {name: stage for name, stage in STAGES.items() if name in ("serial tail", "eager modules", "mi355x compute")}
     monkeypatch.setattr("benchmarks.ledger.STAGES", stages)
     runs = [p for p in published if p.name in ("mi355x-megatrain-qwen2.5-14b-b64", "mi355x-zero3-qwen2.5-14b-b16")]
@@ -72,7 +72,7 @@ def test_the_page_holds_every_sentence_and_explains_misses():
     for claim in found:
         assert claim.holds or claim.note
         assert f"| {claim.quantity} | {claim.source} |" in text, "write it again with `python benchmarks/ledger.py`"
-        if claim.source != FLEX:  # on a machine whose profile may be measured anew
+        if claim.source != FLEX:  # its profile may be measured again
             assert f"| {claim.row()[3]} | {claim.row()[4]} |" in text, "write it again with `python benchmarks/ledger.py`"
 
 
@@ -103,7 +103,7 @@ def test_no_constant_belongs_to_a_run_or_a_model(published):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("checked", ["serial tail", "eager modules", "mi355x compute", "process memory"])
 def test_the_shipped_constants_are_those_that_the_fit_finds(published, checked):
-    """A stage takes the constants of those before it, so each is checked with the shipped ones. These are cheap."""
+    """Check each stage with the shipped constants of earlier stages. Only fast stages are checked."""
     fitter = Fitter({p.name: p for p in published})
     before = {}
     for name, stage in STAGES.items():
@@ -114,7 +114,7 @@ def test_the_shipped_constants_are_those_that_the_fit_finds(published, checked):
 
 
 def test_a_fit_finds_the_constants_that_made_the_runs():
-    """Those that no run tells of stay as they were believed."""
+    """Constants without a run keep their prior."""
     constants = [Constant("m", "rate", 10.0, 0.5, ""), Constant("m", "fixed", 1.0, 0.5, ""), Constant("m", "idle", 5.0, 0.3, "")]
     work = (1.0, 10.0, 100.0, 300.0)
     truth = [n / 14.0 + 1.3 for n in work]

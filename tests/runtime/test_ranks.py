@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.hwprofiles.device_parts import on_network, shared_by
 from penstock.hwprofiles.schema import read_profile
-from penstock.hwprofiles.several import on_network, shared_by
 from penstock.planner.check.claim import check_origin
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload

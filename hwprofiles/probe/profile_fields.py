@@ -1,45 +1,45 @@
-"""Numbers of a profile: what the times of a probe's measurements become."""
+"""Profile fields: rates and overheads computed from the times of measurements."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from .device import Load
-from .measurements import ALONE, BESIDE, CLOCK, CLOCKED_FRACTION, NODES, REFERENCE, SEEN, Measurement
+from .measurements import ALONE, CLOCK, CLOCKED_FRACTION, EXTRA, LOADED, NODES, REFERENCE, Measurement
 from .timings import Timing, lifted
 
-HOST = "host"  # the source of rates of the host's threads
+HOST = "host"  # source of the rates of host benchmarks
 
-Result = tuple[Measurement, Timing, Load]  # with the seconds of its work, and what the device said of itself meanwhile
+Result = tuple[Measurement, Timing, Load]  # with the seconds of its benchmark, and the state of the device during it
 
 
-class Numbers:
-    """Rates and times of all results: without overheads, and none above that of less work.
+class ProfileFields:
+    """Rates and times of all results, with overheads subtracted and time monotonic in work.
 
-    `seen`: those without a place in a profile, by field. `slowdowns`: time beside other work over time alone, by kind.
-    `node_bytes_per_s`: of pinned copies to the device, by memory node. `sustained_fraction`: last over first rate of the reference
-    product. `sustained`: circumstances of works of the host's threads. `link`: during copies."""
+    `extra`: results without a profile field, by name. `slowdowns`: time under load over time alone, by kind.
+    `node_bytes_per_s`: rate of pinned copies to the device, by NUMA node. `sustained_fraction`: last over first rate of the
+    reference product. `sustained`: core usage of host benchmarks. `link`: PCIe state during copies."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self.results, self.values = results, _values(results)
         fields = [row.field for row, _, _ in results]
-        self.seen = {field: rate for field, rate in zip(fields, self.values, strict=True) if field.startswith(SEEN)}
-        alone, beside, self.node_bytes_per_s = (self._below(prefix) for prefix in (ALONE, BESIDE, NODES))
-        self.slowdowns = {kind: max(1.0, rate / beside[kind]) for kind, rate in alone.items()}
-        self.sustained_fraction = self.seen[REFERENCE + "last"].value / self.seen[REFERENCE + "first"].value
+        self.extra = {field: rate for field, rate in zip(fields, self.values, strict=True) if field.startswith(EXTRA)}
+        alone, loaded, self.node_bytes_per_s = (self._with_prefix(prefix) for prefix in (ALONE, LOADED, NODES))
+        self.slowdowns = {kind: max(1.0, rate / loaded[kind]) for kind, rate in alone.items()}
+        self.sustained_fraction = self.extra[REFERENCE + "last"].value / self.extra[REFERENCE + "first"].value
         self.sustained = [(row, seconds.use) for row, seconds, _ in results if seconds.use is not None]
         self.link = next((load.link for row, _, load in results if row.work.kind == "copies" and load.link), None)
 
-    def _below(self, prefix: str) -> dict[str, float]:
-        """What was seen, by the rest of its name."""
-        return {field.removeprefix(prefix): rate.value for field, rate in self.seen.items() if field.startswith(prefix)}
+    def _with_prefix(self, prefix: str) -> dict[str, float]:
+        """Return the values of `extra` with this prefix, by the remainder of the name."""
+        return {field.removeprefix(prefix): rate.value for field, rate in self.extra.items() if field.startswith(prefix)}
 
     def write(self, fields: dict[str, Any]) -> None:
-        """Put every number in its place among the fields of a profile, its spread widened by what other work and clocks cost."""
+        """Write the numbers into the fields of a profile. Spreads are widened by the slowdown under load and by clock drift."""
         for (row, seconds, load), value in zip(self.results, self.values, strict=True):
-            if row.field not in self.seen:
-                slowdown = 1.0 if row.beside else self.slowdowns.get(row.work.kind, 1.0)
-                follows_clock = row.key.endswith("flop_per_s")  # clock and power go beside it; its spread covers what clocks lose
+            if row.field not in self.extra:
+                slowdown = 1.0 if row.background else self.slowdowns.get(row.work.kind, 1.0)
+                follows_clock = row.key.endswith("flop_per_s")  # stored with clock and power; its spread covers clock drift
                 drift = 1 / self.sustained_fraction if follows_clock else 1.0
                 source = "probe" if seconds.use is None else HOST
                 widened = value._replace(spread_fraction=max(value.spread_fraction, slowdown - 1, drift - 1))
@@ -50,18 +50,18 @@ class Numbers:
 
 
 def _values(results: Sequence[Result]) -> list[Timing]:
-    """Seconds of a call, or rates: of less work never more seconds than of more."""
+    """Return seconds per call, or rates, with time monotonic in work."""
     call_s = {row.field: seconds.value / row.work.n_calls for row, seconds, _ in results}
     grids: dict[tuple[str, str], dict[int, tuple[tuple[float, float], Timing]]] = defaultdict(dict)
     for i, (row, seconds, _) in enumerate(results):
-        overhead_s = row.work.n_calls * call_s[row.less] if row.less else 0.0
-        most_s = (CLOCKED_FRACTION if row.less == CLOCK else 0.5) * seconds.value  # of overhead
+        overhead_s = row.work.n_calls * call_s[row.overhead] if row.overhead else 0.0
+        most_s = (CLOCKED_FRACTION if row.overhead == CLOCK else 0.5) * seconds.value  # upper limit of the overhead
         grids[row.field, row.key][i] = row.work.size, seconds._replace(value=seconds.value - min(overhead_s, most_s))
-    above = {i: seconds for grid in grids.values() for i, seconds in lifted(grid).items()}
-    numbers = [(row.field, row.work, above[i].value) for i, (row, _, _) in enumerate(results)]
+    monotonic = {i: seconds for grid in grids.values() for i, seconds in lifted(grid).items()}
+    numbers = [(row.field, row.work, monotonic[i].value) for i, (row, _, _) in enumerate(results)]
     is_time = [field.endswith("_s") and not field.endswith("_per_s") for field, _, _ in numbers]
     values = [s / work.n_calls if is_s else work.amount / s for is_s, (_, work, s) in zip(is_time, numbers, strict=True)]
-    return [above[i]._replace(value=value) for i, value in enumerate(values)]
+    return [monotonic[i]._replace(value=value) for i, value in enumerate(values)]
 
 
 def _write(fields: dict[str, Any], row: Measurement, number: dict[str, Any], load: Load | None) -> None:

@@ -1,23 +1,23 @@
-"""Part of a profile that each of several devices has, of one or several machines: one device, and an equal part of its host."""
+"""Profile of one of n devices: the device, its link, and 1/n of its host."""
 
 from penstock.runtime.errors import ProfileError
 
 from .schema import Profile
 
 BYTES_PER_GBIT = 1e9 / 8
-NETWORK_LATENCY_S = 2e-5  # assumed of a network of which its user says no more than how fast it is
+NETWORK_LATENCY_S = 2e-5  # assumed for --network-gbit, which states a rate only
 
 
 def part_of(profile: Profile, n: int, n_hosts: int = 1, gbit_per_s: float | None = None) -> Profile:
-    """One device's part of n devices on each of `n_hosts` hosts, each of which sends `gbit_per_s` to the others."""
+    """Return the profile of one of n devices per host, on `n_hosts` hosts with a network of `gbit_per_s` per host."""
     if gbit_per_s is not None and n_hosts == 1:
         raise ProfileError("--network-gbit is between hosts, and one is asked for; say how many with --hosts, of --gpus each")
     return shared_by(on_network(profile, gbit_per_s), n, n_hosts)
 
 
 def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
-    """One device's part of n devices, of one machine or of each of `n_hosts`: a device and its link, and an equal part of its
-    host. Prices become those of all: a profile's are of one device, a user's of the whole."""
+    """Return the profile of one of n devices per host: cores, memory and rates of the host are divided by n. Prices become totals:
+    a shipped price is per device and is multiplied, a price by the user is the total already."""
     has = None if profile.peers is None else profile.peers.n_devices
     if has is not None and n > has:
         raise ProfileError(f"{profile.name}: has {has} devices, not {n}; choose --gpus {has} or fewer")
@@ -32,7 +32,7 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
         host[key]["value"] /= n
     for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
         quantity = price.get(key)
-        if quantity and (key == "ram_usd_per_gb" or profile.sources[quantity["source"]].kind != "user"):  # memory: by the part
+        if quantity and (key == "ram_usd_per_gb" or profile.sources[quantity["source"]].kind != "user"):  # memory: per part
             quantity["value"] *= n * n_hosts
     if profile.network is not None:
         fields["network"]["n_hosts"] = n_hosts
@@ -40,13 +40,13 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
 
 
 def name_of_shared(name: str, n: int, n_hosts: int) -> str:
-    """Of a machine of which each device has its part."""
-    each = f" on each of {n_hosts} hosts" if n_hosts > 1 else ""
-    return f"{name}, {n} GPU{'' if n == 1 else 's'}{each}" if n * n_hosts > 1 else name
+    """Return the name with the number of GPUs and hosts, for example `h100-sxm, 8 GPUs on each of 2 hosts`."""
+    hosts = f" on each of {n_hosts} hosts" if n_hosts > 1 else ""
+    return f"{name}, {n} GPU{'' if n == 1 else 's'}{hosts}" if n * n_hosts > 1 else name
 
 
 def on_network(profile: Profile, gbit_per_s: float | None) -> Profile:
-    """The same machine on a network that its user has, in Gbit/s for each host; None leaves it as it is."""
+    """Return the profile with a network of `gbit_per_s` per host; None: unchanged."""
     if gbit_per_s is None:
         return profile
     rate = {"value": gbit_per_s * BYTES_PER_GBIT, "spread_fraction": 0.0, "source": "user_network"}

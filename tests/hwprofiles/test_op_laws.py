@@ -1,4 +1,4 @@
-"""Laws of products, attention and collectives: what they say, and that more work never takes less time."""
+"""Laws of products, attention and collectives: values, and monotonicity of time in work."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.hwprofiles.laws import SPLITS, TILES, ProductLaw
+from penstock.hwprofiles.op_laws import SPLITS, TILES, ProductLaw
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, read_profile, shipped_profiles
 
 SIZES = st.integers(1, 2**17)
@@ -18,7 +18,7 @@ COLLECTIVES = [law for name in WITH_LAWS if (peers := read_profile(name).peers) 
 
 
 def plain_product_s(law: ProductLaw, m: int, k: int, n: int) -> float:
-    """Each tile and split written out: blocks, waves of them, steps of each; bytes; and both overlapped."""
+    """Reference implementation of `ProductLaw.seconds`: minimum over tiles and splits, memory time, and overlap of both."""
     found = []
     for rows, columns in TILES:
         for splits in SPLITS:
