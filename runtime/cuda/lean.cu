@@ -1,14 +1,14 @@
-// A step of AdamW or Lion on less state, in place, by the operations of docs/optimizers.md: to the bits of loops.py.
+// AdamW or Lion step on low-bit optimizer state, in place, by the operations of docs/optimizers.md; bitwise identical to loops.py.
 //
-// The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16; of moments also unsigned char, for
-// groups of int8), IS_SPLIT (a bf16 weight has a remainder, by which it lacks its master) of type REMAINDER, short, or signed char of
-// a master of 24 bits, IS_DRAWN (a bf16 master, or one of 24 bits, is rounded stochastically) and IS_LION. A thread has an element at a time, or a group.
+// The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16; MOMENT also unsigned char, for int8
+// groups), IS_SPLIT (a bf16 weight has a remainder) and its type REMAINDER (short, or signed char for a 24-bit master), IS_DRAWN (a
+// bf16 or 24-bit master is rounded stochastically) and IS_LION. A thread updates one element or one group at a time.
 
 __device__ float widened(float x) { return x; }
 __device__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
 
 __device__ void put(float* to, float x, unsigned) { *to = x; }
-__device__ void put(unsigned short* to, float x, unsigned random) {  // up where what is cut off and the number carry; NaN stays NaN
+__device__ void put(unsigned short* to, float x, unsigned random) {  // add and truncate; NaN remains NaN
     *to = x != x ? 0x7FC0 : (unsigned short)((__float_as_uint(x) + random) >> 16);
 }
 
@@ -22,7 +22,7 @@ __device__ unsigned drawn(unsigned key, unsigned turn, unsigned within) {
     return x ^ (x >> 9);
 }
 
-#define LACKS (IS_SPLIT && sizeof(REMAINDER) == 1 ? 8 : 0)  // bits of fp32
+#define LACKS (IS_SPLIT && sizeof(REMAINDER) == 1 ? 8 : 0)  // low bits of fp32 that a 24-bit master drops
 #define GROUP (sizeof(MOMENT) == 1 ? 32 : 1)
 
 template <typename Of> __device__ float loaded(const Of* of, int i, bool) { return widened(of[i]); }

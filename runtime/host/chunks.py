@@ -1,7 +1,7 @@
-"""The definition of the host optimizer's work, in plain torch and numpy operations, chunk by chunk.
+"""Reference implementation of the host optimizer in plain torch and NumPy, chunk by chunk.
 
-`loops.py` compiles the same to the same bits. The definition runs where numba is missing, is the slow twin of tests, and computes
-the elements at a parameter's end that fill no vector register of torch's kernel.
+`loops.py` is bitwise identical. The reference runs where numba is missing and in tests, and updates the last elements of a
+parameter, which fill no vector register of torch's kernel.
 """
 
 import numpy as np
@@ -12,19 +12,19 @@ from .param_state import UPDATE_ELEMENTS as UPDATE_ELEMENTS
 from .param_state import SummedGradient, UpdateArguments, bf16_bits
 from .rounding import GROUP, HALF, group_bytes, numbers, packed, unpacked
 
-TASK_CHUNKS = 32  # that a thread takes at a time: 2 ms, far above a hand-over, and short enough to share evenly
+TASK_CHUNKS = 32  # of one task: 2 ms, far longer than a hand-over between threads, and short enough to balance them
 SCRATCH_ELEMENTS = 2**13
 
 
 class Scratch:
-    """A thread's memory for a block: it stays in the core's caches, and no call allocates."""
+    """Scratch memory of one thread: it remains in the core's caches, and no call allocates."""
 
     def __init__(self) -> None:
         self.block = torch.zeros(SCRATCH_ELEMENTS)
 
 
 def gradient_of(gradient: SummedGradient, start: int, end: int) -> torch.Tensor:
-    """Elements of the sum in fp32, rounded to the gradient's dtype."""
+    """Elements start .. end - 1 of the sum in fp32, rounded to the gradient's dtype."""
     total = gradient.parts[0][start:end].float()
     for part in gradient.parts[1:]:
         total = total + part[start:end]
@@ -32,7 +32,7 @@ def gradient_of(gradient: SummedGradient, start: int, end: int) -> torch.Tensor:
 
 
 def update(step: UpdateArguments, start: int, end: int) -> None:
-    """A step on elements start .. end - 1."""
+    """Update elements start .. end - 1."""
     for at in range(start, end, UPDATE_ELEMENTS):
         here = slice(at, min(at + UPDATE_ELEMENTS, end))
         before, g = step.start_from or step.to, gradient_of(step.gradient, here.start, here.stop)
@@ -53,7 +53,7 @@ def update(step: UpdateArguments, start: int, end: int) -> None:
 
 
 def _update_drawn(step: UpdateArguments, here: slice, wide: torch.Tensor, gradient: torch.Tensor) -> None:
-    """The arithmetic of docs/optimizers.md, and its rounding."""
+    """Update by the arithmetic and rounding of docs/optimizers.md."""
     assert step.drawn is not None
     (keys, is_master_drawn, first), n = step.drawn, len(wide)
     w, g, by = wide.numpy(), gradient.numpy(), np.array(step.scalars, np.float32)
@@ -84,8 +84,8 @@ def _update_drawn(step: UpdateArguments, here: slice, wide: torch.Tensor, gradie
 
 
 def squares(gradient: SummedGradient, start: int, end: int) -> list[float]:
-    """fp32 sum of squares of each chunk of elements start .. end - 1, in an order that any processor can keep: the second half of
-    the places in a chunk is added to the first, and so on, until one is left. The last chunk is filled up with zeros."""
+    """fp32 sum of squares of each chunk of elements start .. end - 1, as a tree that any processor can reproduce: the second half
+    of a chunk is added to the first half until one number remains. The last chunk is padded with zeros."""
     sums = list[float]()
     for at in range(start, end, CHUNK_ELEMENTS):
         x = gradient_of(gradient, at, min(at + CHUNK_ELEMENTS, end))

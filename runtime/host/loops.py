@@ -1,11 +1,11 @@
-"""The host optimizer's kernels, compiled by numba: an update rule on a state layout, a sum of squares, a sum of gradients.
+"""Host optimizer kernels, compiled by numba: update rules on all state layouts, sums of squares, sums of gradients.
 
-A kernel passes once over memory, block by block; what a block needs besides fits a core's first caches. The layout follows from the
-dtypes of the arguments, and numba compiles a kernel for each. Arrays hold the bits of numbers: uint32 of fp32, uint16 of bf16,
-int16 or int8 of a remainder, uint8 of groups of int8 codes. An absent array is None.
+A kernel passes over memory once, block by block; scratch memory of a block fits a core's L1 or L2 cache. Numba compiles a kernel
+for each combination of dtypes. Arrays hold the bits of numbers: uint32 for fp32, uint16 for bf16, int16 or int8 for a remainder,
+uint8 for groups of int8 codes. An absent array is None.
 
-Loads and stores carry LLVM's alias scopes, one for each operand. Without them LLVM compares the addresses of all pairs of arrays
-before a loop, gives up at seven arrays and emits a scalar loop, ten times as slow. The scopes hold: operands never overlap.
+Loads and stores carry LLVM alias scopes, one per operand. Without them LLVM compares the addresses of all pairs of arrays before a
+loop, gives up at seven arrays and emits a scalar loop, ten times slower. The scopes are valid because operands never overlap.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from .param_state import ParamState, SummedGradient, UpdateArguments
 from .rounding import GROUP, HALF, INFINITE, LEAST, MOST, NEAREST, PACK, PACK_BYTES, TURN
 
 Bits = NDArray[Any]
-intrinsic: Callable[..., Callable[..., Any]] = extending.intrinsic  # its own types are those of Python functions, not of calls
-BLOCK_ELEMENTS = 2**11  # a turn consists of whole blocks
+intrinsic: Callable[..., Callable[..., Any]] = extending.intrinsic  # its type hints describe the Python function, not its calls
+BLOCK_ELEMENTS = 2**11  # divides TURN
 SCRATCH_ELEMENTS = 4 * BLOCK_ELEMENTS  # gradient, two moments, scales of groups
 NARROW, EIGHT, NAN = np.uint32(16), np.uint32(8), np.uint32(0x7FC0)
-# Operands, each an alias scope; MOMENT: numbers of either moment, which an update reads as FIRST or SECOND
+# Operands, one alias scope each; MOMENT: unpacked elements of either moment, which an update reads as FIRST or SECOND
 WEIGHT, REMAINDER, FIRST, SECOND, GRADIENT, RANDOM, GROUPS, MOMENT = range(8)
 begin = compiled_loop(rounding.begin)
 
@@ -43,7 +43,7 @@ def _place(context: Any, builder: Any, of: Any, array: Any, i: Any) -> Any:
 
 
 def _apart(builder: Any, access: Any, operand: int) -> Any:
-    """Mark a load or store: it overlaps no access of another operand."""
+    """Mark a load or store as disjoint from accesses of other operands."""
     module = builder.module
     domain = module.add_metadata(["host optimizer"])
     scopes = [module.add_metadata([f"operand {i}", domain]) for i in range(MOMENT)]
@@ -55,7 +55,7 @@ def _apart(builder: Any, access: Any, operand: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def load(typing: Any, array: Any, i: Any, operand: Any) -> Any:
-    """An element's bits as uint32, with the sign of a signed one."""
+    """Bits of an element as uint32; signed elements are sign-extended."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = _apart(builder, builder.load(_place(context, builder, array, *args[:2])), operand.literal_value)
@@ -67,7 +67,7 @@ def load(typing: Any, array: Any, i: Any, operand: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def store(typing: Any, array: Any, i: Any, bits: Any, operand: Any) -> Any:
-    """Store the lowest bits of a uint32."""
+    """Store the low bits of a uint32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = _place(context, builder, array, *args[:2])
@@ -81,7 +81,7 @@ def store(typing: Any, array: Any, i: Any, bits: Any, operand: Any) -> Any:
 
 @intrinsic
 def number(typing: Any, bits: Any) -> Any:
-    """fp32 of its bits."""
+    """fp32 number with these bits."""
     return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
 
 
@@ -98,19 +98,19 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def item_bytes(typing: Any, array: Any) -> Any:
-    """Bytes of an element as a constant; numba reads `itemsize` from memory, and branches on it in a loop."""
+    """Bytes of an element as a compile-time constant; numba reads `itemsize` from memory, and branches on it in a loop."""
     return types.intp(array), lambda context, builder, signature, args: ir.Constant(ir.IntType(64), array.dtype.bitwidth // 8)
 
 
 @compiled_loop
 def narrow(of: Bits) -> Any:
-    """Bits of fp32 that its numbers lack: a shift, not a branch, so that LLVM vectorises loops over numbers of any kind."""
+    """Bits that an element is narrower than fp32: a shift, not a branch, so that LLVM vectorises loops over any dtype."""
     return NARROW if item_bytes(of) == 2 else np.uint32(0)
 
 
 @compiled_loop
 def master_of(weight: Bits, remainder: Bits | None, i: int) -> Any:
-    """A master's bits as fp32; of a split one the weight is the upper half, and the remainder is added."""
+    """fp32 bits of a master weight. A split master is the weight as upper half, plus the remainder."""
     wide = load(weight, i, WEIGHT) << narrow(weight)
     if remainder is None:
         return wide
@@ -119,8 +119,8 @@ def master_of(weight: Bits, remainder: Bits | None, i: int) -> Any:
 
 @compiled_loop
 def store_master(weight: Bits, remainder: Bits | None, random: Bits | None, i: int, master: Any) -> None:
-    """Round half up, or up where the bits cut off and the random number carry; one of 24 bits by the number's upper half. NaN stays
-    NaN. A split master's weight is rounded half up always: nothing is lost."""
+    """Round half up, or stochastically: add a 16-bit random number (for a 24-bit master its upper half) and truncate. NaN remains
+    NaN. The weight of a split master is always rounded half up, because the remainder holds the difference."""
     bits, is_nan, carried = bits_of(master), master != master, np.uint32(HALF)
     if random is not None:
         carried = load(random, i, RANDOM)
@@ -136,7 +136,7 @@ def store_master(weight: Bits, remainder: Bits | None, random: Bits | None, i: i
 
 @compiled_loop
 def rounded(of: Bits, x: Any, random: Bits | None, i: int) -> Any:
-    """Bits of fp32, or of bf16 rounded stochastically. NaN stays NaN."""
+    """Bits of fp32, or of bf16 rounded stochastically. NaN remains NaN."""
     bits = bits_of(x)
     if random is not None:
         carried = load(random, i, RANDOM)  # in a branch numba would count references to the array
@@ -150,18 +150,18 @@ def apply_rule(
     weight: Bits, remainder: Any, m: Bits, v: Any, gradients: Bits, of_weight: Any, of_m: Any, of_v: Any, n: int, scale: Any,
     by: Any, keeps_root: bool,
 ) -> None:  # fmt: skip
-    """Update n elements by the operations of docs/optimizers.md: Lion without a second moment, else AdamW. Without random numbers
-    of moments: AdamW by the operations of torch's fused kernel, to its bits. `keeps_root`: store the root of the second moment."""
+    """Update n elements by the operations of docs/optimizers.md: Lion if `v` is None, else AdamW. AdamW without random numbers for
+    moments is bitwise identical to torch's fused kernel. `keeps_root`: store the square root of the second moment."""
     decay, towards, beta2, of_square, correction, eps, rate = by[0], by[1], by[2], by[3], by[4], by[5], by[6]
     is_near = abs(towards) < np.float32(0.5)  # torch's `lerp` starts at the nearer end
-    weight_of_lerp, away, lr = towards if is_near else towards - np.float32(1), by[2], by[3]  # the last two: of Lion
+    weight_of_lerp, away, lr = towards if is_near else towards - np.float32(1), by[2], by[3]  # the last two are Lion's
     for i in range(n):
         g = number(load(gradients, i, GRADIENT) << narrow(gradients)) * scale
         first, master = number(load(m, i, FIRST) << narrow(m)), number(master_of(weight, remainder, i)) * decay
         if v is None:
             d = g - first
             u = first + towards * d
-            master -= lr if u > 0 else (-lr if u < 0 else u)  # 0 and NaN stay
+            master -= lr if u > 0 else (-lr if u < 0 else u)  # 0 and NaN remain
             first = first + away * d
         else:
             second = number(load(v, i, SECOND) << narrow(v))
@@ -186,8 +186,8 @@ def apply_rule(
 
 @compiled_loop
 def unpack(groups: Any, at: int, n: int, is_root: bool, wide: Any, other: Bits) -> None:
-    """Elements at .. at + n - 1, a multiple of a pack, as `rounding.unpacked`: fp32 bits from element 0 of `wide` on. A scale is
-    first spread over its group in `other`, so that LLVM vectorises the loops."""
+    """Unpack elements at .. at + n - 1 as `rounding.unpacked` to fp32 bits in `wide`; `at` is a multiple of PACK. Scales are first
+    spread over their groups in `other`, so that LLVM vectorises the loops."""
     if groups is None:
         return
     n_packs, block = -(-n // PACK), groups[at // PACK * PACK_BYTES :]
@@ -208,11 +208,11 @@ def unpack(groups: Any, at: int, n: int, is_root: bool, wide: Any, other: Bits) 
 
 @compiled_loop
 def pack(groups: Any, at: int, n: int, is_root: bool, random: Any, wide: Any, other: Bits) -> None:
-    """The reverse of `unpack` as `rounding.packed`, of roots if `is_root`. Overwrites `wide`."""
+    """Pack the first n numbers of `wide` as `rounding.packed`; `is_root`: they are square roots. Overwrites `wide`."""
     if groups is None:
         return
     n_packs, block = -(-n // PACK), groups[at // PACK * PACK_BYTES :]
-    wide[n : n_packs * PACK] = 0  # elements that the last pack lacks
+    wide[n : n_packs * PACK] = 0  # padding of the last pack
     for g in range(n_packs * PACK // GROUP):
         first, most = g * GROUP, LEAST
         for i in range(GROUP):
@@ -243,7 +243,7 @@ def pack(groups: Any, at: int, n: int, is_root: bool, random: Any, wide: Any, ot
 
 @compiled_loop
 def sum_gradient(parts: Any, n_parts: int, is_rounded: bool, at: int, n: int, wide: Bits) -> None:
-    """fp32 bits of one or two parts from an element on, rounded to bf16 (ties to even) if asked. NaN stays NaN."""
+    """Write fp32 bits of one part or of the sum of two to `wide`; `is_rounded`: to bf16, ties to even. NaN remains NaN."""
     first, second = parts[0][at:], parts[1][at:]
     for i in range(n):
         total = number(load(first, i, FIRST) << narrow(first))
@@ -266,7 +266,7 @@ def gradient_of(parts: Any, n_parts: int, is_rounded: bool, at: int, n: int, sum
 
 @compiled_loop
 def part(to: Any, before: Any, is_elsewhere: bool, at: int, n: int) -> Any:
-    """Elements of an array of the state, which are first copied from the state before if that is elsewhere."""
+    """Elements at .. at + n - 1 of a state array, first copied from `before` if the step is not in place."""
     if to is None:
         return to
     part, source = to[at : at + n], before[at : at + n]
@@ -278,7 +278,7 @@ def part(to: Any, before: Any, is_elsewhere: bool, at: int, n: int) -> Any:
 
 @compiled_loop
 def numbers(order: Any, key: Any, turn: Any, within: Any) -> Any:
-    """Random numbers of elements from a place in a turn on."""
+    """Random numbers of the elements from position `within` of a turn on."""
     if order is None:
         return order
     return order[(begin(key, turn) + within) % TURN :]
@@ -289,9 +289,10 @@ def update(
     start: int, end: int, first: int, keys: Any, order: Any, order_of_weight: Any, to: Any, before: Any, is_elsewhere: bool,
     groups: Any, parts: Any, n_parts: int, is_rounded: bool, scale: Any, by: Any, sums: Any, scratch: Bits,
 ) -> None:  # fmt: skip
-    """Elements start .. end - 1 of a parameter; `first` is the place of element 0. `to`, `before`: weight or master, remainder,
-    moments. `groups`: two moments to store, two to read; None unless moments are in groups, which `to` has scratch memory of a
-    block for. `sums`: `scratch` if a block's gradient in fp32 may be a sum, which is written there; scales are at its end."""
+    """Update elements start .. end - 1 of a parameter; `first`: position of element 0 in the whole parameter. `to`, `before`:
+    weight or master, remainder, moments. `groups`: int8 groups of two moments to write and two to read, with block scratch memory
+    in `to` for the numbers; else None. `sums`: `scratch`, for a summed gradient in fp32, or None. Scales are at the end of
+    `scratch`."""
     at, is_packed, other = start, groups[0] is not None, scratch[3 * BLOCK_ELEMENTS :]
     while at < end:
         turn, within = (first + at) // TURN, (first + at) % TURN
@@ -312,15 +313,15 @@ def update(
 
 @compiled_loop
 def add_half(to: Bits, of: Bits, n: int) -> None:
-    """Both are parts of one memory, which other additions write: of one alias scope."""
+    """Add `of` to `to`. They are parts of one array, hence of one alias scope."""
     for i in range(n):
         store(to, i, bits_of(number(load(to, i, GRADIENT)) + number(load(of, i, GRADIENT))), GRADIENT)
 
 
 @compiled_loop
 def halved_squares(gradient: Bits, begin: int, n: int, x: Bits) -> Any:
-    """Bits of the fp32 sum of n squares, in the order of `chunks.squares`. n is a power of two, at least 8. The three largest steps
-    of that order, (0 + 4) + (2 + 6) and so on in eighths, are taken in one pass: eight sequential streams."""
+    """Bits of the fp32 sum of n squares in the order of `chunks.squares`; n is a power of two, at least 8. The three widest levels
+    of the tree, (0 + 4) + (2 + 6) and so on in eighths, take one pass over eight sequential streams."""
     eighth = n // 8
     for i in range(eighth):
         at = begin + i
@@ -344,8 +345,8 @@ def square(gradient: Bits, i: int) -> Any:
 
 @compiled_kernel
 def squares(start: int, end: int, parts: Any, n_parts: int, is_rounded: bool, out: Bits, x: Bits) -> None:
-    """fp32 sums of squares of chunks, each in the order of `chunks.squares`. A last chunk is filled up with zeros, and sums of
-    gradients are computed, in memory of their own."""
+    """fp32 sums of squares of chunks, each in the order of `chunks.squares`. A shorter last chunk, padded with zeros, and summed
+    gradients are computed in temporary memory."""
     for c in range(len(out)):
         begin = start + c * CHUNK_ELEMENTS
         n = min(CHUNK_ELEMENTS, end - begin)
@@ -373,12 +374,12 @@ def add(start: int, end: int, total: Bits, part: Bits, is_first: bool) -> None:
 
 @cache
 def order() -> Bits:
-    """All 16-bit numbers in a mixed order (by a bijection), twice: a turn begins at any of them."""
+    """All 16-bit numbers in a mixed order (a bijection), twice, because a turn begins at any of them."""
     return np.resize(rounding.mixed(np.arange(TURN)).astype(np.uint16), 2 * TURN)
 
 
 def bits(tensor: torch.Tensor) -> Bits:
-    """A flat tensor's memory as kernels take it."""
+    """Bits of a flat tensor, as an array that shares its memory."""
     if tensor.dtype in (torch.int16, torch.int8, torch.uint8):
         return tensor.numpy()
     return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16).numpy().view(f"u{tensor.itemsize}")
@@ -391,7 +392,7 @@ def state_bits(state: ParamState) -> tuple[Bits | None, ...]:
 
 
 def update_of(step: UpdateArguments) -> Callable[[int, int, Scratch], None]:
-    """The step on elements start .. end - 1, with a thread's scratch memory."""
+    """Return a function that updates elements start .. end - 1 with a thread's scratch memory."""
     drawn, gradient, to = step.drawn, step.gradient, state_bits(step.to)
     before = to if step.start_from is None else state_bits(step.start_from)
     parts, is_packed = tuple(map(bits, gradient.parts)), step.to.moments[0].dtype is torch.uint8

@@ -1,7 +1,7 @@
-"""The global gradient norm: sums of squares of gradients, on the host and on a device; and the clip factor.
+"""Global gradient norm: sums of squares of gradients on host and device, and the clip factor.
 
-Of every tensor, fp32 over fixed chunks, each halved until one number is left, whose sums are added in fp64. A GPU adds in the same
-order, so that who squares a gradient changes no bit.
+The squares of each chunk of a tensor are added in fp32 by halving the chunk until one number remains; sums of chunks are added in
+fp64. A GPU adds in the same order, so host and device are bitwise identical.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +29,7 @@ NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
-    """Tasks that give fp32 sums of squares of a flat gradient's chunks, to be `added` in order; in each cut chunks begin anew."""
-
+    """Tasks that return fp32 sums of squares of a flat gradient's chunks, to be `added` in order. Chunks restart at each cut."""
     is_compiled = compiled_squares(gradient.parts[0].dtype)
 
     def work(start: int, end: int, own: Scratch) -> list[float]:
@@ -43,7 +42,7 @@ def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None)
 
 
 def added(sums: Iterable[float]) -> float:
-    """The fp64 sum of chunks' sums, or of tensors', in order; not `sum`, which compensates from Python 3.12 on."""
+    """fp64 sum of the sums of chunks or tensors, in order; not `sum`, which compensates since Python 3.12."""
     total = 0.0
     for square in sums:
         total += square
@@ -53,14 +52,15 @@ def added(sums: Iterable[float]) -> float:
 def sum_of_squares(
     gradient: torch.Tensor | SummedGradient, scratch: Scratch | None = None, cuts: Sequence[range] | None = None
 ) -> float:
-    """Sum of squares of a flat gradient, all on this thread."""
+    """Sum of squares of a flat gradient, computed on this thread."""
     own = scratch or Scratch()
     return added(square for task in squares_tasks(summed(gradient), cuts) for square in task(own))
 
 
 @lru_cache(maxsize=8)
 def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, Kernel]:
-    """What squares and adds up each chunk there, and what adds those up. PlanError for a GPU that does not give the host's bits."""
+    """CUDA kernels of the gradient norm: the sum of squares per chunk, and the sum over chunks. PlanError if a GPU's bits differ
+    from the host's."""
     defined: dict[str, Any] = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
     found: object = None
     try:
@@ -69,7 +69,7 @@ def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, K
         out = torch.zeros(1, dtype=torch.float64, device=device)
         squares_at_once([[drawn.to(device)]], out, squares, sums)
         found = out.item()
-    except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+    except (AttributeError, OSError, RuntimeError) as error:  # of torch's compiler, NVRTC or the driver
         found = on_one_line(str(error), 120)
     if found != sum_of_squares(drawn):
         raise PlanError(
@@ -80,7 +80,7 @@ def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, K
 
 
 def squares_on_device(gradients: Sequence[torch.Tensor], cuts: Sequence[Sequence[range]], out: torch.Tensor) -> None:
-    """One sum for each flat gradient into `out`, fp64, by the device that holds both, which is asked for no number."""
+    """Write one fp64 sum per flat gradient to `out`, on the device that holds both and without a synchronization."""
     if out.device.type == "cpu":
         own = Scratch()
         out.copy_(torch.tensor([sum_of_squares(g, own, of) for g, of in zip(gradients, cuts, strict=True)], dtype=torch.float64))
@@ -90,7 +90,7 @@ def squares_on_device(gradients: Sequence[torch.Tensor], cuts: Sequence[Sequence
 
 
 def squares_at_once(gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tensor, squares: Kernel, sums: Kernel) -> None:
-    """A kernel for each piece of a tensor, and two for all. Scratch memory is four bytes a chunk of elements."""
+    """Launch one kernel per piece of a tensor, and two for all tensors. Scratch memory is four bytes per chunk."""
     parts = [[part for piece in pieces for part in piece.split(MOST_ELEMENTS)] for pieces in gradients]
     n_chunks = [[-(-part.numel() // CHUNK_ELEMENTS) for part in of] for of in parts]
     of_chunks = torch.zeros(len(parts), max(map(sum, n_chunks)), dtype=torch.float32, device=out.device)
@@ -102,7 +102,7 @@ def squares_at_once(gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tens
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:
-    """`min(1, clip_norm / (norm + 1e-6))` in fp32; 1 where nothing is clipped."""
+    """`min(1, clip_norm / (norm + 1e-6))` in fp32; 1 without clipping."""
     if clip_norm is None:
         return 1.0
     ratio = torch.tensor(clip_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + NORM_EPS)
@@ -110,24 +110,24 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 
 
 class SharedNumbers:
-    """What all ranks learn of a step. A row of each has the sums of squares of its tiles, in the order of blocks, and the losses of
-    its micro-batches; every rank adds them up in the same order, which is that of a single process."""
+    """Numbers that ranks share once a step. A rank's row holds the sums of squares of its tiles, by block, a stop flag, and the
+    losses of its micro-batches. All ranks add them in the order of a single process."""
 
     def __init__(self, plan: Plan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks
         self._n_numbers, self._n_micro_batches = plan.shared_numbers(), plan.semantics.n_micro_batches
-        self._tiles = [list(self._tiles_of(rank)) for rank in range(ranks.n)]  # of each rank's row, block by block
-        self.tiles = self._tiles[ranks.rank]  # of this rank's, the parameter of each
+        self._tiles = [list(self._tiles_of(rank)) for rank in range(ranks.n)]  # by rank and block: the parameter of each tile
+        self.tiles = self._tiles[ranks.rank]  # of this rank
         assert all(sum(map(len, of)) + self._n_micro_batches + 1 <= self._n_numbers for of in self._tiles)
         self._row = torch.zeros(self._n_numbers, dtype=torch.float64)
 
     def _tiles_of(self, rank: int) -> Iterator[list[Parameter]]:
-        """The parameter that each tile is of."""
+        """Parameter of each tile of a rank, by block."""
         for b, block in enumerate(self._plan.workload.blocks):
             offsets, cuts = block.offsets(owned_only=True)[0], block.cuts(self._plan.semantics.n_pieces)
             n, of_block = self._plan.part_elements(b), list[Parameter]()
             for p in block.parameters:
-                for cut in cuts.get(p.name, []):  # a weight that is another's is counted there
+                for cut in cuts.get(p.name, []):  # a tied weight is counted with its owner
                     if (offsets[p.name] + cut.start) // n == rank:
                         of_block += [p] * -(-len(cut) // NORM_TILE_ELEMENTS)
             yield of_block
@@ -135,11 +135,11 @@ class SharedNumbers:
     def learned(
         self, rows: torch.Tensor, squares: Mapping[int, torch.Tensor], losses: Sequence[float], is_asked: bool
     ) -> tuple[list[tuple[Parameter, float]], list[float], bool]:
-        """Every parameter's sum of squares, every micro-batch's loss in order, and whether the first rank, which leads, is to end.
-        `rows`: memory for those of all, fp64; `squares`: this rank's, of trained blocks; `is_asked`: whether this one is to."""
+        """Share this rank's `squares` (by block), losses and stop request. Return the sum of squares of each parameter, the loss of
+        each micro-batch in order, and rank 0's stop request. `rows`: fp64 memory for the rows of all ranks."""
         n = self._n_micro_batches
         parts = [squares[b][: len(tiles)] for b, tiles in enumerate(self.tiles) if tiles]
-        if parts:  # small adapters may all be others'
+        if parts:  # other ranks may own all of the small adapters
             torch.cat(parts, out=self._row[: sum(map(len, self.tiles))])
         self._row[-n:] = torch.tensor(losses, dtype=torch.float64)
         self._row[-n - 1] = is_asked

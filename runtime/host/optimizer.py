@@ -1,7 +1,7 @@
-"""An optimizer step on flat parameters: masters and moments, the host's gradient, and tasks that workers share.
+"""Optimizer step on a flat parameter: tasks for the threads of the host, or a kernel on the device.
 
-A chunk's bits do not depend on where it lies: a kernel sees the same elements in the same places as if it were given the parameter
-whole. A task is some chunks of one parameter, and needs nothing but a thread's own scratch memory.
+A task updates some chunks of one parameter and needs only the scratch memory of its thread. Results do not depend on the split,
+because a kernel sees each element at its position in the whole parameter.
 """
 
 import warnings
@@ -28,10 +28,10 @@ if IS_COMPILED:
     from . import loops
 
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
-PROBE_ELEMENTS = 2**16 + 24  # that a device's kernel is held to the host's bits on
-WIDTH = 4  # elements of a thread of `adamw.cu`
-VECTOR_ELEMENTS = 16  # a multiple of the elements in a vector register of torch's AdamW, which computes the rest otherwise
-MOST_BLOCKS = 2**14  # of a kernel, whose threads go on to more elements
+PROBE_ELEMENTS = 2**16 + 24  # on which a device kernel is compared with the host
+WIDTH = 4  # elements per thread of `adamw.cu`
+VECTOR_ELEMENTS = 16  # a multiple of the vector width of torch's AdamW, which computes remaining elements by other operations
+MOST_BLOCKS = 2**14  # of a launch; threads loop over more elements
 
 T = TypeVar("T")
 Task = Callable[[Scratch], None]
@@ -39,18 +39,17 @@ Work = Callable[[int, int, Scratch], None]  # on elements start .. end - 1
 
 
 def summed(gradient: torch.Tensor | SummedGradient) -> SummedGradient:
-    """A gradient that is one tensor, as a sum."""
+    """Wrap a single tensor as a sum."""
     return gradient if isinstance(gradient, SummedGradient) else SummedGradient((gradient,), gradient.dtype)
 
 
 def tasks_of(work: Callable[[int, int, Scratch], T], end: int, start: int = 0) -> list[Callable[[Scratch], T]]:
-    """Tasks that share the elements start .. end - 1 of a parameter; `work` is given those of one task."""
+    """Split elements start .. end - 1 of a parameter into tasks that call `work(first, last + 1, scratch)`."""
     return [partial(work, at, min(at + TASK_ELEMENTS, end)) for at in range(start, end, TASK_ELEMENTS)]
 
 
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
-    """Add a flat gradient of any dtype to the running fp32 sum, which begins at zero with the first."""
-
+    """Tasks that add a flat gradient of any dtype to an fp32 sum; the first gradient is added to zero."""
     is_compiled = compiled_add(part.dtype)
 
     def work(start: int, end: int, own: Scratch) -> None:
@@ -63,10 +62,10 @@ def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[T
 
 
 class Step(UpdateArguments):
-    """A step of an optimizer on one flat parameter, as tasks of the host or by a device's kernel."""
+    """Step of an optimizer on one flat parameter, as host tasks or by a device kernel."""
 
     def tasks(self) -> list[Task]:
-        """The host's, to be shared."""
+        """Tasks for the threads of the host."""
         n = self.gradient.numel()
         n_compiled = n if self.drawn is not None else n - n % VECTOR_ELEMENTS
         if not compiled_update(self.kept):
@@ -78,13 +77,13 @@ class Step(UpdateArguments):
 
     @property
     def kept(self) -> "Kept":
-        """The kernel that it needs."""
+        """Layout and rule of its kernel."""
         of, gradient = self.to.master, self.gradient.parts[0].dtype
         kept = Kept(of.weight.dtype, of.remainder is not None, gradient)
         return kept if self.drawn is None else Kept(*kept[:3], self.to.moments[0].dtype, self.rule, self.drawn.is_master_drawn)
 
     def on_device(self, kernel: Kernel | None) -> None:
-        """All of it by a device's kernel; without one by a processor in its place, on this thread."""
+        """Update the whole parameter by a device kernel, or without one by the host tasks on this thread."""
         (gradient,), of, by, keys = self.gradient.parts, self.to.master, self.scalars, list[int]()
         if kernel is None:
             own = Scratch()
@@ -108,18 +107,18 @@ class Step(UpdateArguments):
 
 
 class Kept(NamedTuple):
-    """The layout and rule that a kernel, of the host or a device, is made for. `moments`: their dtype, uint8 of groups; None: those
-    of torch's AdamW, fp32."""
+    """Layout and rule for which a host or device kernel is compiled. `moments`: their dtype (uint8: int8 groups), or None for
+    torch's AdamW with fp32 moments."""
 
     weight: torch.dtype
     is_split: bool
     gradient: torch.dtype
     moments: torch.dtype | None = None
     rule: str = "adamw"
-    is_drawn: bool = False  # a bf16 master is rounded stochastically, or a split one to 24 bits
+    is_drawn: bool = False  # a bf16 or 24-bit master is rounded stochastically
 
     def compiled(self, by: Callable[..., Kernel]) -> Kernel:
-        """The kernel, by what compiles one of a file, a name and definitions."""
+        """Compile the CUDA kernel for this layout with `by(file, name, **defines)`."""
         elements = {"WEIGHT": ELEMENT[self.weight], "GRADIENT": ELEMENT[self.gradient]}
         defined: dict[str, str | int] = {**elements, "IS_SPLIT": int(self.is_split)}
         if self.moments is None:
@@ -134,7 +133,7 @@ class Kept(NamedTuple):
 
 @cache
 def compiled_update(kept: Kept) -> bool:
-    """True if the host has a compiled kernel for this layout that gives the definition's bits; else a warning says why not."""
+    """True if the compiled host kernel for this layout is bitwise identical to the reference; else warn with the reason."""
     return _is_used(f"{kept.rule} on {kept}", lambda: list(_differences(kept)))
 
 
@@ -181,7 +180,7 @@ def numbers_of_every_size(n: int, spread: int, seed: int) -> torch.Tensor:
 
 
 def _probe_state(kept: Kept, n: int, seed: int) -> ParamState:
-    """A state of the kernel's layout, with numbers of every size."""
+    """State of the kernel's layout, with numbers of all magnitudes."""
     wide = (numbers_of_every_size(n, 6, seed), numbers_of_every_size(n, 6, seed + 9).square())[: 2 - (kept.rule == "lion")]
     if kept.moments is torch.uint8:
         wide = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(wide))
@@ -192,7 +191,7 @@ def _probe_state(kept: Kept, n: int, seed: int) -> ParamState:
 
 
 def _differences(kept: Kept, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> Iterator[str]:
-    """Tensors in which the compiled kernel and the definition differ after steps on numbers of every size."""
+    """Tensors in which the compiled kernel and the reference differ after steps on numbers of all magnitudes."""
     drawn = None if kept.moments is None else Drawn((2**32 - 5, 6, 7), kept.is_drawn, TURN - 128)
     for seed, settings in enumerate((AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1))):
         states = [_probe_state(kept, n, seed) for _ in range(2)]
@@ -212,7 +211,7 @@ def _differences(kept: Kept, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> Iterator[st
 
 @lru_cache(maxsize=8)
 def device_kernel(device: torch.device, kept: Kept) -> Kernel | None:
-    """What updates there; None: a processor does it. PlanError for a GPU that does not give the host's bits."""
+    """Update kernel of a device; None for a CPU. PlanError if a GPU's bits differ from the host's."""
     if device.type == "cpu":
         return None
     try:
@@ -220,7 +219,7 @@ def device_kernel(device: torch.device, kept: Kept) -> Kernel | None:
         if gives_the_hosts_bits(kernel, device, kept):
             return kernel
         cause = None
-    except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+    except (AttributeError, OSError, RuntimeError) as error:  # of torch's compiler, NVRTC or the driver
         cause = error
     raise PlanError(
         f"{kept.rule} on {device.type} does not give the host's bits here; plan with --policy FILE, one with empty device_blocks"
@@ -228,7 +227,7 @@ def device_kernel(device: torch.device, kept: Kept) -> Kernel | None:
 
 
 def gives_the_hosts_bits(kernel: Kernel, device: torch.device, kept: Kept) -> bool:
-    """Whether a device's kernel does, on numbers of every size."""
+    """True if a device kernel is bitwise identical to the host on numbers of all magnitudes."""
     keys = None if kept.moments is None else Drawn((2**32 - 5, 6, 7), kept.is_drawn)
     of_settings = AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)
     for seed, settings in enumerate(of_settings):

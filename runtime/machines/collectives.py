@@ -1,4 +1,4 @@
-"""Collectives of the ranks of a plan: weights come together, partial sums of gradients go to the ranks that update them."""
+"""Collectives of a plan's ranks: all-gather of weights, and reduce-scatter of gradients."""
 
 import torch
 
@@ -9,21 +9,21 @@ from penstock.runtime.ranks import Ranks, folded
 
 
 class Collectives:
-    """The ops of the net lane. Every rank performs the same ones, in the same order."""
+    """Ops of the net lane. All ranks perform equal ops in equal order."""
 
     def __init__(self, plan: Plan, arenas: Arenas, ranks: Ranks, memory: CommonMemory | None) -> None:
-        """`memory`: that ranks read of each other, if they do."""
+        """`memory`: shared host memory of the ranks, or None to use torch.distributed."""
         self._plan, self._arenas, self._ranks, self._memory = plan, arenas, ranks, memory
 
     def perform(self, op: Op) -> None:
-        """Gather a block's weights, or exchange its partial sums (all-gather, reduce-scatter)."""
+        """All-gather a block's weights, or reduce-scatter its gradient."""
         regions = self._plan.regions(op.block)
         if op.kind is Kind.EXCHANGE:
             for first, n in regions:
                 self._exchange(op, first, n)
             return
         if self._memory is not None:
-            self._ranks.meet()  # all have updated their parts
+            self._ranks.meet()  # all ranks have updated their shards
         dtype = self._plan.semantics.compute_dtype
         for source, (first, n) in zip((op["state"], op.get("tied")), regions, strict=False):
             whole = self._arenas.view(op["weights"], dtype, (n,), first)
@@ -31,20 +31,20 @@ class Collectives:
                 self._ranks.gather(whole)
                 continue
             assert source is not None
-            # The others update none of what is read here before all have exchanged the gradient that is made with it
+            # No barrier afterwards: other ranks update these weights after the exchange of the gradient computed with them
             for rank, (part, slab) in enumerate(zip(whole.view(self._ranks.n, -1), self._memory.uploaded, strict=True)):
                 if rank != self._ranks.rank:
                     part.copy_(self._arenas.front_in(slab, source, dtype, part.numel()), non_blocking=True)
 
     def _exchange(self, op: Op, first: int, n: int) -> None:
-        """Reduce-scatter in chunks, summed in fp32; within a chunk, slices are ordered by destination rank. Each host sums its own
-        ranks' parts before hosts exchange: slices for a rank and its counterparts elsewhere are adjacent. A host's ranks are a
-        subtree of the sum, which stays the same."""
+        """Reduce-scatter in chunks, summed in fp32; within a chunk, slices are ordered by destination rank. Each host sums the
+        parts of its ranks before hosts exchange, so slices for a rank and its counterparts on other hosts are adjacent. A host's
+        ranks are a subtree of the tree reduction, so the bits do not depend on the number of hosts."""
         plan, n_ranks, sent_as = self._plan, self._ranks.n, self._plan.sum_dtype(op.block)
         here, n_hosts = self._ranks.n_here, n_ranks // self._ranks.n_here
         most, n_mine = plan.exchanged_elements(), n // n_ranks
         parts = self._arenas.view(op["sum"], sent_as, (n_ranks, n_mine), first)
-        # The slot has two halves of `most` fp32 numbers for each rank: of narrower ones two sorts fit into the second.
+        # The slot has two halves of `most` fp32 numbers per rank; the second half holds both buffers of a narrower dtype
         half = n_ranks * most
         places = (0, half) if sent_as == "fp32" else (2 * half, 3 * half)
         for begin in range(0, n_mine, most):
@@ -70,7 +70,7 @@ class Collectives:
             mine.copy_(total)
 
     def _exchange_in(self, memory: CommonMemory, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Rows that go to each rank, and come from each: put where others read them, once these have read what was there."""
+        """All-to-all of rows in shared memory, with barriers before old rows are overwritten and before new ones are read."""
         me, n_bytes = self._ranks.rank, sent.numel() * sent.element_size()
         self._ranks.meet()
         memory.exchanged[me][:n_bytes].view(sent.dtype).copy_(sent.view(-1), non_blocking=True)
@@ -83,6 +83,6 @@ class Collectives:
 
 
 def _settle(tensor: torch.Tensor) -> None:
-    """Return when what this thread has asked of the tensor's device is done."""
+    """Synchronize the current stream of the tensor's device."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
