@@ -83,7 +83,7 @@ def _update_drawn(step: UpdateArguments, here: slice, wide: torch.Tensor, gradie
     step.to.master.put(here, torch.from_numpy(w), carried)
 
 
-def squares(gradient: SummedGradient, start: int, end: int) -> list[float]:
+def squares(gradient: SummedGradient, start: int, end: int, scratch: Scratch) -> list[float]:
     """fp32 sum of squares of each chunk of elements start .. end - 1, as a tree that any processor can reproduce: the second half
     of a chunk is added to the first half until one number remains. The last chunk is padded with zeros."""
     sums = list[float]()

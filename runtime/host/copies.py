@@ -32,9 +32,8 @@ class Copies:
     def move(self, op: Op) -> None:
         """Copy a layer's output, or its other saved activations, to the host or back (activation offload, prefetch)."""
         if op.kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED):
-            (there, here), n_bytes = ("offloaded", "saved"), self.plan.recompute(op.block, op.micro_batch).slot_bytes
+            host, device, n_bytes = "offloaded", "saved", self.plan.recompute(op.block, op.micro_batch).slot_bytes
         else:
-            (there, here), n_bytes = ("spilled", "y"), self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
-        if op.kind in (Kind.FETCH_SAVED, Kind.FETCH_ACTIVATION):
-            there, here = here, there
-        self.arenas.raw(op[there])[:n_bytes].copy_(self.arenas.raw(op[here])[:n_bytes], non_blocking=True)
+            host, device, n_bytes = "spilled", "y", self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
+        source, target = (host, device) if op.kind in (Kind.FETCH_SAVED, Kind.FETCH_ACTIVATION) else (device, host)
+        self.arenas.raw(op[target])[:n_bytes].copy_(self.arenas.raw(op[source])[:n_bytes], non_blocking=True)

@@ -23,10 +23,7 @@ class Arenas:
     """Slabs of some arenas, and views of their slots."""
 
     def __init__(
-        self,
-        arenas: Iterable[Arena],
-        device: torch.device,
-        apart: Mapping[str, tuple[Mapping[Slot, int], Make]] | None = None,
+        self, arenas: Iterable[Arena], device: torch.device, apart: Mapping[str, tuple[Mapping[Slot, int], Make]] | None = None
     ) -> None:
         """Allocate all slabs, filled with zeros. PlanError if they do not fit into memory. `apart`: by name of a separate slab, the
         leading bytes of host slots that it holds and its allocator; no view crosses its border. FRONTS are one slab."""

@@ -5,7 +5,7 @@ fp64. A GPU adds in the same order, so host and device are bitwise identical.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -30,15 +30,9 @@ NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
     """Tasks that return fp32 sums of squares of a flat gradient's chunks, to be `added` in order. Chunks restart at each cut."""
-    is_compiled = compiled_squares(gradient.parts[0].dtype)
-
-    def work(start: int, end: int, own: Scratch) -> list[float]:
-        if is_compiled:
-            return loops.squares_of(gradient, start, end, own)
-        return chunks.squares(gradient, start, end)
-
-    whole = [range(gradient.numel())] if cuts is None else cuts
-    return [task for cut in whole for task in tasks_of(work, cut.stop, cut.start)]
+    squares = loops.squares_of if compiled_squares(gradient.parts[0].dtype) else chunks.squares
+    cuts = [range(gradient.numel())] if cuts is None else cuts
+    return [task for cut in cuts for task in tasks_of(partial(squares, gradient), cut.stop, cut.start)]
 
 
 def added(sums: Iterable[float]) -> float:

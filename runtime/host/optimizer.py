@@ -50,15 +50,8 @@ def tasks_of(work: Callable[[int, int, Scratch], T], end: int, start: int = 0) -
 
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
     """Tasks that add a flat gradient of any dtype to an fp32 sum; the first gradient is added to zero."""
-    is_compiled = compiled_add(part.dtype)
-
-    def work(start: int, end: int, own: Scratch) -> None:
-        if is_compiled:
-            loops.add_part(total, part, is_first, start, end)
-        else:
-            chunks.add(total, part, is_first, start, end)
-
-    return tasks_of(work, total.numel())
+    add = loops.add_part if compiled_add(part.dtype) else chunks.add
+    return tasks_of(lambda start, end, own: add(total, part, is_first, start, end), total.numel())
 
 
 class Step(UpdateArguments):
@@ -67,13 +60,9 @@ class Step(UpdateArguments):
     def tasks(self) -> list[Task]:
         """Tasks for the threads of the host."""
         n = self.gradient.numel()
-        n_compiled = n if self.drawn is not None else n - n % VECTOR_ELEMENTS
-        if not compiled_update(self.kept):
-            n_compiled = 0
-        tasks = tasks_of(lambda start, end, own: chunks.update(self, start, end), n, n_compiled)
-        if n_compiled:
-            tasks = tasks_of(loops.update_of(self), n_compiled) + tasks
-        return tasks
+        n_compiled = (n if self.drawn is not None else n - n % VECTOR_ELEMENTS) if compiled_update(self.kept) else 0
+        compiled = tasks_of(loops.update_of(self), n_compiled) if n_compiled else []
+        return compiled + tasks_of(lambda start, end, own: chunks.update(self, start, end), n, n_compiled)
 
     @property
     def kept(self) -> "Kept":
@@ -142,7 +131,8 @@ def compiled_squares(dtype: torch.dtype) -> bool:
     def differences() -> list[str]:
         x, own = numbers_of_every_size(3 * chunks.CHUNK_ELEMENTS // 2 + 77, 8, 0).to(dtype), Scratch()
         asked = [SummedGradient((x[:n],), torch.bfloat16) for n in (len(x), 77, 300)]
-        return [f"of {len(x)}" for of in asked if loops.squares_of(of, 0, of.numel(), own) != chunks.squares(of, 0, of.numel())]
+        sums = [[kernel(of, 0, of.numel(), own) for of in asked] for kernel in (loops.squares_of, chunks.squares)]
+        return [] if sums[0] == sums[1] else ["a sum"]
 
     return _is_used(f"sum of squares of {dtype}", differences)
 

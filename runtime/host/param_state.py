@@ -118,18 +118,10 @@ class UpdateArguments:
     @property
     def scalars(self) -> list[float]:
         """Scalar factors and terms of the update in the order of the kernels' arguments; each is rounded to fp32 once."""
-        numbers, n_updates = self.settings.numbers, self.n_updates
-        if self.drawn is None:
-            return factors(numbers, n_updates)
-        lr, beta1, beta2, weight_decay, eps = numbers
-        decay, rate, correction = 1 - lr * weight_decay, lr / (1 - beta1**n_updates), 1 / math.sqrt(1 - beta2**n_updates)
-        of_lion, of_adamw = [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0], [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -rate]
-        return of_lion if self.rule == "lion" else of_adamw
-
-
-def factors(numbers: list[float], n_updates: int) -> list[float]:
-    """Scalars of AdamW as in torch's fused kernel, in the order of the arguments of `adamw.cu`."""
-    lr, beta1, beta2, weight_decay, eps = numbers
-    # decay; towards, of the first moment; beta2; of the square; correction, of the second moment's root; eps; rate
-    corrections = 1 - beta1**n_updates, math.sqrt(1 - beta2**n_updates)
-    return [1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, corrections[1], eps, -lr / corrections[0]]
+        lr, beta1, beta2, weight_decay, eps = self.settings.numbers
+        decay = 1 - lr * weight_decay
+        if self.rule == "lion":
+            return [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0]
+        root = math.sqrt(1 - beta2**self.n_updates)
+        correction = root if self.drawn is None else 1 / root  # torch's kernel divides, the others multiply
+        return [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -lr / (1 - beta1**self.n_updates)]

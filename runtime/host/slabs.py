@@ -11,8 +11,8 @@ import platform
 import resource
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from penstock.runtime.errors import PlanError
 from penstock.runtime.units import GiB, KiB, MiB, show_bytes
 
-from .workers import together
+from .workers import Context, together
 
 TOUCH_BYTES = 64 * MiB  # of one task that faults in pages
 # Slots of an arena share slabs of about this size, so that several threads lock an arena at once, and no call locks 2**39 bytes,
@@ -114,10 +114,7 @@ def give_back_freed() -> None:
 
 
 def register_for_dma(
-    slabs: Mapping[str, torch.Tensor],
-    cudart: Any = None,
-    n_threads: int = 1,
-    settled: Callable[[], AbstractContextManager[object]] = nullcontext,
+    slabs: Mapping[str, torch.Tensor], cudart: Any = None, n_threads: int = 1, settled: Context = nullcontext
 ) -> list[int]:
     """Lock host slabs, by name, in memory, so that copies to and from a CUDA device neither block nor use a staging buffer.
 

@@ -14,22 +14,12 @@ from penstock.runtime.plan import Kind, Op, Slot, Update
 from penstock.runtime.plan.optimizer import AdamW, Hyperparameters, Schedule
 from penstock.runtime.plan.workload import Parameter
 
+from . import optimizer
 from .chunks import Scratch
 from .host_state import HostState
 from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
-from .optimizer import (
-    Kept,
-    Step,
-    SummedGradient,
-    Task,
-    add_tasks,
-    compiled_add,
-    compiled_squares,
-    compiled_update,
-    device_kernel,
-    summed,
-)
+from .optimizer import Kept, Step, SummedGradient, Task, add_tasks, device_kernel, summed
 from .rounding import Drawn, drawn
 from .workers import Workers
 
@@ -63,14 +53,8 @@ class Updates:
         self._alone = Workers(1, Scratch)  # the gpu lane has no helpers
         self._compile()
         self._device_kernel = None
-        if plan.policy.device_blocks:
-            block = plan.policy.device_blocks[0]
-            of = state.param_state(state.owned[block][0]).master
-            kept = Kept(of.weight.dtype, of.remainder is not None, DTYPE[plan.gradient_dtype(block)])
-            if (semantics := plan.semantics).is_lean:
-                moments = DTYPE[next(iter(semantics.optimizer.moments.values()))]
-                kept = Kept(*kept[:3], moments, self._rule, semantics.weight_rounding == "stochastic")
-            self._device_kernel = device_kernel(device, kept)
+        for block in plan.policy.device_blocks[:1]:
+            self._device_kernel = device_kernel(device, self._layout(block))
         if plan.squared and device.type != "cpu":
             squares_kernels(device, DTYPE[plan.semantics.gradient_dtype])
         blocks = plan.workload.blocks
@@ -83,16 +67,19 @@ class Updates:
 
     def _compile(self) -> None:
         """Compile the host kernels now; in a step one worker would compile while the others wait."""
-        plan, of = self.plan, self.plan.semantics
         for b, owned in enumerate(self.state.owned):
-            dtype = DTYPE[plan.gradient_dtype(b) if b in plan.policy.device_blocks else plan.host_gradient_dtype(b)]
-            gradient = SummedGradient((torch.empty(0, dtype=dtype),), DTYPE[of.gradient_dtype])
-            for p in owned[:1]:
-                if (state := self.state.param_state(p)).master.weight.device.type == "cpu":
-                    compiled_update(Step(state, gradient, 1.0, 1, AdamW(), None, self._rule, self._drawn(p, 1)).kept)
-                    compiled_squares(dtype)
-            if not plan.reduced:
-                compiled_add(DTYPE[plan.gradient_dtype(b)])
+            if owned and self.state.param_state(owned[0]).master.weight.device.type == "cpu":
+                optimizer.compiled_update(self._layout(b))
+                optimizer.compiled_squares(self._layout(b).gradient)
+            if not self.plan.reduced:
+                optimizer.compiled_add(DTYPE[self.plan.gradient_dtype(b)])
+
+    def _layout(self, block: int) -> Kept:
+        """Layout of the kernel that updates a block's parameters."""
+        plan, p = self.plan, self.state.owned[block][0]
+        dtype = DTYPE[plan.gradient_dtype(block) if block in plan.policy.device_blocks else plan.host_gradient_dtype(block)]
+        gradient = SummedGradient((torch.empty(0, dtype=dtype),), DTYPE[plan.semantics.gradient_dtype])
+        return Step(self.state.param_state(p), gradient, 1.0, 1, AdamW(), None, self._rule, self._drawn(p, 1)).kept
 
     def forget(self) -> None:
         """Reset for a new run, dropping state that a failed step left."""

@@ -11,6 +11,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+Context = Callable[[], AbstractContextManager[object]]
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class Workers(Generic[S]):
         self._n_helpers = 0
 
     @contextmanager
-    def helped(self, settled: Callable[[], AbstractContextManager[object]] = nullcontext) -> Iterator[None]:
+    def helped(self, settled: Context = nullcontext) -> Iterator[None]:
         """Run helper threads until the context ends, each in a context of `settled`, entered before this returns."""
         assert self._n_helpers == 0, "the workers are at work already"
         begun: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -49,9 +50,7 @@ class Workers(Generic[S]):
                 if helper.is_alive():
                     helper.join()
 
-    def _help(
-        self, own: S, settled: Callable[[], AbstractContextManager[object]], begun: "SimpleQueue[BaseException | None]"
-    ) -> None:
+    def _help(self, own: S, settled: Context, begun: "SimpleQueue[BaseException | None]") -> None:
         try:
             with settled():
                 begun.put(None)
@@ -86,9 +85,7 @@ class Workers(Generic[S]):
         return [results[number] for number in range(len(tasks))]
 
 
-def together(
-    tasks: Sequence[Callable[[None], object]], n_threads: int, settled: Callable[[], AbstractContextManager[object]] = nullcontext
-) -> None:
+def together(tasks: Sequence[Callable[[None], object]], n_threads: int, settled: Context = nullcontext) -> None:
     """Perform tasks once with `n_threads` threads including this one, each in a context of `settled`."""
     workers = Workers[None](max(1, min(n_threads, len(tasks))), lambda: None)
     with settled(), workers.helped(settled):
