@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.planner.model.workload import read_model
 from penstock.runtime.compute.cross_entropy import add_product, row_losses
-from penstock.runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
-from penstock.runtime.host.rounding import Drawn, group_bytes
+from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, Step, device_kernel, summed
+from penstock.runtime.host.rounding import StochasticRounding, group_bytes
 from penstock.runtime.layers.kernels import use_kernels
 from penstock.runtime.layers.packed_weights import pack, unpack_by_calls, unpack_into
 from penstock.runtime.layers.pointwise import GATES, Pointwise, _bits, fastest, several
@@ -54,11 +54,11 @@ FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 4096, 2**28 - 2**
 TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 32, 2**17, 64, 2**12, (8,))
 BF16 = torch.bfloat16
 KEPT = (
-    Kept(BF16, True, BF16),
-    Kept(BF16, True, BF16, BF16),
-    Kept(BF16, False, BF16, BF16, "adamw", True),
-    Kept(BF16, False, BF16, torch.uint8, "adamw", True),
-    Kept(BF16, False, BF16, BF16, "lion", True),
+    KernelLayout(BF16, True, BF16),
+    KernelLayout(BF16, True, BF16, BF16),
+    KernelLayout(BF16, False, BF16, BF16, "adamw", True),
+    KernelLayout(BF16, False, BF16, torch.uint8, "adamw", True),
+    KernelLayout(BF16, False, BF16, BF16, "lion", True),
 )
 DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16", torch.uint8: "int8"}
 
@@ -231,12 +231,12 @@ def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.d
     )  # fmt: skip
 
 
-def _named(kept: Kept) -> str:
-    rounded = "" if kept.moments is None else f", {DTYPE_NAMES[kept.moments]} moments{', bf16 master' * kept.is_drawn}"
+def _named(kept: KernelLayout) -> str:
+    rounded = "" if kept.moments is None else f", {DTYPE_NAMES[kept.moments]} moments{', bf16 master' * kept.is_stochastic}"
     return f"{kept.rule}{rounded}"
 
 
-def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> None:
+def _update(kept: KernelLayout, shapes: Shapes, device: torch.device, note: Note) -> None:
     """One parameter's update where its state lies, with a bf16 gradient: bytes are those of its state, read and written."""
     kernel, n = device_kernel(device, kept), shapes.updated_elements
     master = torch.randn(n, device=device).to(kept.weight)
@@ -244,7 +244,7 @@ def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> Non
     n_moments = 1 if kept.rule == "lion" else 2
     size, of = (group_bytes(n), 60) if kept.moments is torch.uint8 else (n, 1e-4)
     moments = tuple(torch.full((size,), of, dtype=kept.moments or torch.float32, device=device) for _ in range(n_moments))
-    drawn = None if kept.moments is None else Drawn((5, 6, 7), kept.is_drawn)
+    drawn = None if kept.moments is None else StochasticRounding((5, 6, 7), kept.is_stochastic)
     state, gradient = ParamState(Master(master, remainder), moments), summed(_random(n, device=device))
     step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, kept.rule, drawn)
     update_s = _seconds_behind(lambda: step.on_device(kernel), shapes, device)

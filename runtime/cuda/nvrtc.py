@@ -22,7 +22,7 @@ def source(file: str, **defined: str | int) -> str:
     """Source text of a file of this folder after `#define` lines, with its includes expanded."""
     head = "".join(f"#define {key} {value}\n" for key, value in defined.items())
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
-    return head + re.sub(r'^#include "(.+)"$', lambda found: source(found[1]), text, flags=re.MULTILINE)
+    return head + re.sub(r'^#include "(.+)"$', lambda include: source(include[1]), text, flags=re.MULTILINE)
 
 
 @lru_cache(maxsize=32)

@@ -32,7 +32,7 @@ class BaseFile:
         begins = accumulate(sizes.values(), initial=0)
         self._places = dict(zip(sizes, zip(begins, sizes.values(), strict=False), strict=True))
         self.path, n_bytes = path, sum(sizes.values())
-        with self._asked("opened"):
+        with self._disk_errors("opened"):
             self.is_whole = path.is_file() and path.stat().st_size == n_bytes
             self._partial = path.with_name(path.name + ".partial")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class BaseFile:
                 self._claim(file, n_bytes)
             self._direct = self._opened_directly(file)
             if not self.is_whole:
-                self._take_room(file, n_bytes)
+                self._allocate(file, n_bytes)
             self._bytes, self._file = mmap.mmap(file, n_bytes), file
 
     def _claim(self, file: int, n_bytes: int) -> None:
@@ -54,7 +54,7 @@ class BaseFile:
             raise DiskError(f"{self._partial}: another run writes it; start this one when that trains") from None
         os.ftruncate(file, n_bytes)
 
-    def _take_room(self, file: int, n_bytes: int) -> None:
+    def _allocate(self, file: int, n_bytes: int) -> None:
         """Allocate disk space, so that a full disk raises an error before training."""
         try:
             os.posix_fallocate(file, 0, n_bytes)
@@ -76,16 +76,16 @@ class BaseFile:
 
     def view(self, block: int) -> memoryview:
         """Bytes of a block in the page cache, to fill it or to inspect it between steps."""
-        at, n_bytes = self._places[block]
-        return memoryview(self._bytes)[at : at + n_bytes]
+        offset, n_bytes = self._places[block]
+        return memoryview(self._bytes)[offset : offset + n_bytes]
 
-    def filled(self, block: int) -> None:
+    def release(self, block: int) -> None:
         """Drop a filled block from this process's memory; the system writes it back later."""
         self._bytes.madvise(mmap.MADV_DONTNEED, *self._places[block])
 
     def settle(self) -> None:
         """Flush the file to disk, rename it to its final name, and drop it from the page cache."""
-        with self._asked("written"):
+        with self._disk_errors("written"):
             self._bytes.madvise(mmap.MADV_DONTNEED)
             if not self.is_whole:
                 os.fsync(self._file)
@@ -94,30 +94,30 @@ class BaseFile:
                 self.is_whole = True
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def reads(self, block: int, to: memoryview) -> list[Callable[[None], None]]:
+    def reads(self, block: int, target: memoryview) -> list[Callable[[None], None]]:
         """Tasks that read a block in pieces, for several threads."""
-        at, n_bytes = self._places[block]
+        offset, n_bytes = self._places[block]
         pieces = range(0, n_bytes, PIECE_BYTES)
-        return [partial(self._read, at + first, to[first : min(first + PIECE_BYTES, n_bytes)]) for first in pieces]
+        return [partial(self._read, offset + first, target[first : min(first + PIECE_BYTES, n_bytes)]) for first in pieces]
 
-    def _read(self, at: int, to: memoryview, own: None) -> None:
-        with self._asked("read", at):
-            while to.nbytes:
-                if (n_bytes := os.preadv(self._direct, [to], at)) % DISK_PAGE_BYTES or not n_bytes:
-                    what = f"ends at byte {at + n_bytes}, within a layer: it was cut short"
-                    raise DiskError(f"{self.path}: {what}; delete it, and go on with --resume")
-                at, to = at + n_bytes, to[n_bytes:]
+    def _read(self, offset: int, target: memoryview, scratch: None) -> None:
+        with self._disk_errors("read", offset):
+            while target.nbytes:
+                if (n_bytes := os.preadv(self._direct, [target], offset)) % DISK_PAGE_BYTES or not n_bytes:
+                    fault = f"ends at byte {offset + n_bytes}, within a layer: it was cut short"
+                    raise DiskError(f"{self.path}: {fault}; delete it, and go on with --resume")
+                offset, target = offset + n_bytes, target[n_bytes:]
 
     @contextmanager
-    def _asked(self, what: str, at: int | None = None) -> Iterator[None]:
+    def _disk_errors(self, action: str, offset: int | None = None) -> Iterator[None]:
         """Convert an OSError to a DiskError."""
         try:
             yield
         except OSError as error:
-            where = "" if at is None else f" at byte {at}"
+            where = "" if offset is None else f" at byte {offset}"
             way_out = "make room" if error.errno == errno.ENOSPC else "see that the disk is there and well"
             raise DiskError(
-                f"{self.path}: cannot be {what}{where} ({error.strerror}); {way_out}, then start again (--resume)"
+                f"{self.path}: cannot be {action}{where} ({error.strerror}); {way_out}, then start again (--resume)"
             ) from None
 
 

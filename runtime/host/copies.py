@@ -14,9 +14,9 @@ class Copies:
 
     def load(self, op: Op) -> None:
         """Copy a block's weights from its state, from a separate slot of frozen weights, and from the state of a tied block."""
-        for source, there, here, n_bytes in self._loaded[op.block]:
-            to, of = (self.arenas.view(op[name], "int8", (n_bytes,), at) for name, at in (("weights", here), (source, there)))
-            to.copy_(of, non_blocking=True)
+        for name, source_offset, target_offset, n_bytes in self._loaded[op.block]:
+            source = self.arenas.view(op[name], "int8", (n_bytes,), source_offset)
+            self.arenas.view(op["weights"], "int8", (n_bytes,), target_offset).copy_(source, non_blocking=True)
 
     def offload_gradient(self, op: Op) -> None:
         """Copy a gradient, and its sums of squares if the op includes them."""

@@ -72,7 +72,7 @@ class HostState:
         self._between = [0 if plan.is_alone(b) else plan.frozen_bytes(b) for b in range(len(self.frozen))]
         self._stored, self._bytes = plan.stored(), [plan.state_bytes(n) for n in self._n_elements]  # by block and tensor
         # By block: byte offset of each tensor
-        self._begin = [dict(zip(of, accumulate(of.values(), initial=0), strict=False)) for of in self._bytes]
+        self._begin = [dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False)) for sizes in self._bytes]
         self._slots = [plan.state_slot(b) for b in range(len(self.owned))]
         self._shadows = {b: Slot("state", len(self.owned) + i) for i, b in enumerate(plan.policy.speculate_blocks)}
 
@@ -93,32 +93,32 @@ class HostState:
 
     def part(self, p: Parameter, rank: int | None = None) -> slice:
         """Elements of a trained parameter in the shard of this rank, or of `rank`."""
-        (block, at), rank = self._places[p.name], self._rank if rank is None else rank
+        (block, offset), rank = self._places[p.name], self._rank if rank is None else rank
         n = self._n_elements[block]
-        here = slice(min(max(rank * n - at, 0), p.n_elements), max(min((rank + 1) * n - at, p.n_elements), 0))
-        return here if here.start < here.stop else slice(0, 0)
+        elements = slice(min(max(rank * n - offset, 0), p.n_elements), max(min((rank + 1) * n - offset, p.n_elements), 0))
+        return elements if elements.start < elements.stop else slice(0, 0)
 
     def place(self, p: Parameter) -> int:
         """Index of a parameter's first local element in this rank's shard of the block."""
-        block, at = self._places[p.name]
-        return max(at - self._rank * self._n_elements[block], 0) if self.part(p).stop else 0
+        block, offset = self._places[p.name]
+        return max(offset - self._rank * self._n_elements[block], 0) if self.part(p).stop else 0
 
     def param_state(self, *run: Parameter, of_shadow: bool = False, copy: Copy | None = None) -> ParamState:
         """State of a trained parameter, or of adjacent parameters of a block as one; in the slot, its shadow, or a copy of the
         block."""
-        block, at = self.block_of(run[0]), self.place(run[0])
+        block, offset = self.block_of(run[0]), self.place(run[0])
         slot, begin = self._shadows[block] if of_shadow else self._slots[block], self._begin[block]
         n = sum(part.stop - part.start for part in map(self.part, run))
 
         def part(name: str) -> torch.Tensor:
             dtype = self._stored[name]
             item = DTYPE[dtype].itemsize
-            first, here = begin[name] // item + at, n
+            first, n_items = begin[name] // item + offset, n
             if dtype == "int8":
-                first, here = begin[name] + group_bytes(at), group_bytes(n)
+                first, n_items = begin[name] + group_bytes(offset), group_bytes(n)
             if copy is not None:
-                return copy.view(DTYPE[dtype])[first : first + here]
-            return self.arenas.view(slot, dtype, (here,), first + (self._between[block] // item if begin[name] else 0))
+                return copy.view(DTYPE[dtype])[first : first + n_items]
+            return self.arenas.view(slot, dtype, (n_items,), first + (self._between[block] // item if begin[name] else 0))
 
         parts = {name: part(name) for name in self._stored}
         split = "remainder" in parts
@@ -127,8 +127,8 @@ class HostState:
 
     def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Master:
         """Checkpoint tensor of a trained parameter under a name of `saved_state`, flat: its master or a moment."""
-        of = self.param_state(p, copy=copy)
-        return of.master if name == "master" else of.moments[name == "exp_avg_sq"]
+        state = self.param_state(p, copy=copy)
+        return state.master if name == "master" else state.moments[name == "exp_avg_sq"]
 
     def moment(self, p: Parameter, name: str) -> torch.Tensor | Int8Moment:
         """A moment of a trained parameter, flat: a tensor, or int8 groups with their conversions."""
@@ -146,24 +146,24 @@ class HostState:
     def packed(self, p: Parameter) -> torch.Tensor:
         """Bytes of a packed parameter."""
         assert self.plan.is_packed(p), f"{p.name} is not packed"
-        at = self._frozen_at[p.name]
-        return self.arenas.view(self._frozen_slot(p), "int8", (self.plan.stored_bytes(p),), at)
+        offset = self._frozen_at[p.name]
+        return self.arenas.view(self._frozen_slot(p), "int8", (self.plan.stored_bytes(p),), offset)
 
-    def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
+    def set_weight(self, p: Parameter, weight: torch.Tensor) -> None:
         """Store an owned parameter of any float dtype, or the bytes of a packed one. No lane may run meanwhile."""
         with torch.no_grad():
             if self.is_there(p):
                 return
             if p.frozen:
-                to = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
-                assert given.dtype.is_floating_point == to.dtype.is_floating_point, f"{p.name} is given as {given.dtype}"
-                to.copy_(given.reshape(-1))
+                target = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
+                assert weight.dtype.is_floating_point == target.dtype.is_floating_point, f"{p.name} is given as {weight.dtype}"
+                target.copy_(weight.reshape(-1))
                 if self._base is not None and self.block_of(p) in self._on_disk:
-                    self._base.filled(self.block_of(p))
+                    self._base.release(self.block_of(p))
                 return
-            master, flat = self.param_state(p).master, given.reshape(-1)[self.part(p)]
-            for at in range(0, flat.numel(), SET_ELEMENTS):
-                part = slice(at, min(at + SET_ELEMENTS, flat.numel()))
+            master, flat = self.param_state(p).master, weight.reshape(-1)[self.part(p)]
+            for first in range(0, flat.numel(), SET_ELEMENTS):
+                part = slice(first, min(first + SET_ELEMENTS, flat.numel()))
                 master.put(part, flat[part].to(master.weight.device))
 
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
@@ -179,18 +179,18 @@ class HostState:
 
     def settle(self, block: int) -> None:
         """Wait for the device that holds the block's state."""
-        there = self.arenas.view(self._slots[block], "int16", (0,))
-        if there.is_cuda:
-            torch.cuda.synchronize(there.device)
+        state = self.arenas.view(self._slots[block], "int16", (0,))
+        if state.is_cuda:
+            torch.cuda.synchronize(state.device)
 
     def copied(self, block: int, workers: Workers[Scratch]) -> Copy:
         """Copy a block's state to new host memory; MemoryError if it does not fit."""
         self.settle(block)
-        there, n_first = self.arenas.raw(self._slots[block]), next(iter(self._bytes[block].values()))
+        state, n_first = self.arenas.raw(self._slots[block]), next(iter(self._bytes[block].values()))
         copy, tasks = host_slab(self.n_bytes(block)), list[Callable[[Scratch], object]]()
-        pieces = (there[:n_first], there[n_first + self._between[block] :])
-        for to, piece in zip((copy[:n_first], copy[n_first:]), pieces, strict=True):
-            tasks += [partial(_copy, *part) for part in zip(to.split(COPY_BYTES), piece.split(COPY_BYTES), strict=True)]
+        pieces = (state[:n_first], state[n_first + self._between[block] :])
+        for target, piece in zip((copy[:n_first], copy[n_first:]), pieces, strict=True):
+            tasks += [partial(_copy, *part) for part in zip(target.split(COPY_BYTES), piece.split(COPY_BYTES), strict=True)]
         workers.run(tasks)
         return copy
 
@@ -199,5 +199,5 @@ class HostState:
         self.arenas.exchange(self._slots[block], self._shadows[block])
 
 
-def _copy(to: torch.Tensor, there: torch.Tensor, own: object) -> None:
-    to.copy_(there)
+def _copy(target: torch.Tensor, source: torch.Tensor, scratch: object) -> None:
+    target.copy_(source)

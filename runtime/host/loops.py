@@ -23,7 +23,7 @@ from penstock.runtime.compiled import compiled_kernel, compiled_loop
 from . import rounding
 from .chunks import CHUNK_ELEMENTS, Scratch
 from .param_state import ParamState, SummedGradient, UpdateArguments
-from .rounding import GROUP, HALF, INFINITE, LEAST, MOST, NEAREST, PACK, PACK_BYTES, TURN
+from .rounding import GROUP, HALF, INFINITE, LARGEST, NEAREST, PACK, PACK_BYTES, SMALLEST, TURN
 
 Bits = NDArray[Any]
 intrinsic: Callable[..., Callable[..., Any]] = extending.intrinsic  # its type hints describe the Python function, not its calls
@@ -38,18 +38,18 @@ begin = compiled_loop(rounding.begin)
 # -- elements ------------------------------------------------------------------------------------------------------------
 
 
-def _place(context: Any, builder: Any, of: Any, array: Any, i: Any) -> Any:
-    return builder.gep(context.make_array(of)(context, builder, array).data, [i])
+def _place(context: Any, builder: Any, array_type: Any, array: Any, i: Any) -> Any:
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [i])
 
 
-def _apart(builder: Any, access: Any, operand: int) -> Any:
+def _disjoint(builder: Any, access: Any, operand: int) -> Any:
     """Mark a load or store as disjoint from accesses of other operands."""
     module = builder.module
     domain = module.add_metadata(["host optimizer"])
     scopes = [module.add_metadata([f"operand {i}", domain]) for i in range(MOMENT)]
-    own = (FIRST, SECOND) if operand == MOMENT else (operand,)
-    access.set_metadata("alias.scope", module.add_metadata([scopes[i] for i in own]))
-    access.set_metadata("noalias", module.add_metadata([s for i, s in enumerate(scopes) if i not in own]))
+    operands = (FIRST, SECOND) if operand == MOMENT else (operand,)
+    access.set_metadata("alias.scope", module.add_metadata([scopes[i] for i in operands]))
+    access.set_metadata("noalias", module.add_metadata([s for i, s in enumerate(scopes) if i not in operands]))
     return access
 
 
@@ -58,7 +58,7 @@ def load(typing: Any, array: Any, i: Any, operand: Any) -> Any:
     """Bits of an element as uint32; signed elements are sign-extended."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _apart(builder, builder.load(_place(context, builder, array, *args[:2])), operand.literal_value)
+        element = _disjoint(builder, builder.load(_place(context, builder, array, *args[:2])), operand.literal_value)
         widen = builder.sext if array.dtype.signed else builder.zext
         return element if element.type.width == 32 else widen(element, ir.IntType(32))
 
@@ -73,7 +73,7 @@ def store(typing: Any, array: Any, i: Any, bits: Any, operand: Any) -> Any:
         place = _place(context, builder, array, *args[:2])
         element = place.type.pointee
         value = args[2] if element.width == 32 else builder.trunc(args[2], element)
-        _apart(builder, builder.store(value, place), operand.literal_value)
+        _disjoint(builder, builder.store(value, place), operand.literal_value)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.uint32, operand), generate
@@ -103,9 +103,9 @@ def item_bytes(typing: Any, array: Any) -> Any:
 
 
 @compiled_loop
-def narrow(of: Bits) -> Any:
+def narrow(array: Bits) -> Any:
     """Bits that an element is narrower than fp32: a shift, not a branch, so that LLVM vectorises loops over any dtype."""
-    return NARROW if item_bytes(of) == 2 else np.uint32(0)
+    return NARROW if item_bytes(array) == 2 else np.uint32(0)
 
 
 @compiled_loop
@@ -135,62 +135,64 @@ def store_master(weight: Bits, remainder: Bits | None, random: Bits | None, i: i
 
 
 @compiled_loop
-def rounded(of: Bits, x: Any, random: Bits | None, i: int) -> Any:
+def rounded(array: Bits, x: Any, random: Bits | None, i: int) -> Any:
     """Bits of fp32, or of bf16 rounded stochastically. NaN remains NaN."""
     bits = bits_of(x)
     if random is not None:
         carried = load(random, i, RANDOM)  # in a branch numba would count references to the array
-        if item_bytes(of) == 2:
+        if item_bytes(array) == 2:
             bits = NAN if x != x else (bits + carried) >> NARROW
     return bits
 
 
 @compiled_loop
 def apply_rule(
-    weight: Bits, remainder: Any, m: Bits, v: Any, gradients: Bits, of_weight: Any, of_m: Any, of_v: Any, n: int, scale: Any,
-    by: Any, keeps_root: bool,
+    weight: Bits, remainder: Any, m: Bits, v: Any, gradients: Bits, weight_random: Any, m_random: Any, v_random: Any, n: int,
+    scale: Any, scalars: Any, keeps_root: bool,
 ) -> None:  # fmt: skip
     """Update n elements by the operations of docs/optimizers.md: Lion if `v` is None, else AdamW. AdamW without random numbers for
     moments is bitwise identical to torch's fused kernel. `keeps_root`: store the square root of the second moment."""
-    decay, towards, beta2, of_square, correction, eps, rate = by[0], by[1], by[2], by[3], by[4], by[5], by[6]
-    is_near = abs(towards) < np.float32(0.5)  # torch's `lerp` starts at the nearer end
-    weight_of_lerp, away, lr = towards if is_near else towards - np.float32(1), by[2], by[3]  # the last two are Lion's
+    decay, lerp_weight, beta2, one_minus_beta2 = scalars[0], scalars[1], scalars[2], scalars[3]
+    correction, eps, rate = scalars[4], scalars[5], scalars[6]
+    moment_weight, lr = scalars[2], scalars[3]  # of Lion
+    is_near = abs(lerp_weight) < np.float32(0.5)  # torch's `lerp` starts at the nearer end
+    nearer_weight = lerp_weight if is_near else lerp_weight - np.float32(1)
     for i in range(n):
         g = number(load(gradients, i, GRADIENT) << narrow(gradients)) * scale
         first, master = number(load(m, i, FIRST) << narrow(m)), number(master_of(weight, remainder, i)) * decay
         if v is None:
             d = g - first
-            u = first + towards * d
+            u = first + lerp_weight * d
             master -= lr if u > 0 else (-lr if u < 0 else u)  # 0 and NaN remain
-            first = first + away * d
+            first = first + moment_weight * d
         else:
             second = number(load(v, i, SECOND) << narrow(v))
-            if of_m is None:
-                first = fma(weight_of_lerp, g - first, first if is_near else g)
-                second = fma(of_square * g, g, second * beta2)
+            if m_random is None:
+                first = fma(nearer_weight, g - first, first if is_near else g)
+                second = fma(one_minus_beta2 * g, g, second * beta2)
                 root = np.sqrt(second)
                 denominator = root / correction + eps
             else:
-                first = first + towards * (g - first)
-                second = second * beta2 + (of_square * g) * g
+                first = first + lerp_weight * (g - first)
+                second = second * beta2 + (one_minus_beta2 * g) * g
                 root = np.sqrt(second)
                 denominator = root * correction + eps
             master += (rate * first) / denominator
-            store(v, i, rounded(v, root if keeps_root else second, of_v, i), SECOND)
-        store(m, i, rounded(m, first, of_m, i), FIRST)
-        store_master(weight, remainder, of_weight, i, master)
+            store(v, i, rounded(v, root if keeps_root else second, v_random, i), SECOND)
+        store(m, i, rounded(m, first, m_random, i), FIRST)
+        store_master(weight, remainder, weight_random, i, master)
 
 
 # -- groups of int8 codes ------------------------------------------------------------------------------------------------
 
 
 @compiled_loop
-def unpack(groups: Any, at: int, n: int, is_root: bool, wide: Any, other: Bits) -> None:
-    """Unpack elements at .. at + n - 1 as `rounding.unpacked` to fp32 bits in `wide`; `at` is a multiple of PACK. Scales are first
-    spread over their groups in `other`, so that LLVM vectorises the loops."""
+def unpack(groups: Any, start: int, n: int, is_root: bool, wide: Any, scales: Bits) -> None:
+    """Unpack n elements from `start` on, a multiple of PACK, as `rounding.unpacked` to fp32 bits in `wide`. Scales are first spread
+    over their groups in `scales`, so that LLVM vectorises the loops."""
     if groups is None:
         return
-    n_packs, block = -(-n // PACK), groups[at // PACK * PACK_BYTES :]
+    n_packs, block = -(-n // PACK), groups[start // PACK * PACK_BYTES :]
     for k in range(n_packs):
         begin = k * PACK_BYTES
         for i in range(PACK):
@@ -199,42 +201,42 @@ def unpack(groups: Any, at: int, n: int, is_root: bool, wide: Any, other: Bits) 
         for j in range(PACK // GROUP):
             low, high = load(block, begin + PACK + 2 * j, GROUPS), load(block, begin + PACK + 2 * j + 1, GROUPS)
             for i in range(GROUP):
-                store(other, k * PACK + j * GROUP + i, (low << NARROW) | (high << np.uint32(24)), GRADIENT)
+                store(scales, k * PACK + j * GROUP + i, (low << NARROW) | (high << np.uint32(24)), GRADIENT)
     for i in range(n_packs * PACK):
-        code, scale = np.float32(np.int32(load(wide, i, MOMENT))), number(load(other, i, GRADIENT))
+        code, scale = np.float32(np.int32(load(wide, i, MOMENT))), number(load(scales, i, GRADIENT))
         x = scale * code
         store(wide, i, bits_of(x * x if is_root else x / (np.float32(254) - abs(code))), MOMENT)
 
 
 @compiled_loop
-def pack(groups: Any, at: int, n: int, is_root: bool, random: Any, wide: Any, other: Bits) -> None:
+def pack(groups: Any, start: int, n: int, is_root: bool, random: Any, wide: Any, scales: Bits) -> None:
     """Pack the first n numbers of `wide` as `rounding.packed`; `is_root`: they are square roots. Overwrites `wide`."""
     if groups is None:
         return
-    n_packs, block = -(-n // PACK), groups[at // PACK * PACK_BYTES :]
+    n_packs, block = -(-n // PACK), groups[start // PACK * PACK_BYTES :]
     wide[n : n_packs * PACK] = 0  # padding of the last pack
     for g in range(n_packs * PACK // GROUP):
-        first, most = g * GROUP, LEAST
+        first, largest_bits = g * GROUP, SMALLEST
         for i in range(GROUP):
-            most = max(most, load(wide, first + i, MOMENT) & np.uint32(0x7FFFFFFF))
-        most = min(most, INFINITE)
-        largest = number(most)
+            largest_bits = max(largest_bits, load(wide, first + i, MOMENT) & np.uint32(0x7FFFFFFF))
+        largest_bits = min(largest_bits, INFINITE)
+        largest = number(largest_bits)
         if is_root:
-            most, largest = bits_of(largest / np.float32(255)), np.float32(255) / largest
-        scale = (most + np.uint32(random[first])) >> NARROW
-        if scale <= LEAST >> NARROW or scale > MOST >> NARROW:
+            largest_bits, largest = bits_of(largest / np.float32(255)), np.float32(255) / largest
+        scale = (largest_bits + np.uint32(random[first])) >> NARROW
+        if scale <= SMALLEST >> NARROW or scale > LARGEST >> NARROW:
             for i in range(GROUP):
                 store(wide, first + i, np.uint32(0), MOMENT)
-            scale = INFINITE >> NARROW if scale > MOST >> NARROW else np.uint32(0)
+            scale = INFINITE >> NARROW if scale > LARGEST >> NARROW else np.uint32(0)
         place = first // PACK * PACK_BYTES + PACK + g % (PACK // GROUP) * 2
         store(block, place, scale, GROUPS)
         store(block, place + 1, scale >> np.uint32(8), GROUPS)
         for i in range(GROUP):
-            store(other, first + i, bits_of(largest), GRADIENT)
+            store(scales, first + i, bits_of(largest), GRADIENT)
     for k in range(n_packs):
         for i in range(PACK):
-            x, by = number(load(wide, k * PACK + i, MOMENT)), number(load(other, k * PACK + i, GRADIENT))
-            code = by * x if is_root else (np.float32(254) * x) / (by + abs(x))
+            x, factor = number(load(wide, k * PACK + i, MOMENT)), number(load(scales, k * PACK + i, GRADIENT))
+            code = factor * x if is_root else (np.float32(254) * x) / (factor + abs(x))
             store(block, k * PACK_BYTES + i, bits_of(code + NEAREST), GROUPS)
 
 
@@ -242,9 +244,9 @@ def pack(groups: Any, at: int, n: int, is_root: bool, random: Any, wide: Any, ot
 
 
 @compiled_loop
-def sum_gradient(parts: Any, n_parts: int, is_rounded: bool, at: int, n: int, wide: Bits) -> None:
+def sum_gradient(parts: Any, n_parts: int, is_rounded: bool, start: int, n: int, wide: Bits) -> None:
     """Write fp32 bits of one part or of the sum of two to `wide`; `is_rounded`: to bf16, ties to even. NaN remains NaN."""
-    first, second = parts[0][at:], parts[1][at:]
+    first, second = parts[0][start:], parts[1][start:]
     for i in range(n):
         total = number(load(first, i, FIRST) << narrow(first))
         if n_parts == 2:
@@ -257,22 +259,22 @@ def sum_gradient(parts: Any, n_parts: int, is_rounded: bool, at: int, n: int, wi
 
 
 @compiled_loop
-def gradient_of(parts: Any, n_parts: int, is_rounded: bool, at: int, n: int, sums: Any) -> Any:
+def gradient_of(parts: Any, n_parts: int, is_rounded: bool, start: int, n: int, sums: Any) -> Any:
     if sums is None:
-        return parts[0][at : at + n]
-    sum_gradient(parts, n_parts, is_rounded, at, n, sums)
+        return parts[0][start : start + n]
+    sum_gradient(parts, n_parts, is_rounded, start, n, sums)
     return sums[:n]
 
 
 @compiled_loop
-def part(to: Any, before: Any, is_elsewhere: bool, at: int, n: int) -> Any:
-    """Elements at .. at + n - 1 of a state array, first copied from `before` if the step is not in place."""
-    if to is None:
-        return to
-    part, source = to[at : at + n], before[at : at + n]
+def part(target: Any, source: Any, is_elsewhere: bool, start: int, n: int) -> Any:
+    """Elements start .. start + n - 1 of a state array, first copied from `source` if the step is not in place."""
+    if target is None:
+        return target
+    part, old = target[start : start + n], source[start : start + n]
     if is_elsewhere:
         for i in range(n):
-            part[i] = source[i]
+            part[i] = old[i]
     return part
 
 
@@ -286,36 +288,37 @@ def numbers(order: Any, key: Any, turn: Any, within: Any) -> Any:
 
 @compiled_kernel
 def update(
-    start: int, end: int, first: int, keys: Any, order: Any, order_of_weight: Any, to: Any, before: Any, is_elsewhere: bool,
-    groups: Any, parts: Any, n_parts: int, is_rounded: bool, scale: Any, by: Any, sums: Any, scratch: Bits,
+    start: int, end: int, first: int, keys: Any, moment_order: Any, weight_order: Any, target: Any, source: Any, is_elsewhere: bool,
+    groups: Any, parts: Any, n_parts: int, is_rounded: bool, scale: Any, scalars: Any, sums: Any, scratch: Bits,
 ) -> None:  # fmt: skip
-    """Update elements start .. end - 1 of a parameter; `first`: position of element 0 in the whole parameter. `to`, `before`:
+    """Update elements start .. end - 1 of a parameter; `first`: position of element 0 in the whole parameter. `target`, `source`:
     weight or master, remainder, moments. `groups`: int8 groups of two moments to write and two to read, with block scratch memory
-    in `to` for the numbers; else None. `sums`: `scratch`, for a summed gradient in fp32, or None. Scales are at the end of
-    `scratch`."""
-    at, is_packed, other = start, groups[0] is not None, scratch[3 * BLOCK_ELEMENTS :]
-    while at < end:
-        turn, within = (first + at) // TURN, (first + at) % TURN
-        n = min(BLOCK_ELEMENTS, end - at, TURN - within)
-        weight, remainder = part(to[0], before[0], is_elsewhere, at, n), part(to[1], before[1], is_elsewhere, at, n)
-        unpack(groups[2], at, n, False, to[2], other)
-        unpack(groups[3], at, n, True, to[3], other)
-        of_moment = 0 if is_packed else at
-        m, v = part(to[2], before[2], is_elsewhere, of_moment, n), part(to[3], before[3], is_elsewhere, of_moment, n)
-        gradients = gradient_of(parts, n_parts, is_rounded, at, n, sums)
-        of_weight = numbers(order_of_weight, keys[0], turn, within)
-        of_m, of_v = numbers(order, keys[1], turn, within), numbers(order, keys[2], turn, within)
-        apply_rule(weight, remainder, m, v, gradients, of_weight, of_m, of_v, n, scale, by, is_packed)
-        pack(groups[0], at, n, False, of_m, to[2], other)
-        pack(groups[1], at, n, True, of_v, to[3], other)
-        at += n
+    in `target` for the numbers; else None. `sums`: `scratch`, for a summed gradient in fp32, or None."""
+    position, is_packed, scales = start, groups[0] is not None, scratch[3 * BLOCK_ELEMENTS :]
+    while position < end:
+        turn, within = (first + position) // TURN, (first + position) % TURN
+        n = min(BLOCK_ELEMENTS, end - position, TURN - within)
+        weight = part(target[0], source[0], is_elsewhere, position, n)
+        remainder = part(target[1], source[1], is_elsewhere, position, n)
+        unpack(groups[2], position, n, False, target[2], scales)
+        unpack(groups[3], position, n, True, target[3], scales)
+        first_moment = 0 if is_packed else position
+        m = part(target[2], source[2], is_elsewhere, first_moment, n)
+        v = part(target[3], source[3], is_elsewhere, first_moment, n)
+        gradients = gradient_of(parts, n_parts, is_rounded, position, n, sums)
+        weight_random = numbers(weight_order, keys[0], turn, within)
+        m_random, v_random = numbers(moment_order, keys[1], turn, within), numbers(moment_order, keys[2], turn, within)
+        apply_rule(weight, remainder, m, v, gradients, weight_random, m_random, v_random, n, scale, scalars, is_packed)
+        pack(groups[0], position, n, False, m_random, target[2], scales)
+        pack(groups[1], position, n, True, v_random, target[3], scales)
+        position += n
 
 
 @compiled_loop
-def add_half(to: Bits, of: Bits, n: int) -> None:
-    """Add `of` to `to`. They are parts of one array, hence of one alias scope."""
+def add_half(total: Bits, addend: Bits, n: int) -> None:
+    """Add `addend` to `total`. They are parts of one array, hence of one alias scope."""
     for i in range(n):
-        store(to, i, bits_of(number(load(to, i, GRADIENT)) + number(load(of, i, GRADIENT))), GRADIENT)
+        store(total, i, bits_of(number(load(total, i, GRADIENT)) + number(load(addend, i, GRADIENT))), GRADIENT)
 
 
 @compiled_loop
@@ -324,11 +327,11 @@ def halved_squares(gradient: Bits, begin: int, n: int, x: Bits) -> Any:
     of the tree, (0 + 4) + (2 + 6) and so on in eighths, take one pass over eight sequential streams."""
     eighth = n // 8
     for i in range(eighth):
-        at = begin + i
-        a, b = square(gradient, at), square(gradient, at + eighth)
-        c, d = square(gradient, at + 2 * eighth), square(gradient, at + 3 * eighth)
-        a, b = a + square(gradient, at + 4 * eighth), b + square(gradient, at + 5 * eighth)
-        c, d = c + square(gradient, at + 6 * eighth), d + square(gradient, at + 7 * eighth)
+        first = begin + i
+        a, b = square(gradient, first), square(gradient, first + eighth)
+        c, d = square(gradient, first + 2 * eighth), square(gradient, first + 3 * eighth)
+        a, b = a + square(gradient, first + 4 * eighth), b + square(gradient, first + 5 * eighth)
+        c, d = c + square(gradient, first + 6 * eighth), d + square(gradient, first + 7 * eighth)
         store(x, i, bits_of((a + c) + (b + d)), GRADIENT)
     half = eighth // 2
     while half > 0:
@@ -393,32 +396,34 @@ def state_bits(state: ParamState) -> tuple[Bits | None, ...]:
 
 def update_of(step: UpdateArguments) -> Callable[[int, int, Scratch], None]:
     """Return a function that updates elements start .. end - 1 with a thread's scratch memory."""
-    drawn, gradient, to = step.drawn, step.gradient, state_bits(step.to)
-    before = to if step.start_from is None else state_bits(step.start_from)
-    parts, is_packed = tuple(map(bits, gradient.parts)), step.to.moments[0].dtype is torch.uint8
-    first, keys = (0, (0, 0, 0)) if drawn is None else (drawn.first, drawn.keys)
-    orders = None if drawn is None else order(), order() if drawn is not None and drawn.is_master_drawn else None
+    stochastic, gradient, target = step.rounding, step.gradient, state_bits(step.target)
+    source = target if step.source is None else state_bits(step.source)
+    parts, is_packed = tuple(map(bits, gradient.parts)), step.target.moments[0].dtype is torch.uint8
+    first, keys = (0, (0, 0, 0)) if stochastic is None else (stochastic.first, stochastic.keys)
+    moment_order = None if stochastic is None else order()
+    weight_order = moment_order if stochastic is not None and stochastic.is_master_stochastic else None
     both, scale = (parts[0], parts[-1]), np.float32(step.factor)
-    by = np.array(step.scalars, np.float32)
+    scalars = np.array(step.scalars, np.float32)
 
-    def run(start: int, end: int, own: Scratch) -> None:
-        scratch, state = bits(own.block), (to, before)
+    def run(start: int, end: int, scratch: Scratch) -> None:
+        memory, state = bits(scratch.block), (target, source)
         groups: tuple[Bits | None, ...] = (None, None, None, None)
         if is_packed:
-            wide = scratch[BLOCK_ELEMENTS:], None if to[3] is None else scratch[2 * BLOCK_ELEMENTS :]
-            state, groups = ((*to[:2], *wide), (*before[:2], *wide)), (*to[2:], *before[2:])
-        sums = None if parts[0].itemsize == 2 else scratch
-        elsewhere, n_parts, is_rounded = before is not to, len(parts), gradient.is_rounded
+            wide = memory[BLOCK_ELEMENTS:], None if target[3] is None else memory[2 * BLOCK_ELEMENTS :]
+            state, groups = ((*target[:2], *wide), (*source[:2], *wide)), (*target[2:], *source[2:])
+        sums = None if parts[0].itemsize == 2 else memory
+        elsewhere, n_parts, is_rounded = source is not target, len(parts), gradient.is_rounded
         update(
-            start, end, first, keys, *orders, *state, elsewhere, groups, both, n_parts, is_rounded, scale, by, sums, scratch
+            start, end, first, keys, moment_order, weight_order, *state, elsewhere, groups, both, n_parts, is_rounded, scale,
+            scalars, sums, memory,
         )  # fmt: skip
 
     return run
 
 
-def squares_of(gradient: SummedGradient, start: int, end: int, own: Scratch) -> list[float]:
+def squares_of(gradient: SummedGradient, start: int, end: int, scratch: Scratch) -> list[float]:
     parts, out = tuple(map(bits, gradient.parts)), np.empty(-(-(end - start) // CHUNK_ELEMENTS), np.uint32)
-    squares(start, end, (parts[0], parts[-1]), len(parts), gradient.is_rounded, out, bits(own.block))
+    squares(start, end, (parts[0], parts[-1]), len(parts), gradient.is_rounded, out, bits(scratch.block))
     return out.view(np.float32).tolist()
 
 

@@ -23,9 +23,9 @@ class Arenas:
     """Slabs of some arenas, and views of their slots."""
 
     def __init__(
-        self, arenas: Iterable[Arena], device: torch.device, apart: Mapping[str, tuple[Mapping[Slot, int], Make]] | None = None
+        self, arenas: Iterable[Arena], device: torch.device, separate: Mapping[str, tuple[Mapping[Slot, int], Make]] | None = None
     ) -> None:
-        """Allocate all slabs, filled with zeros. PlanError if they do not fit into memory. `apart`: by name of a separate slab, the
+        """Allocate all slabs, filled with zeros. PlanError if they do not fit into memory. `separate`: by name of another slab, the
         leading bytes of host slots that it holds and its allocator; no view crosses its border. FRONTS are one slab."""
         self.slabs: dict[str, torch.Tensor] = {}  # bytes; named after the arena, with a number from the second on
         self._arena_of: dict[str, Arena] = {}  # by slab
@@ -33,13 +33,13 @@ class Arenas:
         for arena in arenas:
             on_host = arena.place is Place.HOST or device.type == "cpu"
             make: Make = slabs.host_slab if on_host else partial(torch.zeros, dtype=torch.uint8, device=device)
-            left = {Slot(arena.name, i): n for i, n in enumerate(arena.slot_bytes)}
+            remaining = {Slot(arena.name, i): n for i, n in enumerate(arena.slot_bytes)}
             parts = list[tuple[str, dict[Slot, int], Make]]()
-            for name, (sizes, make_it) in (apart or {}).items():
+            for name, (sizes, make_it) in (separate or {}).items():
                 of_arena = {slot: n for slot, n in sizes.items() if slot.arena == arena.name}
-                left |= {slot: left[slot] - n for slot, n in of_arena.items()}
+                remaining |= {slot: remaining[slot] - n for slot, n in of_arena.items()}
                 parts += [(name, of_arena, make_it)] if of_arena else []
-            for name, sizes, make_it in ((arena.name, left, make), *reversed(parts)):
+            for name, sizes, make_it in ((arena.name, remaining, make), *reversed(parts)):
                 in_one = arena.place is Place.DEVICE or name == FRONTS
                 for number, slots in enumerate([sizes] if in_one else _slots_of_slabs(sizes)):
                     self._allocate(arena, f"{name}.{number}" if number else name, slots, make_it)
@@ -61,8 +61,8 @@ class Arenas:
 
     def touch(self, n_threads: int) -> None:
         """Fault in all host memory that this process owns, so that no step waits for page faults."""
-        own = [slab for name, slab in self.slabs.items() if slab.device.type == "cpu" and name.partition(".")[0] != BASE]
-        slabs.touch(own, n_threads)
+        owned = [slab for name, slab in self.slabs.items() if slab.device.type == "cpu" and name.partition(".")[0] != BASE]
+        slabs.touch(owned, n_threads)
 
     def base_bytes(self) -> int:
         """Bytes of frozen weights that the ranks of a host share."""
@@ -89,9 +89,9 @@ class Arenas:
             piece, *rest = rest
         if shape is None:
             shape = (piece.numel() // item - offset_elements,)
-        at, end = offset_elements * item, (offset_elements + prod(shape)) * item
+        start, end = offset_elements * item, (offset_elements + prod(shape)) * item
         assert end <= piece.numel(), f"{shape} of {dtype} at {offset_elements} exceeds {slot}"
-        return piece.data[at:end].view(DTYPE[dtype]).view(shape)
+        return piece.data[start:end].view(DTYPE[dtype]).view(shape)
 
     def pieces(self, slot: Slot) -> list[torch.Tensor]:
         """Bytes of a slot: several tensors if some are in separate slabs."""
@@ -99,16 +99,16 @@ class Arenas:
 
     def raw(self, slot: Slot) -> torch.Tensor:
         """Bytes of a slot that is in one piece."""
-        (whole,) = self.pieces(slot)
-        return whole
+        (piece,) = self.pieces(slot)
+        return piece
 
     def offset_in(self, slot: Slot, tensor: torch.Tensor) -> int | None:
         """Byte offset of the tensor's first element in a slot of one piece, or None if it is elsewhere."""
-        (whole,) = self._pieces[slot]
-        if tensor.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        (piece,) = self._pieces[slot]
+        if tensor.untyped_storage().data_ptr() != piece.untyped_storage().data_ptr():
             return None
-        at = int(tensor.storage_offset()) * tensor.element_size() - int(whole.storage_offset())
-        return at if 0 <= at < whole.numel() else None
+        offset = int(tensor.storage_offset()) * tensor.element_size() - int(piece.storage_offset())
+        return offset if 0 <= offset < piece.numel() else None
 
     def exchange(self, a: Slot, b: Slot) -> None:
         """Swap the memory of two slots without a copy."""
@@ -125,9 +125,9 @@ class Arenas:
 
 def _slots_of_slabs(sizes: Mapping[Slot, int]) -> list[dict[Slot, int]]:
     """Split slots among slabs of about SLAB_BYTES, which threads can lock in parallel."""
-    found: list[dict[Slot, int]] = [{}]
+    groups: list[dict[Slot, int]] = [{}]
     for slot, n_bytes in sizes.items():
-        if found[-1] and sum(found[-1].values()) + n_bytes > slabs.SLAB_BYTES:
-            found.append({})
-        found[-1][slot] = n_bytes
-    return found
+        if groups[-1] and sum(groups[-1].values()) + n_bytes > slabs.SLAB_BYTES:
+            groups.append({})
+        groups[-1][slot] = n_bytes
+    return groups

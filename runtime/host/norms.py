@@ -47,8 +47,8 @@ def sum_of_squares(
     gradient: torch.Tensor | SummedGradient, scratch: Scratch | None = None, cuts: Sequence[range] | None = None
 ) -> float:
     """Sum of squares of a flat gradient, computed on this thread."""
-    own = scratch or Scratch()
-    return added(square for task in squares_tasks(summed(gradient), cuts) for square in task(own))
+    buffer = scratch or Scratch()
+    return added(square for task in squares_tasks(summed(gradient), cuts) for square in task(buffer))
 
 
 @lru_cache(maxsize=8)
@@ -56,18 +56,18 @@ def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, K
     """CUDA kernels of the gradient norm: the sum of squares per chunk, and the sum over chunks. PlanError if a GPU's bits differ
     from the host's."""
     defined: dict[str, Any] = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
-    found: object = None
+    result: object = None
     try:
         squares, sums = (compiled_kernel("squares.cu", name, device=device, **defined) for name in ("squares", "sums"))
-        drawn = torch.randn(2 * CHUNK_ELEMENTS + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
+        sample = torch.randn(2 * CHUNK_ELEMENTS + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
         out = torch.zeros(1, dtype=torch.float64, device=device)
-        squares_at_once([[drawn.to(device)]], out, squares, sums)
-        found = out.item()
+        squares_at_once([[sample.to(device)]], out, squares, sums)
+        result = out.item()
     except (AttributeError, OSError, RuntimeError) as error:  # of torch's compiler, NVRTC or the driver
-        found = on_one_line(str(error), 120)
-    if found != sum_of_squares(drawn):
+        result = on_one_line(str(error), 120)
+    if result != sum_of_squares(sample):
         raise PlanError(
-            f"{device.type} does not sum squares to the host's bits here ({found}); plan with --policy FILE, a policy without "
+            f"{device.type} does not sum squares to the host's bits here ({result}); plan with --policy FILE, a policy without "
             "square_on_device and with empty device_blocks"
         )
     return squares, sums
@@ -76,20 +76,21 @@ def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, K
 def squares_on_device(gradients: Sequence[torch.Tensor], cuts: Sequence[Sequence[range]], out: torch.Tensor) -> None:
     """Write one fp64 sum per flat gradient to `out`, on the device that holds both and without a synchronization."""
     if out.device.type == "cpu":
-        own = Scratch()
-        out.copy_(torch.tensor([sum_of_squares(g, own, of) for g, of in zip(gradients, cuts, strict=True)], dtype=torch.float64))
+        scratch = Scratch()
+        sums = [sum_of_squares(g, scratch, ranges) for g, ranges in zip(gradients, cuts, strict=True)]
+        out.copy_(torch.tensor(sums, dtype=torch.float64))
     elif gradients:
-        pieces = [[g[cut.start : cut.stop] for cut in of] for g, of in zip(gradients, cuts, strict=True)]
+        pieces = [[g[cut.start : cut.stop] for cut in ranges] for g, ranges in zip(gradients, cuts, strict=True)]
         squares_at_once(pieces, out, *squares_kernels(out.device, gradients[0].dtype))
 
 
 def squares_at_once(gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tensor, squares: Kernel, sums: Kernel) -> None:
     """Launch one kernel per piece of a tensor, and two for all tensors. Scratch memory is four bytes per chunk."""
     parts = [[part for piece in pieces for part in piece.split(MOST_ELEMENTS)] for pieces in gradients]
-    n_chunks = [[-(-part.numel() // CHUNK_ELEMENTS) for part in of] for of in parts]
+    n_chunks = [[-(-part.numel() // CHUNK_ELEMENTS) for part in row] for row in parts]
     of_chunks = torch.zeros(len(parts), max(map(sum, n_chunks)), dtype=torch.float32, device=out.device)
-    for row, of, counts in zip(of_chunks, parts, n_chunks, strict=True):
-        for part, into, n in zip(of, row.split([*counts, len(row) - sum(counts)]), counts, strict=False):
+    for row, tensors, counts in zip(of_chunks, parts, n_chunks, strict=True):
+        for part, into, n in zip(tensors, row.split([*counts, len(row) - sum(counts)]), counts, strict=False):
             if n > 0:
                 squares((n, 1, 1), (THREADS, 1, 1), [part, part.numel(), into])
     sums((len(parts), 1, 1), (1, 1, 1), [of_chunks, of_chunks.shape[1], out])
@@ -112,7 +113,7 @@ class SharedNumbers:
         self._n_numbers, self._n_micro_batches = plan.shared_numbers(), plan.semantics.n_micro_batches
         self._tiles = [list(self._tiles_of(rank)) for rank in range(ranks.n)]  # by rank and block: the parameter of each tile
         self.tiles = self._tiles[ranks.rank]  # of this rank
-        assert all(sum(map(len, of)) + self._n_micro_batches + 1 <= self._n_numbers for of in self._tiles)
+        assert all(sum(map(len, tiles)) + self._n_micro_batches + 1 <= self._n_numbers for tiles in self._tiles)
         self._row = torch.zeros(self._n_numbers, dtype=torch.float64)
 
     def _tiles_of(self, rank: int) -> Iterator[list[Parameter]]:
@@ -126,7 +127,7 @@ class SharedNumbers:
                         of_block += [p] * -(-len(cut) // NORM_TILE_ELEMENTS)
             yield of_block
 
-    def learned(
+    def share(
         self, rows: torch.Tensor, squares: Mapping[int, torch.Tensor], losses: Sequence[float], is_asked: bool
     ) -> tuple[list[tuple[Parameter, float]], list[float], bool]:
         """Share this rank's `squares` (by block), losses and stop request. Return the sum of squares of each parameter, the loss of
@@ -139,11 +140,11 @@ class SharedNumbers:
         self._row[-n - 1] = is_asked
         rows = rows[: self._ranks.n * self._n_numbers].view(self._ranks.n, self._n_numbers)
         self._ranks.share(self._row, rows)
-        of_parameter: dict[Parameter, list[float]] = {}
-        of_ranks = [iter(row) for row in rows.tolist()]
-        for of_block in zip(*self._tiles, strict=True):
-            for rank, tiles in enumerate(of_block):
+        squares_of: dict[Parameter, list[float]] = {}
+        numbers = [iter(row) for row in rows.tolist()]
+        for tiles_by_rank in zip(*self._tiles, strict=True):
+            for rank, tiles in enumerate(tiles_by_rank):
                 for p in tiles:
-                    of_parameter.setdefault(p, []).append(next(of_ranks[rank]))
-        sums = [(p, added(squares)) for p, squares in of_parameter.items()]
+                    squares_of.setdefault(p, []).append(next(numbers[rank]))
+        sums = [(p, added(squares)) for p, squares in squares_of.items()]
         return sums, rows[:, -n:].flatten().tolist(), bool(rows[0, -n - 1])

@@ -22,7 +22,7 @@ from .param_state import Master as Master
 from .param_state import ParamState as ParamState
 from .param_state import SummedGradient as SummedGradient
 from .param_state import UpdateArguments
-from .rounding import TURN, Drawn, group_bytes, packed, signed
+from .rounding import TURN, StochasticRounding, group_bytes, packed, signed
 
 if IS_COMPILED:
     from . import loops
@@ -45,13 +45,13 @@ def summed(gradient: torch.Tensor | SummedGradient) -> SummedGradient:
 
 def tasks_of(work: Callable[[int, int, Scratch], T], end: int, start: int = 0) -> list[Callable[[Scratch], T]]:
     """Split elements start .. end - 1 of a parameter into tasks that call `work(first, last + 1, scratch)`."""
-    return [partial(work, at, min(at + TASK_ELEMENTS, end)) for at in range(start, end, TASK_ELEMENTS)]
+    return [partial(work, first, min(first + TASK_ELEMENTS, end)) for first in range(start, end, TASK_ELEMENTS)]
 
 
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
     """Tasks that add a flat gradient of any dtype to an fp32 sum; the first gradient is added to zero."""
     add = loops.add_part if compiled_add(part.dtype) else chunks.add
-    return tasks_of(lambda start, end, own: add(total, part, is_first, start, end), total.numel())
+    return tasks_of(lambda start, end, scratch: add(total, part, is_first, start, end), total.numel())
 
 
 class Step(UpdateArguments):
@@ -60,42 +60,40 @@ class Step(UpdateArguments):
     def tasks(self) -> list[Task]:
         """Tasks for the threads of the host."""
         n = self.gradient.numel()
-        n_compiled = (n if self.drawn is not None else n - n % VECTOR_ELEMENTS) if compiled_update(self.kept) else 0
+        n_compiled = (n if self.rounding is not None else n - n % VECTOR_ELEMENTS) if compiled_update(self.layout) else 0
         compiled = tasks_of(loops.update_of(self), n_compiled) if n_compiled else []
-        return compiled + tasks_of(lambda start, end, own: chunks.update(self, start, end), n, n_compiled)
+        return compiled + tasks_of(lambda start, end, scratch: chunks.update(self, start, end), n, n_compiled)
 
     @property
-    def kept(self) -> "Kept":
+    def layout(self) -> "KernelLayout":
         """Layout and rule of its kernel."""
-        of, gradient = self.to.master, self.gradient.parts[0].dtype
-        kept = Kept(of.weight.dtype, of.remainder is not None, gradient)
-        return kept if self.drawn is None else Kept(*kept[:3], self.to.moments[0].dtype, self.rule, self.drawn.is_master_drawn)
+        master, is_split = self.target.master, self.target.master.remainder is not None
+        layout = KernelLayout(master.weight.dtype, is_split, self.gradient.parts[0].dtype)
+        if self.rounding is None:
+            return layout
+        return KernelLayout(*layout[:3], self.target.moments[0].dtype, self.rule, self.rounding.is_master_stochastic)
 
     def on_device(self, kernel: Kernel | None) -> None:
         """Update the whole parameter by a device kernel, or without one by the host tasks on this thread."""
-        (gradient,), of, by, keys = self.gradient.parts, self.to.master, self.scalars, list[int]()
+        (gradient,), master, scalars, keys = self.gradient.parts, self.target.master, self.scalars, list[int]()
         if kernel is None:
-            own = Scratch()
+            scratch = Scratch()
             for task in self.tasks():
-                task(own)
+                task(scratch)
             return
-        if self.drawn is not None:
-            assert self.drawn.first == 0, "turns of a kernel begin with the parameter"
-            keys = [signed(key) for key in self.drawn.keys]
-        moments = self.to.moments[0], self.to.moments[-1]
-        tensors = [of.weight, of.weight if of.remainder is None else of.remainder, *moments, gradient]
-        most = [group_bytes(MOST_ELEMENTS) if tensor.dtype is torch.uint8 else MOST_ELEMENTS for tensor in tensors]
-        for number, parts in enumerate(zip(*map(torch.Tensor.split, tensors, most), strict=True)):
+        if self.rounding is not None:
+            assert self.rounding.first == 0, "turns of a kernel begin with the parameter"
+            keys = [signed(key) for key in self.rounding.keys]
+        moments = self.target.moments[0], self.target.moments[-1]
+        tensors = [master.weight, master.weight if master.remainder is None else master.remainder, *moments, gradient]
+        sizes = [group_bytes(MOST_ELEMENTS) if tensor.dtype is torch.uint8 else MOST_ELEMENTS for tensor in tensors]
+        for number, parts in enumerate(zip(*map(torch.Tensor.split, tensors, sizes), strict=True)):
             n, turn = parts[0].numel(), [number * (MOST_ELEMENTS // TURN)] if keys else []
-            per_thread = 1 if keys else WIDTH
-            kernel(
-                (min(MOST_BLOCKS, -(-n // (THREADS * per_thread))), 1, 1),
-                (THREADS, 1, 1),
-                [*parts, n, *turn, *keys, self.factor, *by],
-            )
+            n_blocks = min(MOST_BLOCKS, -(-n // (THREADS * (1 if keys else WIDTH))))
+            kernel((n_blocks, 1, 1), (THREADS, 1, 1), [*parts, n, *turn, *keys, self.factor, *scalars])
 
 
-class Kept(NamedTuple):
+class KernelLayout(NamedTuple):
     """Layout and rule for which a host or device kernel is compiled. `moments`: their dtype (uint8: int8 groups), or None for
     torch's AdamW with fp32 moments."""
 
@@ -104,34 +102,34 @@ class Kept(NamedTuple):
     gradient: torch.dtype
     moments: torch.dtype | None = None
     rule: str = "adamw"
-    is_drawn: bool = False  # a bf16 or 24-bit master is rounded stochastically
+    is_stochastic: bool = False  # a bf16 or 24-bit master is rounded stochastically
 
-    def compiled(self, by: Callable[..., Kernel]) -> Kernel:
+    def compiled(self, compile_kernel: Callable[..., Kernel]) -> Kernel:
         """Compile the CUDA kernel for this layout with `by(file, name, **defines)`."""
         elements = {"WEIGHT": ELEMENT[self.weight], "GRADIENT": ELEMENT[self.gradient]}
         defined: dict[str, str | int] = {**elements, "IS_SPLIT": int(self.is_split)}
         if self.moments is None:
-            return by("adamw.cu", "update", **defined)
-        defined |= {"REMAINDER": "signed char" if self.is_split and self.is_drawn else "short"}
-        defined |= {"MOMENT": ELEMENT[self.moments], "IS_LION": int(self.rule == "lion"), "IS_DRAWN": int(self.is_drawn)}
-        return by("lean.cu", "update_less", **defined)
+            return compile_kernel("adamw.cu", "update", **defined)
+        defined |= {"REMAINDER": "signed char" if self.is_split and self.is_stochastic else "short"}
+        defined |= {"MOMENT": ELEMENT[self.moments], "IS_LION": int(self.rule == "lion"), "IS_DRAWN": int(self.is_stochastic)}
+        return compile_kernel("lean.cu", "update_less", **defined)
 
 
 # -- kernels of the host -------------------------------------------------------------------------------------------------
 
 
 @cache
-def compiled_update(kept: Kept) -> bool:
+def compiled_update(layout: KernelLayout) -> bool:
     """True if the compiled host kernel for this layout is bitwise identical to the reference; else warn with the reason."""
-    return _is_used(f"{kept.rule} on {kept}", lambda: list(_differences(kept)))
+    return _is_used(f"{layout.rule} on {layout}", lambda: list(_differences(layout)))
 
 
 @cache
 def compiled_squares(dtype: torch.dtype) -> bool:
     def differences() -> list[str]:
-        x, own = numbers_of_every_size(3 * chunks.CHUNK_ELEMENTS // 2 + 77, 8, 0).to(dtype), Scratch()
-        asked = [SummedGradient((x[:n],), torch.bfloat16) for n in (len(x), 77, 300)]
-        sums = [[kernel(of, 0, of.numel(), own) for of in asked] for kernel in (loops.squares_of, chunks.squares)]
+        x, scratch = probe_numbers(3 * chunks.CHUNK_ELEMENTS // 2 + 77, 8, 0).to(dtype), Scratch()
+        gradients = [SummedGradient((x[:n],), torch.bfloat16) for n in (len(x), 77, 300)]
+        sums = [[kernel(g, 0, g.numel(), scratch) for g in gradients] for kernel in (loops.squares_of, chunks.squares)]
         return [] if sums[0] == sums[1] else ["a sum"]
 
     return _is_used(f"sum of squares of {dtype}", differences)
@@ -140,7 +138,7 @@ def compiled_squares(dtype: torch.dtype) -> bool:
 @cache
 def compiled_add(dtype: torch.dtype) -> bool:
     def differences() -> list[str]:
-        x, (a, b) = numbers_of_every_size(1000, 8, 0), torch.zeros(2, 1000)
+        x, (a, b) = probe_numbers(1000, 8, 0), torch.zeros(2, 1000)
         for is_first in (True, False):
             loops.add_part(a, x.to(dtype), is_first, 0, 1000)
             chunks.add(b, x.to(dtype), is_first, 0, 1000)
@@ -153,9 +151,9 @@ def _is_used(name: str, differences: Callable[[], list[str]]) -> bool:
     if not IS_COMPILED:
         _tell_once("numba is not installed")
         return False
-    if found := differences():
-        _tell_once(f"the compiled {name} differs from its definition here ({found[0]})")
-    return not found
+    if different := differences():
+        _tell_once(f"the compiled {name} differs from its definition here ({different[0]})")
+    return not different
 
 
 @cache
@@ -163,34 +161,34 @@ def _tell_once(why: str) -> None:
     warnings.warn(f"the host's optimizer runs uncompiled, several times slower: {why}", RuntimeWarning, stacklevel=2)
 
 
-def numbers_of_every_size(n: int, spread: int, seed: int) -> torch.Tensor:
+def probe_numbers(n: int, spread: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-spread, spread, (n,), generator=generator)
     return torch.randn(n, generator=generator) * 10.0**exponents
 
 
-def _probe_state(kept: Kept, n: int, seed: int) -> ParamState:
+def _probe_state(layout: KernelLayout, n: int, seed: int) -> ParamState:
     """State of the kernel's layout, with numbers of all magnitudes."""
-    wide = (numbers_of_every_size(n, 6, seed), numbers_of_every_size(n, 6, seed + 9).square())[: 2 - (kept.rule == "lion")]
-    if kept.moments is torch.uint8:
+    wide = (probe_numbers(n, 6, seed), probe_numbers(n, 6, seed + 9).square())[: 2 - (layout.rule == "lion")]
+    if layout.moments is torch.uint8:
         wide = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(wide))
-    remainder = torch.zeros(n, dtype=torch.int8 if kept.is_drawn else torch.int16) if kept.is_split else None
-    master = Master(torch.zeros(n, dtype=kept.weight), remainder)
-    master.put(slice(None), numbers_of_every_size(n, 2, seed))
-    return ParamState(master, tuple(x.to(kept.moments or torch.float32) for x in wide))
+    remainder = torch.zeros(n, dtype=torch.int8 if layout.is_stochastic else torch.int16) if layout.is_split else None
+    master = Master(torch.zeros(n, dtype=layout.weight), remainder)
+    master.put(slice(None), probe_numbers(n, 2, seed))
+    return ParamState(master, tuple(x.to(layout.moments or torch.float32) for x in wide))
 
 
-def _differences(kept: Kept, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> Iterator[str]:
+def _differences(layout: KernelLayout, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> Iterator[str]:
     """Tensors in which the compiled kernel and the reference differ after steps on numbers of all magnitudes."""
-    drawn = None if kept.moments is None else Drawn((2**32 - 5, 6, 7), kept.is_drawn, TURN - 128)
+    rounding = None if layout.moments is None else StochasticRounding((2**32 - 5, 6, 7), layout.is_stochastic, TURN - 128)
     for seed, settings in enumerate((AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1))):
-        states = [_probe_state(kept, n, seed) for _ in range(2)]
+        states = [_probe_state(layout, n, seed) for _ in range(2)]
         for n_updates, factor in ((1, 1.0), (1000, 0.37)):
-            gradient = summed(numbers_of_every_size(n, 8, n_updates).to(kept.gradient))
-            one, other = (Step(state, gradient, factor, n_updates, settings, None, kept.rule, drawn) for state in states)
-            loops.update_of(one)(0, n, Scratch())
-            chunks.update(other, 0, n)
-        names = ("weight", *["remainder"] * kept.is_split, "first moment", "second moment")
+            gradient = summed(probe_numbers(n, 8, n_updates).to(layout.gradient))
+            arguments = gradient, factor, n_updates, settings, None, layout.rule, rounding
+            loops.update_of(Step(states[0], *arguments))(0, n, Scratch())
+            chunks.update(Step(states[1], *arguments), 0, n)
+        names = ("weight", *["remainder"] * layout.is_split, "first moment", "second moment")
         for name, a, b in zip(names, states[0].tensors, states[1].tensors, strict=False):
             if not torch.equal(a, b):
                 yield f"{name}, {settings}"
@@ -200,36 +198,36 @@ def _differences(kept: Kept, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> Iterator[st
 
 
 @lru_cache(maxsize=8)
-def device_kernel(device: torch.device, kept: Kept) -> Kernel | None:
+def device_kernel(device: torch.device, layout: KernelLayout) -> Kernel | None:
     """Update kernel of a device; None for a CPU. PlanError if a GPU's bits differ from the host's."""
     if device.type == "cpu":
         return None
     try:
-        kernel = kept.compiled(partial(compiled_kernel, device=device))
-        if gives_the_hosts_bits(kernel, device, kept):
+        kernel = layout.compiled(partial(compiled_kernel, device=device))
+        if matches_host(kernel, device, layout):
             return kernel
         cause = None
     except (AttributeError, OSError, RuntimeError) as error:  # of torch's compiler, NVRTC or the driver
         cause = error
     raise PlanError(
-        f"{kept.rule} on {device.type} does not give the host's bits here; plan with --policy FILE, one with empty device_blocks"
+        f"{layout.rule} on {device.type} does not give the host's bits here; plan with --policy FILE, one with empty device_blocks"
     ) from cause
 
 
-def gives_the_hosts_bits(kernel: Kernel, device: torch.device, kept: Kept) -> bool:
+def matches_host(kernel: Kernel, device: torch.device, layout: KernelLayout) -> bool:
     """True if a device kernel is bitwise identical to the host on numbers of all magnitudes."""
-    keys = None if kept.moments is None else Drawn((2**32 - 5, 6, 7), kept.is_drawn)
-    of_settings = AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)
-    for seed, settings in enumerate(of_settings):
-        host = _probe_state(kept, PROBE_ELEMENTS, seed)
-        of_weight, *of_others = (tensor.clone().to(device) for tensor in host.tensors)
-        master = Master(of_weight, of_others[0] if kept.is_split else None)
-        there = ParamState(master, tuple(of_others[-len(host.moments) :]))
+    rounding = None if layout.moments is None else StochasticRounding((2**32 - 5, 6, 7), layout.is_stochastic)
+    all_settings = AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)
+    for seed, settings in enumerate(all_settings):
+        host = _probe_state(layout, PROBE_ELEMENTS, seed)
+        weight, *tensors = (tensor.clone().to(device) for tensor in host.tensors)
+        master = Master(weight, tensors[0] if layout.is_split else None)
+        device_state = ParamState(master, tuple(tensors[-len(host.moments) :]))
         for n_updates, factor in ((1, 1.0), (2, 0.37), (1000, 1.0)):
-            given = numbers_of_every_size(PROBE_ELEMENTS, 8, 100 * seed + n_updates).to(kept.gradient)
-            of_step = factor, n_updates, settings, None, kept.rule, keys
-            Step(host, summed(given), *of_step).on_device(None)
-            Step(there, summed(given.to(device)), *of_step).on_device(kernel)
-        if not all(torch.equal(a.cpu(), b) for a, b in zip(there.tensors, host.tensors, strict=True)):
+            gradient = probe_numbers(PROBE_ELEMENTS, 8, 100 * seed + n_updates).to(layout.gradient)
+            arguments = factor, n_updates, settings, None, layout.rule, rounding
+            Step(host, summed(gradient), *arguments).on_device(None)
+            Step(device_state, summed(gradient.to(device)), *arguments).on_device(kernel)
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(device_state.tensors, host.tensors, strict=True)):
             return False
     return True

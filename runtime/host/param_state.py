@@ -8,7 +8,7 @@ import torch
 
 from penstock.runtime.plan.optimizer import Hyperparameters
 
-from .rounding import HALF, Drawn
+from .rounding import HALF, StochasticRounding
 
 CHUNK_ELEMENTS = 65_536  # of a chunk of the norm: a power of two
 UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # of one pass of the reference implementation
@@ -28,41 +28,42 @@ class Master:
     weight: torch.Tensor
     remainder: torch.Tensor | None = None
 
-    def whole(self, part: slice = slice(None)) -> torch.Tensor:
+    def values(self, part: slice = slice(None)) -> torch.Tensor:
         """Elements in the master's dtype, read-only because they may be a copy."""
         if self.remainder is None:
             return self.weight[part]
         weight, remainder = self.weight[part], self.remainder[part]
         wide, shift = torch.empty_like(weight, dtype=torch.float32), 8 * (remainder.itemsize == 1)
-        for at in range(0, wide.numel(), CHUNK_ELEMENTS):  # temporaries of a chunk only
-            one = slice(at, at + CHUNK_ELEMENTS)
-            bits = wide[one].view(torch.int32)
-            bits.copy_(weight[one].view(torch.int16)).bitwise_left_shift_(16).add_(remainder[one].int() << shift)
+        for start in range(0, wide.numel(), CHUNK_ELEMENTS):  # temporaries of a chunk only
+            chunk = slice(start, start + CHUNK_ELEMENTS)
+            bits = wide[chunk].view(torch.int32)
+            bits.copy_(weight[chunk].view(torch.int16)).bitwise_left_shift_(16).add_(remainder[chunk].int() << shift)
         return wide
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Elements in pieces, so that a split master is never joined in memory at once."""
-        return (self.whole(slice(at, at + UPDATE_ELEMENTS)) for at in range(0, self.weight.numel(), UPDATE_ELEMENTS))
+        starts = range(0, self.weight.numel(), UPDATE_ELEMENTS)
+        return (self.values(slice(start, start + UPDATE_ELEMENTS)) for start in starts)
 
-    def put(self, part: slice, given: torch.Tensor, carried: torch.Tensor | int = HALF) -> None:
+    def put(self, part: slice, values: torch.Tensor, carried: torch.Tensor | int = HALF) -> None:
         """Store numbers of any dtype. bf16 and 24-bit masters are rounded half up: ties away from zero, NaN remains NaN. Half up
         keeps a split into bf16 weight and 16-bit remainder exact; rounding to even does not. `carried`: 16-bit random numbers, to
         round a master stochastically."""
         if self.weight.dtype is torch.float32:
-            self.weight[part] = given
+            self.weight[part] = values
             return
         weight, remainder = self.weight[part], None if self.remainder is None else self.remainder[part]
-        for at in range(0, given.numel(), UPDATE_ELEMENTS):  # temporaries of a piece only
-            here = slice(at, at + UPDATE_ELEMENTS)
-            random = carried[here] if isinstance(carried, torch.Tensor) and carried.numel() > 1 else carried
-            wide = given[here].to(torch.float32)
+        for start in range(0, values.numel(), UPDATE_ELEMENTS):  # temporaries of a piece only
+            piece = slice(start, start + UPDATE_ELEMENTS)
+            random = carried[piece] if isinstance(carried, torch.Tensor) and carried.numel() > 1 else carried
+            wide = values[piece].to(torch.float32)
             if remainder is not None:
                 bits, is_short = wide.view(torch.int32), remainder.dtype is torch.int8
                 if is_short:
                     bits = torch.where(wide.isnan(), 0x7FC00000, bits + (random >> 8) & ~0xFF)
-                remainder[here] = (bits >> 8 * is_short).to(remainder.dtype)
+                remainder[piece] = (bits >> 8 * is_short).to(remainder.dtype)
                 wide, random = bits.view(torch.float32), HALF
-            weight[here].view(torch.int16).copy_(bf16_bits(wide, random))
+            weight[piece].view(torch.int16).copy_(bf16_bits(wide, random))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,18 @@ class SummedGradient:
 
 @dataclass(frozen=True, slots=True)
 class UpdateArguments:
-    """Arguments of an optimizer step on one flat parameter, in place or from the state `start_from`, which does not change. The
-    gradient is multiplied by `factor` in scratch memory. `n_updates` counts from 1 (bias correction). `drawn`: random keys of a
+    """Arguments of an optimizer step on one flat parameter, in place or from the state `source`, which does not change. The
+    gradient is multiplied by `factor` in scratch memory. `n_updates` counts from 1 (bias correction). `rounding`: random keys of a
     low-bit optimizer state with this `rule`; None: AdamW, bitwise identical to torch's."""
 
-    to: ParamState
+    target: ParamState
     gradient: SummedGradient
     factor: float
     n_updates: int
     settings: Hyperparameters
-    start_from: ParamState | None = None
+    source: ParamState | None = None
     rule: str = "adamw"
-    drawn: Drawn | None = None
+    rounding: StochasticRounding | None = None
 
     @property
     def scalars(self) -> list[float]:
@@ -123,5 +124,5 @@ class UpdateArguments:
         if self.rule == "lion":
             return [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0]
         root = math.sqrt(1 - beta2**self.n_updates)
-        correction = root if self.drawn is None else 1 / root  # torch's kernel divides, the others multiply
+        correction = root if self.rounding is None else 1 / root  # torch's kernel divides, the others multiply
         return [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -lr / (1 - beta1**self.n_updates)]

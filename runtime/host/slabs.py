@@ -72,13 +72,13 @@ def _touch(part: torch.Tensor, _: None) -> None:
 
 def available_host_bytes() -> int | None:
     """Bytes that a process can still allocate on the machine and in its container; None if the system does not report them."""
-    found: list[int | None] = []
+    limits: list[int | None] = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(next(int(line.split()[1]) * KiB for line in lines if line.startswith("MemAvailable:")))
+        limits.append(next(int(line.split()[1]) * KiB for line in lines if line.startswith("MemAvailable:")))
     limit, used = (_number(CGROUP / name) for name in ("memory.max", "memory.current"))
-    found += [limit - used] if limit is not None and used is not None else []
-    return min((n_bytes for n_bytes in found if n_bytes is not None), default=None)
+    limits += [limit - used] if limit is not None and used is not None else []
+    return min((n_bytes for n_bytes in limits if n_bytes is not None), default=None)
 
 
 def _number(path: Path) -> int | None:
@@ -122,25 +122,25 @@ def register_for_dma(
     `unregister`. PlanError if memory cannot be locked; then nothing remains registered.
     """
     cudart = cudart if cudart is not None else torch.cuda.cudart()
-    done: list[int] = []
+    addresses: list[int] = []
 
     def register(name: str, _: None) -> None:
         slab = slabs[name]
         if error := int(cudart.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)):
-            raise _refused(name, slabs, error)
-        done.append(slab.data_ptr())
+            raise _locking_error(name, slabs, error)
+        addresses.append(slab.data_ptr())
 
     try:
         tasks = [partial(register, name) for name, slab in slabs.items() if slab.numel()]
         together(tasks, min(n_threads, MOST_LOCKING_THREADS), settled)
     except BaseException:
-        unregister(done, cudart)
+        unregister(addresses, cudart)
         raise
-    return done
+    return addresses
 
 
-def _refused(name: str, slabs: Mapping[str, torch.Tensor], error: int) -> PlanError:
-    total = sum(each.numel() for each in slabs.values())
+def _locking_error(name: str, slabs: Mapping[str, torch.Tensor], error: int) -> PlanError:
+    total = sum(slab.numel() for slab in slabs.values())
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else show_bytes(limit)
     return PlanError(
@@ -203,15 +203,15 @@ def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
         raise MemoryError(getattr(error, "strerror", None) or str(error)) from None
 
 
-def slab_of(other: Shared) -> torch.Tensor:
+def slab_of(shared: Shared) -> torch.Tensor:
     """Map another process's slab, to read it; OSError if it is not available."""
-    descriptor = os.open(f"/proc/{other.process}/fd/{other.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(f"/proc/{shared.process}/fd/{shared.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if other.name not in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if shared.name not in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise OSError("another process's")
-        if os.fstat(descriptor).st_size < other.n_bytes:
-            raise OSError(f"holds fewer than {other.n_bytes} bytes")  # reading beyond its end would end the process
-        return mapped(descriptor, other.n_bytes, mmap.MAP_SHARED)
+        if os.fstat(descriptor).st_size < shared.n_bytes:
+            raise OSError(f"holds fewer than {shared.n_bytes} bytes")  # reading beyond its end would end the process
+        return mapped(descriptor, shared.n_bytes, mmap.MAP_SHARED)
     finally:
         with suppress(OSError):
             os.close(descriptor)  # the mapping keeps the memory

@@ -19,11 +19,11 @@ from .chunks import Scratch
 from .host_state import HostState
 from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
-from .optimizer import Kept, Step, SummedGradient, Task, add_tasks, device_kernel, summed
-from .rounding import Drawn, drawn
+from .optimizer import KernelLayout, Step, SummedGradient, Task, add_tasks, device_kernel, summed
+from .rounding import StochasticRounding, stochastic_rounding
 from .workers import Workers
 
-Alike = tuple[Hyperparameters, Drawn | None]  # equal for parameters that one launch updates
+LaunchKey = tuple[Hyperparameters, StochasticRounding | None]  # equal for parameters that one launch updates
 CHANGES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)  # of the state: one per block and step
 
 
@@ -74,12 +74,12 @@ class Updates:
             if not self.plan.reduced:
                 optimizer.compiled_add(DTYPE[self.plan.gradient_dtype(b)])
 
-    def _layout(self, block: int) -> Kept:
+    def _layout(self, block: int) -> KernelLayout:
         """Layout of the kernel that updates a block's parameters."""
         plan, p = self.plan, self.state.owned[block][0]
         dtype = DTYPE[plan.gradient_dtype(block) if block in plan.policy.device_blocks else plan.host_gradient_dtype(block)]
         gradient = SummedGradient((torch.empty(0, dtype=dtype),), DTYPE[plan.semantics.gradient_dtype])
-        return Step(self.state.param_state(p), gradient, 1.0, 1, AdamW(), None, self._rule, self._drawn(p, 1)).kept
+        return Step(self.state.param_state(p), gradient, 1.0, 1, AdamW(), None, self._rule, self._rounding(p, 1)).layout
 
     def forget(self) -> None:
         """Reset for a new run, dropping state that a failed step left."""
@@ -89,7 +89,7 @@ class Updates:
         self._losses: dict[int, list[float]] = {}  # by step: losses of the micro-batches of all ranks
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
 
-    def taken(self, step: int) -> tuple[float, bool, float | None]:
+    def outcome(self, step: int) -> tuple[float, bool, float | None]:
         """Gradient norm of a step before clipping; True if the step was skipped; and the loss over all ranks, None for one rank."""
         self._norms.pop(step - 1, None)  # an update on a device may still read the norm of `step`
         norm, losses = self._norms[step], self._losses.pop(step, None)
@@ -107,64 +107,64 @@ class Updates:
     def _gradient(self, op: Op, p: Parameter) -> SummedGradient:
         """Gradient of an owned parameter in `gradient_dtype`: summed over its uses (tied weights) and rounded once."""
         dtype = DTYPE[self.plan.semantics.gradient_dtype]
-        at, here, head = self._offsets[op.block][p.name], self.state.part(p), len(self._offsets) - 1
-        shape = (here.stop - here.start,)
+        offset, elements, head = self._offsets[op.block][p.name], self.state.part(p), len(self._offsets) - 1
+        shape = (elements.stop - elements.start,)
         if self._shared is not None:
-            at = self.state.place(p)
-        own = self.arenas.view(op["arrived"], self.plan.host_gradient_dtype(op.block), shape, at)
+            offset = self.state.place(p)
+        gradient = self.arenas.view(op["arrived"], self.plan.host_gradient_dtype(op.block), shape, offset)
         tied = self._tied.get(p.name)
         if tied is None:
-            return SummedGradient((own,), dtype)
-        before = self._offsets[head][tied] if self._shared is None else self.plan.part_elements(head) + at
-        other = self.arenas.view(op["tied"], self.plan.host_gradient_dtype(head), shape, before)
-        return SummedGradient((other, own), dtype)
+            return SummedGradient((gradient,), dtype)
+        tied_offset = self._offsets[head][tied] if self._shared is None else self.plan.part_elements(head) + offset
+        tied_gradient = self.arenas.view(op["tied"], self.plan.host_gradient_dtype(head), shape, tied_offset)
+        return SummedGradient((tied_gradient, gradient), dtype)
 
-    def _on_device(self, op: Op, *run: Parameter) -> torch.Tensor:
+    def _device_gradient(self, op: Op, *run: Parameter) -> torch.Tensor:
         """Gradient of adjacent parameters in the device's slot."""
-        n, at = sum(p.n_elements for p in run), self._offsets[op.block][run[0].name]
-        return self.arenas.view(op["gradient"], self.plan.gradient_dtype(op.block), (n,), at)
+        n, offset = sum(p.n_elements for p in run), self._offsets[op.block][run[0].name]
+        return self.arenas.view(op["gradient"], self.plan.gradient_dtype(op.block), (n,), offset)
 
     def square(self, op: Op) -> None:
         """Compute the sums of squares of a block's gradient on the device, one per parameter; none of them is tied."""
-        gradients = [self._on_device(op, p) for p in self.state.owned[op.block]]
+        gradients = [self._device_gradient(op, p) for p in self.state.owned[op.block]]
         out = self._squares(op["squares"])[: len(gradients)]
         squares_on_device(gradients, [self._cuts[op.block][p.name] for p in self.state.owned[op.block]], out)
 
     def norm(self, op: Op) -> None:
         """Compute the sums of squares of a block's gradient: one per parameter, or with several ranks one per tile of the shard."""
-        of_parameters: list[list[Callable[[Scratch], list[float]]]] = []
+        tasks_by_parameter: list[list[Callable[[Scratch], list[float]]]] = []
         for p in self.state.owned[op.block]:
-            here = self.state.part(p)
-            cuts = [range(cut.start - here.start, cut.stop - here.start) for cut in self._cuts[op.block][p.name]]
-            cuts = [cut for cut in cuts if cut.start >= 0 and cut.stop <= here.stop - here.start]
-            of_parameters.append(squares_tasks(self._gradient(op, p), cuts))
-        done = iter(self.workers.run([task for tasks in of_parameters for task in tasks]))
-        tiles = [[square for _ in tasks for square in next(done)] for tasks in of_parameters]
-        sums = [added(of) for of in tiles] if self._shared is None else list(chain.from_iterable(tiles))
+            elements = self.state.part(p)
+            cuts = [range(cut.start - elements.start, cut.stop - elements.start) for cut in self._cuts[op.block][p.name]]
+            cuts = [cut for cut in cuts if cut.start >= 0 and cut.stop <= elements.stop - elements.start]
+            tasks_by_parameter.append(squares_tasks(self._gradient(op, p), cuts))
+        results = iter(self.workers.run([task for tasks in tasks_by_parameter for task in tasks]))
+        tiles = [[square for _ in tasks for square in next(results)] for tasks in tasks_by_parameter]
+        sums = [added(squares) for squares in tiles] if self._shared is None else list(chain.from_iterable(tiles))
         self._squares(op["norm"])[: len(sums)] = torch.tensor(sums, dtype=torch.float64)
 
     def clip(self, op: Op, step: int, losses: Callable[[], list[float]]) -> None:
         """Compute the global gradient norm; with several ranks, share sums of squares, losses and stop requests first."""
-        of_norm = self._squares(op["clip"])
+        numbers = self._squares(op["clip"])
         if self._shared is None:
-            squares = [found for slot in op.every("norm") for found in self._squared(slot)]
+            squares = [square for slot in op.every("norm") for square in self._squared(slot)]
         else:
             is_asked = self.agreed is not None and self.agreed.asked.is_requested
             mine = {slot.index: self._squares(slot) for slot in op.every("norm")}
-            squares, self._losses[step], is_asked = self._shared.learned(of_norm, mine, losses(), is_asked)
+            squares, self._losses[step], is_asked = self._shared.share(numbers, mine, losses(), is_asked)
             if self.agreed is not None:
                 self.agreed.hear(step, is_asked)
         self._refuse_infinite(squares, step)
         self.squares = squares
-        of_norm[0] = self._norms[step] = math.sqrt(added(square for _, square in squares))
+        numbers[0] = self._norms[step] = math.sqrt(added(square for _, square in squares))
 
     def _squares(self, slot: Slot) -> torch.Tensor:
         return self.arenas.view(slot, "fp64")
 
     def _squared(self, slot: Slot) -> list[tuple[Parameter, float]]:
         """Sums of squares of a block's gradient in a slot, with their parameters."""
-        of = self.state.owned[slot.index] if self._shared is None else self._shared.tiles[slot.index]
-        return list(zip(of, self._squares(slot)[: len(of)].tolist(), strict=True))
+        parameters = self.state.owned[slot.index] if self._shared is None else self._shared.tiles[slot.index]
+        return list(zip(parameters, self._squares(slot)[: len(parameters)].tolist(), strict=True))
 
     def _refuse_infinite(self, squares: list[tuple[Parameter, float]], step: int) -> None:
         odd = [p.name for p, square in squares if not math.isfinite(square)]
@@ -203,8 +203,8 @@ class Updates:
             gate.step_is_done(step)
 
     def update(self, op: Op, step: int) -> None:
-        if (own := op.get("norm")) is not None:  # of an eager update, which runs before the global norm
-            self._refuse_infinite(self._squared(own), step)
+        if (norm_slot := op.get("norm")) is not None:  # of an eager update, which runs before the global norm
+            self._refuse_infinite(self._squared(norm_slot), step)
         with self.changing(op.block, step, self.workers):
             self._update(op, step)
 
@@ -229,17 +229,17 @@ class Updates:
         settings, tasks = self.settings(step), list[Task]()
         for p in self.state.owned[op.block]:
             now = self.state.param_state(p)
-            to, start_from = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
-            given = self._gradient(op, p), factor, n_updates, settings.of(p.name, p.shape), start_from
-            tasks += Step(to, *given, self._rule, self._drawn(p, n_updates)).tasks()
+            target, source = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
+            arguments = self._gradient(op, p), factor, n_updates, settings.of(p.name, p.shape), source
+            tasks += Step(target, *arguments, self._rule, self._rounding(p, n_updates)).tasks()
         return tasks
 
-    def _drawn(self, p: Parameter, n_updates: int) -> Drawn | None:
+    def _rounding(self, p: Parameter, n_updates: int) -> StochasticRounding | None:
         """Keys for stochastic rounding, which do not depend on plan, rank or restarts; None without low-bit optimizer state."""
-        of = self.plan.semantics
-        if not of.is_lean:
+        if not self.plan.semantics.is_lean:
             return None
-        return drawn(self._seed, n_updates, p.name, self.state.part(p).start, of.weight_rounding == "stochastic")
+        is_master_stochastic = self.plan.semantics.weight_rounding == "stochastic"
+        return stochastic_rounding(self._seed, n_updates, p.name, self.state.part(p).start, is_master_stochastic)
 
     def update_on_device(self, op: Op, step: int) -> None:
         """Update a block's state on the device by the gradient that remains there."""
@@ -247,19 +247,19 @@ class Updates:
             if (factor := self.factor(step)) is None:
                 return
             n_updates = self.state.n_updates
-            for (settings, drawn), run in self._runs(op.block, self.settings(step), n_updates):
-                gradient, to = summed(self._on_device(op, *run)), self.state.param_state(*run)
-                Step(to, gradient, factor, n_updates, settings, None, self._rule, drawn).on_device(self._device_kernel)
+            for (settings, rounding), run in self._runs(op.block, self.settings(step), n_updates):
+                gradient, target = summed(self._device_gradient(op, *run)), self.state.param_state(*run)
+                Step(target, gradient, factor, n_updates, settings, None, self._rule, rounding).on_device(self._device_kernel)
 
-    def _runs(self, block: int, settings: Hyperparameters, n_updates: int) -> Iterator[tuple[Alike, list[Parameter]]]:
+    def _runs(self, block: int, settings: Hyperparameters, n_updates: int) -> Iterator[tuple[LaunchKey, list[Parameter]]]:
         """Group adjacent parameters with equal hyperparameters and keys into one launch, because adapters are many and small."""
         run, end = list[Parameter](), 0
-        of_run: Alike = settings, None
+        run_key: LaunchKey = settings, None
         for p in self.state.owned[block]:
-            at, own = self._offsets[block][p.name], (settings.of(p.name, p.shape), self._drawn(p, n_updates))
-            if run and (at, own) != (end, of_run):
-                yield of_run, run
+            offset, key = self._offsets[block][p.name], (settings.of(p.name, p.shape), self._rounding(p, n_updates))
+            if run and (offset, key) != (end, run_key):
+                yield run_key, run
                 run = []
-            run, end, of_run = [*run, p], at + p.n_elements, own
+            run, end, run_key = [*run, p], offset + p.n_elements, key
         if run:
-            yield of_run, run
+            yield run_key, run

@@ -19,11 +19,11 @@ T = TypeVar("T")
 class Workers(Generic[S]):
     """Pool of threads with one scratch object per thread. Without helpers the caller performs all tasks."""
 
-    def __init__(self, n_threads: int, own: Callable[[], S]) -> None:
-        """`n_threads` includes the caller. `own` creates a scratch object."""
+    def __init__(self, n_threads: int, make_scratch: Callable[[], S]) -> None:
+        """`n_threads` includes the caller. `make_scratch` creates a scratch object."""
         assert n_threads > 0
-        self._own = [own() for _ in range(n_threads)]
-        self._asked: SimpleQueue[tuple[Callable[[S], None], SimpleQueue[None]] | None] = SimpleQueue()  # job, done
+        self._scratch = [make_scratch() for _ in range(n_threads)]
+        self._jobs: SimpleQueue[tuple[Callable[[S], None], SimpleQueue[None]] | None] = SimpleQueue()  # job, done
         self._n_helpers = 0
 
     @contextmanager
@@ -32,8 +32,8 @@ class Workers(Generic[S]):
         assert self._n_helpers == 0, "the workers are at work already"
         begun: SimpleQueue[BaseException | None] = SimpleQueue()
         helpers = [
-            threading.Thread(target=self._help, args=(own, settled, begun), name=f"worker-{i}", daemon=True)
-            for i, own in enumerate(self._own[1:], start=1)
+            threading.Thread(target=self._help, args=(scratch, settled, begun), name=f"worker-{i}", daemon=True)
+            for i, scratch in enumerate(self._scratch[1:], start=1)
         ]
         try:
             for helper in helpers:
@@ -44,42 +44,42 @@ class Workers(Generic[S]):
             yield
         finally:
             for _ in range(self._n_helpers):
-                self._asked.put(None)
+                self._jobs.put(None)
             self._n_helpers = 0
             for helper in helpers:
                 if helper.is_alive():
                     helper.join()
 
-    def _help(self, own: S, settled: Context, begun: "SimpleQueue[BaseException | None]") -> None:
+    def _help(self, scratch: S, settled: Context, begun: "SimpleQueue[BaseException | None]") -> None:
         try:
             with settled():
                 begun.put(None)
-                while (asked := self._asked.get()) is not None:
-                    work, left = asked
-                    work(own)
-                    del asked, work  # release the job's tensors
-                    left.put(None)
+                while (job := self._jobs.get()) is not None:
+                    work, done = job
+                    work(scratch)
+                    del job, work  # release the job's tensors
+                    done.put(None)
         except BaseException as error:  # of `settled`; `run` collects errors of tasks
             begun.put(error)
 
     def run(self, tasks: Sequence[Callable[[S], T]]) -> list[T]:
         """Perform tasks and return their results in order. After all threads stop, raise the error of the first failed task."""
-        numbers, results, failures, left = count(), dict[int, T](), dict[int, BaseException](), SimpleQueue[None]()
+        numbers, results, failures, done = count(), dict[int, T](), dict[int, BaseException](), SimpleQueue[None]()
 
-        def work(own: S) -> None:
+        def work(scratch: S) -> None:
             """Take tasks until none remains or one fails."""
             while not failures and (number := next(numbers)) < len(tasks):
                 try:
-                    results[number] = tasks[number](own)
+                    results[number] = tasks[number](scratch)
                 except BaseException as error:
                     failures[number] = error
 
-        n_asked = min(self._n_helpers, max(len(tasks) - 1, 0))
-        for _ in range(n_asked):
-            self._asked.put((work, left))
-        work(self._own[0])
-        for _ in range(n_asked):
-            left.get()
+        n_jobs = min(self._n_helpers, max(len(tasks) - 1, 0))
+        for _ in range(n_jobs):
+            self._jobs.put((work, done))
+        work(self._scratch[0])
+        for _ in range(n_jobs):
+            done.get()
         if failures:
             raise failures[min(failures)]
         return [results[number] for number in range(len(tasks))]

@@ -26,13 +26,13 @@ class Collectives:
             self._ranks.meet()  # all ranks have updated their shards
         dtype = self._plan.semantics.compute_dtype
         for source, (first, n) in zip((op["state"], op.get("tied")), regions, strict=False):
-            whole = self._arenas.view(op["weights"], dtype, (n,), first)
+            weights = self._arenas.view(op["weights"], dtype, (n,), first)
             if self._memory is None:
-                self._ranks.gather(whole)
+                self._ranks.gather(weights)
                 continue
             assert source is not None
             # No barrier afterwards: other ranks update these weights after the exchange of the gradient computed with them
-            for rank, (part, slab) in enumerate(zip(whole.view(self._ranks.n, -1), self._memory.uploaded, strict=True)):
+            for rank, (part, slab) in enumerate(zip(weights.view(self._ranks.n, -1), self._memory.uploaded, strict=True)):
                 if rank != self._ranks.rank:
                     part.copy_(self._arenas.front_in(slab, source, dtype, part.numel()), non_blocking=True)
 
@@ -41,27 +41,27 @@ class Collectives:
         parts of its ranks before hosts exchange, so slices for a rank and its counterparts on other hosts are adjacent. A host's
         ranks are a subtree of the tree reduction, so the bits do not depend on the number of hosts."""
         plan, n_ranks, sent_as = self._plan, self._ranks.n, self._plan.sum_dtype(op.block)
-        here, n_hosts = self._ranks.n_here, n_ranks // self._ranks.n_here
-        most, n_mine = plan.exchanged_elements(), n // n_ranks
+        n_here, n_hosts = self._ranks.n_here, n_ranks // self._ranks.n_here
+        chunk, n_mine = plan.exchanged_elements(), n // n_ranks
         parts = self._arenas.view(op["sum"], sent_as, (n_ranks, n_mine), first)
-        # The slot has two halves of `most` fp32 numbers per rank; the second half holds both buffers of a narrower dtype
-        half = n_ranks * most
+        # The slot has two halves of `chunk` fp32 numbers per rank; the second half holds both buffers of a narrower dtype
+        half = n_ranks * chunk
         places = (0, half) if sent_as == "fp32" else (2 * half, 3 * half)
-        for begin in range(0, n_mine, most):
-            n_now = min(most, n_mine - begin)
-            received, sent = (self._arenas.view(op["received"], sent_as, (n_ranks * n_now,), at) for at in places)
+        for begin in range(0, n_mine, chunk):
+            n_now = min(chunk, n_mine - begin)
+            received, sent = (self._arenas.view(op["received"], sent_as, (n_ranks * n_now,), offset) for offset in places)
             if n_now == n_mine and n_hosts == 1:
                 sent = parts.view(-1)
             else:
-                by_host = parts.view(n_hosts, here, n_mine)[:, :, begin : begin + n_now]
-                sent.view(here, n_hosts, n_now).copy_(by_host.transpose(0, 1))
+                by_host = parts.view(n_hosts, n_here, n_mine)[:, :, begin : begin + n_now]
+                sent.view(n_here, n_hosts, n_now).copy_(by_host.transpose(0, 1))
             if self._memory is None:
                 self._ranks.exchange(sent, received)
             else:
                 self._exchange_in(self._memory, sent.view(n_ranks, -1), received.view(n_ranks, -1))
             if sent_as != "fp32":
                 received = self._arenas.view(op["received"], "fp32", (n_ranks * n_now,)).copy_(received)
-            total = folded(received, here)
+            total = folded(received, n_here)
             if n_hosts > 1:
                 of_hosts = self._arenas.view(op["received"], "fp32", (n_hosts * n_now,), half)
                 self._ranks.exchange(total, of_hosts, among="hosts")
@@ -77,8 +77,8 @@ class Collectives:
         _settle(sent)
         self._ranks.meet()
         for rank, (row, slab) in enumerate(zip(received, memory.exchanged, strict=True)):
-            there = slab[:n_bytes].view(sent.dtype).view(sent.shape)
-            row.copy_(sent[me] if rank == me else there[me], non_blocking=True)
+            rows = slab[:n_bytes].view(sent.dtype).view(sent.shape)
+            row.copy_(sent[me] if rank == me else rows[me], non_blocking=True)
         _settle(received)
 
 

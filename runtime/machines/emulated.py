@@ -58,7 +58,7 @@ def stand_in_semantics(semantics: Semantics) -> Semantics:
     return replace(semantics, **sizes, library_kernels=(), objective=CROSS_ENTROPY)  # type: ignore[arg-type]
 
 
-class Alike:
+class EmulatedRanks:
     """Emulated ranks: collectives copy this rank's data, so results have real sizes and arbitrary numbers."""
 
     def __init__(self, n: int, n_here: int | None = None) -> None:
@@ -74,8 +74,8 @@ class Alike:
     def meet(self) -> None:
         return None
 
-    def gather(self, whole: torch.Tensor) -> None:
-        parts = whole.view(self.n, -1)
+    def gather(self, weights: torch.Tensor) -> None:
+        parts = weights.view(self.n, -1)
         parts[1:] = parts[0]
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:

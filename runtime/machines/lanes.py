@@ -36,35 +36,35 @@ class LaneThread:
 
     def __init__(self, lane: Lane) -> None:
         self._name, self._is_free = f"lane-{lane}", threading.Lock()
-        self._asked: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._asked,), name=self._name, daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def perform(self, work: Callable[[], None]) -> None:
         """Run `work` on the thread and wait for it; re-raise its error. RuntimeError if earlier work hangs on the thread."""
         if not self._is_free.acquire(timeout=ENDING_S):
             raise RuntimeError(f"{self._name} is still at an op of a run that has failed; start a new process")
-        done: Future[None] = Future()
+        future: Future[None] = Future()
         try:
-            self._asked.put((work, done))
-            done.result()
+            self._jobs.put((work, future))
+            future.result()
         finally:
             self._is_free.release()
-            del done  # break the reference cycle with an error
+            del future  # break the reference cycle with an error
 
 
-def _serve(asked: "SimpleQueue[tuple[Callable[[], None], Future[None]] | None]") -> None:
-    while (given := asked.get()) is not None:
-        work, done = given
-        del given
+def _serve(jobs: "SimpleQueue[tuple[Callable[[], None], Future[None]] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        work, future = job
+        del job
         error: BaseException | None = None
         try:
             work()
         except BaseException as raised:
             error = raised
         del work  # release the run's tensors before the caller continues
-        done.set_result(None) if error is None else done.set_exception(error)
-        del done, error
+        future.set_result(None) if error is None else future.set_exception(error)
+        del future, error
 
 
 class Lanes:

@@ -28,10 +28,10 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 class Processes:
     """`Ranks` in the process of one rank, by torch.distributed."""
 
-    def __init__(self, device: torch.device, here: int | None = None, place: int = 0, by_memory: bool = False) -> None:
-        """Call on all ranks after `dist.init_process_group`. `here`: ranks of this host, None for all; `place`: local rank."""
+    def __init__(self, device: torch.device, n_here: int | None = None, local_rank: int = 0, by_memory: bool = False) -> None:
+        """Call on all ranks after `dist.init_process_group`. `n_here`: ranks of this host, None for all."""
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
-        self.n_here = self.n if here is None else self._agreed(here, place)
+        self.n_here = self.n if n_here is None else self._agreed(n_here, local_rank)
         self.by_memory = by_memory and self.n_here == self.n
         is_gpu = device.type == "cuda"
         backend, wait = "nccl" if is_gpu else "gloo", LONG if is_gpu else PATIENCE
@@ -47,16 +47,16 @@ class Processes:
 
     def _own_group(self, groups: Iterable[Iterable[int]], backend: str, wait: timedelta) -> Any:
         """Create a process group for each list of ranks, as all ranks have to, and return this rank's."""
-        made = [(ranks, dist.new_group(ranks, backend=backend, timeout=wait)) for ranks in map(list, groups)]
-        return next(group for ranks, group in made if self.rank in ranks)
+        created = [(ranks, dist.new_group(ranks, backend=backend, timeout=wait)) for ranks in map(list, groups)]
+        return next(group for ranks, group in created if self.rank in ranks)
 
-    def _agreed(self, n_here: int, place: int) -> int:
+    def _agreed(self, n_here: int, local_rank: int) -> int:
         """Number of ranks per host; RanksError if hosts differ, or ranks of a host are not consecutive."""
         of_ranks = torch.zeros(self.n, 2, dtype=torch.int64)
-        with _meeting("counted themselves"):
-            _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - place]))
-        alike = n_here > 0 and self.n % n_here == 0
-        if not alike or any(n != n_here or first != rank // n_here * n_here for rank, (n, first) in enumerate(of_ranks.tolist())):
+        with _rank_errors("counted themselves"):
+            _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - local_rank]))
+        is_even = n_here > 0 and self.n % n_here == 0
+        if not is_even or any(n != n_here or first != rank // n_here * n_here for rank, (n, first) in enumerate(of_ranks.tolist())):
             raise RanksError("hosts have different numbers of ranks; start as many on each, as torchrun --nproc-per-node does")
         return n_here
 
@@ -65,31 +65,31 @@ class Processes:
         self._of_device = self._here = self._between_hosts = self._of_host = self._of_meetings = self._between_steps = None
 
     def meet(self) -> None:
-        with _meeting("brought weights together"):
+        with _rank_errors("brought weights together"):
             dist.barrier(group=self._of_meetings)
 
-    def gather(self, whole: torch.Tensor) -> None:
-        flat = whole.view(torch.uint8)  # any dtype
+    def gather(self, weights: torch.Tensor) -> None:
+        flat = weights.view(torch.uint8)  # any dtype
         n = flat.numel() // self.n
-        with _meeting("brought weights together"):
+        with _rank_errors("brought weights together"):
             _gather_into(flat, flat[self.rank * n : (self.rank + 1) * n], group=self._of_device)
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
         group, where = (self._here, "") if among == "here" else (self._between_hosts, " between hosts")
-        with _meeting(f"exchanged gradients{where}"):
+        with _rank_errors(f"exchanged gradients{where}"):
             dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=group)
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
-        with _meeting("shared norms"):
+        with _rank_errors("shared norms"):
             _gather_into(rows.view(-1), row, group=self._of_host)
 
     def tell(self, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Broadcast rank 0's message, JSON, to all."""
-        with _meeting("waited for what rank 0 says"):
+        with _rank_errors("waited for what rank 0 says"):
             return self._broadcast(message, 0)
 
     def gathered(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        with _meeting("compared what they are to do"):
+        with _rank_errors("compared what they are to do"):
             return [self._broadcast(message, rank) for rank in range(self.n)]
 
     def _broadcast(self, message: Mapping[str, Any] | None, rank: int) -> dict[str, Any]:
@@ -111,20 +111,20 @@ class Processes:
         messages, slabs = self.gathered(asdict(mine)), list[torch.Tensor]()
         refuse_errors(messages)
         with suppress(OSError, TypeError, ValueError):
-            slabs += [slab_of(Shared(**other)) for other in messages]
-        has_all = all(other["has_all"] for other in self.gathered({"has_all": len(slabs) == self.n}))
+            slabs += [slab_of(Shared(**message)) for message in messages]
+        has_all = all(message["has_all"] for message in self.gathered({"has_all": len(slabs) == self.n}))
         return slabs if has_all else None
 
     def of_host(self, n_bytes: int) -> torch.Tensor:
         """Implement `Ranks.of_host` with memory of the host's first rank, which the others map; call on all ranks."""
         first = self.rank - self.rank % self.n_here
         mine, slab = shared_slab(n_bytes) if self.rank == first else (None, None)
-        said = self.gathered({} if mine is None else asdict(mine))
-        refuse_errors(said)
+        messages = self.gathered({} if mine is None else asdict(mine))
+        refuse_errors(messages)
         wrong = dict[str, str]()
         if slab is None:
             try:
-                slab = slab_of(Shared(**said[first]))
+                slab = slab_of(Shared(**messages[first]))
             except (OSError, TypeError, ValueError) as error:
                 where = f"the base weights in rank {first}'s memory cannot be read ({error})"
                 wrong["error"] = f"{where}; let one user start all ranks of a host, in one container"
@@ -136,7 +136,7 @@ class Processes:
 
     def to_first(self, part: torch.Tensor | None, rank: int, into: torch.Tensor | None) -> None:
         """Send a flat tensor in host memory from one rank to rank 0; call on these two."""
-        with _meeting("wrote a checkpoint"):
+        with _rank_errors("wrote a checkpoint"):
             if self.rank == rank:
                 assert part is not None
                 dist.send(part.view(torch.uint8), 0, group=self._between_steps)
@@ -145,13 +145,13 @@ class Processes:
 
 
 @contextmanager
-def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = False) -> Iterator[Processes]:
-    """Connect all ranks by torchrun's environment variables. `device`: cuda (the first visible GPU) or cpu; `here`, `place`: as in
+def connected_ranks(device: str, n_here: int | None = None, local_rank: int = 0, by_memory: bool = False) -> Iterator[Processes]:
+    """Connect all ranks by torchrun's environment variables. `device`: cuda (the first visible GPU) or cpu; `n_here`: as in
     `Processes`; `by_memory`: as in `Ranks`."""
     try:
         dist.init_process_group("gloo")
         _refuse_unlike_devices(device)
-        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), here, place, by_memory)
+        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), n_here, local_rank, by_memory)
     except RanksError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -169,16 +169,16 @@ def meeting_place(n: int) -> tuple[object, dict[str, str]]:
     """Return a store at a free port, at which `n` ranks of this host connect like under torchrun's agent while this process holds
     it; and the environment variables of all ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    there = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-    return store, there | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    environment = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    return store, environment | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
-def refuse_errors(said: Sequence[Mapping[str, Any]]) -> None:
+def refuse_errors(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise a PlanError with the first error among the ranks' messages."""
-    for rank, other in enumerate(said):
-        if other.get("error"):
-            error = PlanError(f"rank {rank}: {other['error']}")
-            error.exit_code = other.get("exit_code", 2)
+    for rank, message in enumerate(messages):
+        if message.get("error"):
+            error = PlanError(f"rank {rank}: {message['error']}")
+            error.exit_code = message.get("exit_code", 2)
             raise error
 
 
@@ -191,10 +191,12 @@ def _refuse_unlike_devices(device: str) -> None:
 
 
 @contextmanager
-def _meeting(what: str) -> Iterator[None]:
+def _rank_errors(action: str) -> Iterator[None]:
     """Convert an error of torch.distributed to a RanksError of one line: another rank has ended."""
     try:
         yield
     except (RuntimeError, dist.DistBackendError) as error:
         line = (str(error).splitlines() or [""])[0][:160]
-        raise RanksError(f"another rank has ended, or cannot be reached, while ranks {what} ({line}); see what it said") from error
+        raise RanksError(
+            f"another rank has ended, or cannot be reached, while ranks {action} ({line}); see what it said"
+        ) from error

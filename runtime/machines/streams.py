@@ -59,11 +59,11 @@ class CudaStreams:
         """Copy to pinned memory, for asynchronous copies; torch keeps it until they end."""
         return tensor.pin_memory()
 
-    def lock(self, arenas: Arenas, others: Sequence[torch.Tensor] = ()) -> None:
-        """Pin the host's arenas during their lifetime, and `others`, for asynchronous copies."""
-        slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(others)}
-        here = partial(torch.cuda.device, self.device)  # by default a new thread uses device 0
-        locked = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=here)
+    def lock(self, arenas: Arenas, shared: Sequence[torch.Tensor] = ()) -> None:
+        """Pin the host's arenas during their lifetime, and `shared`, for asynchronous copies."""
+        slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(shared)}
+        on_device = partial(torch.cuda.device, self.device)  # by default a new thread uses device 0
+        locked = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=on_device)
         weakref.finalize(arenas, unregister, locked)
         odd = [name for name, slab in arenas.host_slabs().items() if slab.numel() and not slab.is_pinned()]
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"

@@ -168,7 +168,7 @@ class LaneMachine:
         issued, losses, lanes = self._losses.pop(step, None), self.compute.losses.pop(step, None), self.lanes
         if losses is None:
             return None
-        grad_norm, skipped, of_all = self._updates.taken(step)
+        grad_norm, skipped, of_all = self._updates.outcome(step)
 
         def loss_sum() -> float:
             if of_all is not None:
@@ -262,10 +262,10 @@ class TorchMachine(LaneMachine):
     def forwards(self, plan: Plan, batches: Batches, head: Head | None) -> LaneMachine:
         """Machine that performs a forward plan in these arenas, on these lanes. Only one of the two machines may run at a time.
         Host state is only read, so training does not change. Without a head it only provides its weights to other ranks."""
-        on_device, of = _uploaded(batches, self.lanes), self.compute
-        compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, self._rank, head)
-        others = self._updates, self.ranks, self._memory, self._base
-        return LaneMachine(plan, self.arenas, self.lanes, self._workers, compute, *others, only_gives=head is None)
+        on_device, training = _uploaded(batches, self.lanes), self.compute
+        compute = Compute(plan, self.arenas, training.templates, on_device, training.seed, self._rank, head)
+        parts = self._updates, self.ranks, self._memory, self._base
+        return LaneMachine(plan, self.arenas, self.lanes, self._workers, compute, *parts, only_gives=head is None)
 
     def device_peak_bytes(self) -> int | None:
         """Peak device memory of the process; None on a CPU."""
@@ -318,13 +318,13 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     if weights are gathered from the devices."""
     if ranks is None:
         return Arenas(plan.arenas, device), None
-    blocks, apart = [*range(len(plan.workload.blocks)), *plan.policy.speculate_blocks], dict[str, tuple[dict[Slot, int], Make]]()
+    blocks, separate = [*range(len(plan.workload.blocks)), *plan.policy.speculate_blocks], dict[str, tuple[dict[Slot, int], Make]]()
     fronts = {Slot("state", i): next(iter(plan.state_bytes(plan.part_elements(b)).values())) for i, b in enumerate(blocks)}
     if not plan.workload.trains_all:
         frozen = {Slot("state", b): plan.frozen_bytes(b) for b in blocks}
-        apart = {FRONTS: (fronts, host_slab), BASE: (frozen, partial(_base, ranks))}
+        separate = {FRONTS: (fronts, host_slab), BASE: (frozen, partial(_base, ranks))}
     if not ranks.by_memory:
-        return Arenas(plan.arenas, device, apart), None
+        return Arenas(plan.arenas, device, separate), None
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:
@@ -332,7 +332,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
         shared.append(handle)
         return memory
 
-    arenas = Arenas(plan.arenas, device, apart | {FRONTS: (fronts, slab)})
+    arenas = Arenas(plan.arenas, device, separate | {FRONTS: (fronts, slab)})
     exchanged = slab(plan.exchanged_elements() * ranks.n * ITEM_BYTES["fp32"])
     touch([exchanged], 1)
     uploaded_by, exchanged_by = (ranks.common(mine) for mine in shared)

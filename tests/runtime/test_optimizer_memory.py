@@ -52,7 +52,7 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied):
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)
-    kept = [*(own.block for own in machine._workers._own), *machine.arenas.slabs.values()]
+    kept = [*(own.block for own in machine._workers._scratch), *machine.arenas.slabs.values()]
     known = {tensor.untyped_storage().data_ptr() for tensor in kept}
     largest, n_calls = 0, 0
 
