@@ -1,6 +1,6 @@
 """Reference implementation of the host optimizer in plain torch and NumPy, chunk by chunk.
 
-`loops.py` is bitwise identical. The reference runs where numba is missing and in tests, and updates the last elements of a
+`compiled_loops.py` is bitwise identical. The reference runs where numba is missing and in tests, and updates the last elements of a
 parameter, which fill no vector register of torch's kernel.
 """
 

@@ -23,14 +23,14 @@ from .chunks import CHUNK_ELEMENTS, Scratch
 from .optimizer import SummedGradient, compiled_squares, summed, tasks_of
 
 if IS_COMPILED:
-    from . import loops
+    from . import compiled_loops
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
     """Tasks that return fp32 sums of squares of a flat gradient's chunks, to be `added` in order. Chunks restart at each cut."""
-    squares = loops.squares_of if compiled_squares(gradient.parts[0].dtype) else chunks.squares
+    squares = compiled_loops.squares_of if compiled_squares(gradient.parts[0].dtype) else chunks.squares
     cuts = [range(gradient.numel())] if cuts is None else cuts
     return [task for cut in cuts for task in tasks_of(partial(squares, gradient), cut.stop, cut.start)]
 

@@ -25,7 +25,7 @@ from .param_state import UpdateArguments
 from .rounding import TURN, StochasticRounding, group_bytes, packed, signed
 
 if IS_COMPILED:
-    from . import loops
+    from . import compiled_loops
 
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
 PROBE_ELEMENTS = 2**16 + 24  # on which a device kernel is compared with the host
@@ -50,7 +50,7 @@ def tasks_of(work: Callable[[int, int, Scratch], T], end: int, start: int = 0) -
 
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
     """Tasks that add a flat gradient of any dtype to an fp32 sum; the first gradient is added to zero."""
-    add = loops.add_part if compiled_add(part.dtype) else chunks.add
+    add = compiled_loops.add_part if compiled_add(part.dtype) else chunks.add
     return tasks_of(lambda start, end, scratch: add(total, part, is_first, start, end), total.numel())
 
 
@@ -61,7 +61,7 @@ class Step(UpdateArguments):
         """Tasks for the threads of the host."""
         n = self.gradient.numel()
         n_compiled = (n if self.rounding is not None else n - n % VECTOR_ELEMENTS) if compiled_update(self.layout) else 0
-        compiled = tasks_of(loops.update_of(self), n_compiled) if n_compiled else []
+        compiled = tasks_of(compiled_loops.update_of(self), n_compiled) if n_compiled else []
         return compiled + tasks_of(lambda start, end, scratch: chunks.update(self, start, end), n, n_compiled)
 
     @property
@@ -111,8 +111,8 @@ class KernelLayout(NamedTuple):
         if self.moments is None:
             return compile_kernel("adamw.cu", "update", **defined)
         defined |= {"REMAINDER": "signed char" if self.is_split and self.is_stochastic else "short"}
-        defined |= {"MOMENT": ELEMENT[self.moments], "IS_LION": int(self.rule == "lion"), "IS_DRAWN": int(self.is_stochastic)}
-        return compile_kernel("lean.cu", "update_less", **defined)
+        defined |= {"MOMENT": ELEMENT[self.moments], "IS_LION": int(self.rule == "lion"), "IS_STOCHASTIC": int(self.is_stochastic)}
+        return compile_kernel("low_bit_optim.cu", "update_low_bit", **defined)
 
 
 # -- kernels of the host -------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def compiled_squares(dtype: torch.dtype) -> bool:
     def differences() -> list[str]:
         x, scratch = probe_numbers(3 * chunks.CHUNK_ELEMENTS // 2 + 77, 8, 0).to(dtype), Scratch()
         gradients = [SummedGradient((x[:n],), torch.bfloat16) for n in (len(x), 77, 300)]
-        sums = [[kernel(g, 0, g.numel(), scratch) for g in gradients] for kernel in (loops.squares_of, chunks.squares)]
+        sums = [[kernel(g, 0, g.numel(), scratch) for g in gradients] for kernel in (compiled_loops.squares_of, chunks.squares)]
         return [] if sums[0] == sums[1] else ["a sum"]
 
     return _is_used(f"sum of squares of {dtype}", differences)
@@ -140,7 +140,7 @@ def compiled_add(dtype: torch.dtype) -> bool:
     def differences() -> list[str]:
         x, (a, b) = probe_numbers(1000, 8, 0), torch.zeros(2, 1000)
         for is_first in (True, False):
-            loops.add_part(a, x.to(dtype), is_first, 0, 1000)
+            compiled_loops.add_part(a, x.to(dtype), is_first, 0, 1000)
             chunks.add(b, x.to(dtype), is_first, 0, 1000)
         return [] if torch.equal(a, b) else ["a sum"]
 
@@ -186,7 +186,7 @@ def _differences(layout: KernelLayout, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> I
         for n_updates, factor in ((1, 1.0), (1000, 0.37)):
             gradient = summed(probe_numbers(n, 8, n_updates).to(layout.gradient))
             arguments = gradient, factor, n_updates, settings, None, layout.rule, rounding
-            loops.update_of(Step(states[0], *arguments))(0, n, Scratch())
+            compiled_loops.update_of(Step(states[0], *arguments))(0, n, Scratch())
             chunks.update(Step(states[1], *arguments), 0, n)
         names = ("weight", *["remainder"] * layout.is_split, "first moment", "second moment")
         for name, a, b in zip(names, states[0].tensors, states[1].tensors, strict=False):

@@ -49,7 +49,7 @@ def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: b
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
 def test_the_kernel_of_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moments, tmp_path) -> None:
     weight = torch.float32 if kind == "fp32" else torch.bfloat16
-    kept = KernelLayout(weight, kind.startswith("split"), weight, DTYPE[moments], rule, is_drawn=kind in ("bf16", "split24"))
+    kept = KernelLayout(weight, kind.startswith("split"), weight, DTYPE[moments], rule, is_stochastic=kind in ("bf16", "split24"))
     assert in_cpp_matches_host(kept, tmp_path)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.runtime.compiled import compiled_loop
 from penstock.runtime.executor import OpError, execute
-from penstock.runtime.host import chunks, loops, optimizer, rounding, updates
+from penstock.runtime.host import chunks, compiled_loops, optimizer, rounding, updates
 from penstock.runtime.host.chunks import Scratch
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.host.norms import added, squares_tasks, sum_of_squares
@@ -160,11 +160,11 @@ def test_a_full_disk_does_not_end_what_is_compiled(tmp_path):
     """No byte can be written: nothing is kept, and the loop runs."""
     code = """if 1:
         import resource, torch
-        from penstock.runtime.host import loops
+        from penstock.runtime.host import compiled_loops
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         total = torch.ones(3)
-        loops.add_part(total, torch.full((3,), 0.5), True, 0, 3)
-        print(loops.begin(5, 6), total.tolist(), len(loops.add.signatures))"""
+        compiled_loops.add_part(total, torch.full((3,), 0.5), True, 0, 3)
+        print(compiled_loops.begin(5, 6), total.tolist(), len(compiled_loops.add.signatures))"""
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout == f"{begin_plainly(5 + 6)} [0.5, 0.5, 0.5] 1\n"
@@ -222,7 +222,7 @@ def of_part(state: ParamState, part: slice) -> ParamState:
 def test_a_moment_of_fewer_bits_decays_as_it_should_on_average():
     """By 0.1 % an update, which is less than half of what bf16 tells apart: to the nearest it would not at all. In int8 too, and
     where fp16 scales would not: of roots of 1e-5."""
-    assert sorted(loops.order()[: rounding.TURN].tolist()) == list(range(rounding.TURN)), "some number is likelier than others"
+    assert sorted(compiled_loops.order()[: rounding.TURN].tolist()) == [*range(rounding.TURN)], "some numbers are likelier"
     n, settings, small = 4096, replace(SETTINGS, beta2=0.999), np.full(2**17, 1e-10, np.float32)
     groups = tuple(torch.from_numpy(rounding.packed(x, is_root)) for x, is_root in ((0 * small, False), (small, True)))
     of_groups = ParamState(Master(torch.zeros(2**17)), groups)
@@ -282,8 +282,8 @@ TABLE += [
 @pytest.mark.parametrize("kept", TABLE, ids=str)
 def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients(kept, monkeypatch):
     """Scalar ones are ten times as slow: LLVM emits them where it cannot prove that arrays are apart."""
-    fresh = compiled_loop(loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache
-    monkeypatch.setattr(loops, "update", fresh)
+    fresh = compiled_loop(compiled_loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache
+    monkeypatch.setattr(compiled_loops, "update", fresh)
     assert list(optimizer._differences(kept)) == []
     if platform.machine() != "x86_64":
         pytest.skip("the assembly of x86 is read")
