@@ -75,7 +75,7 @@ class Run:
             (clip,) = self._ops(Kind.CLIP)
             self.updates.clip(clip, self.step, list)
             samples["update"].append(self._rate(Kind.UPDATE, partial(self.updates.update, step=self.step)))
-            self.updates.taken(self.step)
+            self.updates.outcome(self.step)
             self.step += 1
         return {work: median(rates) for work, rates in samples.items()}
 

@@ -27,7 +27,7 @@ from penstock.runtime.host.chunks import UPDATE_ELEMENTS, Scratch
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.host.norms import squares_tasks
 from penstock.runtime.host.optimizer import Master, ParamState, Step, SummedGradient
-from penstock.runtime.host.rounding import Drawn, group_bytes
+from penstock.runtime.host.rounding import StochasticRounding, group_bytes
 from penstock.runtime.host.slabs import host_slab, settle_allocator, touch
 from penstock.runtime.host.workers import Workers
 from penstock.runtime.plan.optimizer import AdamW, Optimizer
@@ -93,7 +93,7 @@ def update_case(kind: str, n: int) -> Case:
         case _:
             master = Master(half)
     is_drawn = of_master in ("stochastic", "split24")
-    rounding = Drawn((5, 6, 7), is_drawn) if is_drawn or optimizer is not Optimizer.ADAMW else None
+    rounding = StochasticRounding((5, 6, 7), is_drawn) if is_drawn or optimizer is not Optimizer.ADAMW else None
     state, summed = ParamState(master, tuple(moments)), SummedGradient((gradient,), gradient.dtype)
     tasks = Step(state, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, rounding).tasks()
     wide = "bf16" if half is master.weight and master.remainder is None else of_master if of_master == "split24" else "fp32"

@@ -121,10 +121,10 @@ def joined(settings: RunSettings, plan: Plan, device: str) -> "Iterator[Processe
     if size == 1 and (n == 1 or device == "emulated"):
         yield None
         return
-    from penstock.runtime.machines.processes import met
+    from penstock.runtime.machines.processes import connected_ranks
 
     by_memory = Profile.from_json(plan.profile).meets_on_host
-    with met(device, _number("LOCAL_WORLD_SIZE", size), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
+    with connected_ranks(device, _number("LOCAL_WORLD_SIZE", size), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
         _compare(ranks, settings, plan)  # before any other check, as the others would wait for a rank that raises alone
         if size != n or device == "emulated":
             _refuse(PlanError(f"the plan is for {n} GPUs, and {size} ranks were started: plan with --gpus {size}, or start {n}"))

@@ -17,7 +17,7 @@ import torch
 from penstock.planner.check import contract
 from penstock.planner.check.check import check
 from penstock.runtime.executor import execute
-from penstock.runtime.machines.processes import Processes, meeting_place, met
+from penstock.runtime.machines.processes import Processes, connected_ranks, meeting_place
 from penstock.runtime.plan import Policy, Semantics, Update, saves, setup
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.optimizer import optimizing
@@ -81,7 +81,7 @@ def digest(state, results) -> str:
     for block in range(len(state.plan.workload.blocks)):
         for p in state.owned[block]:
             for held in (state.saved(p, name) for name in state.plan.semantics.saved_state):
-                tensor = held if isinstance(held, torch.Tensor) else held.whole()
+                tensor = held if isinstance(held, torch.Tensor) else held.values()
                 found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -136,7 +136,7 @@ def main() -> None:
     setup.EXCHANGED_BYTES = contract.EXCHANGED_BYTES = 2**14  # small, so that sums of tiny models need several exchanges
     found = {}
     here, place = (int(os.environ.get(name, os.environ[of_all])) for name, of_all in HERE)
-    with met("cpu", here, place, bool(os.environ[BY_MEMORY])) as ranks:
+    with connected_ranks("cpu", here, place, bool(os.environ[BY_MEMORY])) as ranks:
         for case in cases:
             machine = trained(case, ranks)
             if ranks.rank == 0:

@@ -192,10 +192,10 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
     for number in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned[number]:
             of = machine.host.param_state(p)
-            masters[p.name] = of.master.whole().clone().view(p.shape).cpu()
+            masters[p.name] = of.master.values().clone().view(p.shape).cpu()
             for kept, name in zip((exp_avg, exp_avg_sq), machine.plan.semantics.optimizer.moments, strict=False):  # Lion has one
                 held = machine.host.moment(p, name)
-                kept[p.name] = (held.clone() if isinstance(held, torch.Tensor) else held.whole()).view(p.shape).cpu()
+                kept[p.name] = (held.clone() if isinstance(held, torch.Tensor) else held.values()).view(p.shape).cpu()
     return masters, exp_avg, exp_avg_sq
 
 

@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.planner.model.workload import read_model
 from penstock.runtime.compute.cross_entropy import add_product, row_losses
-from penstock.runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
-from penstock.runtime.host.rounding import Drawn, group_bytes
+from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, Step, device_kernel, summed
+from penstock.runtime.host.rounding import StochasticRounding, group_bytes
 from penstock.runtime.layers.kernels import use_kernels
 from penstock.runtime.layers.packed_weights import pack, unpack_by_calls, unpack_into
 from penstock.runtime.layers.pointwise import GATES, Pointwise, _bits, fastest, several
@@ -54,11 +54,11 @@ FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 4096, 2**28 - 2**
 TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 32, 2**17, 64, 2**12, (8,))
 BF16 = torch.bfloat16
 STATE_LAYOUTS = (
-    Kept(BF16, True, BF16),
-    Kept(BF16, True, BF16, BF16),
-    Kept(BF16, False, BF16, BF16, "adamw", True),
-    Kept(BF16, False, BF16, torch.uint8, "adamw", True),
-    Kept(BF16, False, BF16, BF16, "lion", True),
+    KernelLayout(BF16, True, BF16),
+    KernelLayout(BF16, True, BF16, BF16),
+    KernelLayout(BF16, False, BF16, BF16, "adamw", True),
+    KernelLayout(BF16, False, BF16, torch.uint8, "adamw", True),
+    KernelLayout(BF16, False, BF16, BF16, "lion", True),
 )
 DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16", torch.uint8: "int8"}
 
@@ -231,12 +231,12 @@ def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.d
     )  # fmt: skip
 
 
-def _named(layout: Kept) -> str:
-    rounded = "" if layout.moments is None else f", {DTYPE_NAMES[layout.moments]} moments{', bf16 master' * layout.is_drawn}"
+def _named(layout: KernelLayout) -> str:
+    rounded = "" if layout.moments is None else f", {DTYPE_NAMES[layout.moments]} moments{', bf16 master' * layout.is_stochastic}"
     return f"{layout.rule}{rounded}"
 
 
-def _update(layout: Kept, shapes: Shapes, device: torch.device, note: Note) -> None:
+def _update(layout: KernelLayout, shapes: Shapes, device: torch.device, note: Note) -> None:
     """Time a parameter's update in device memory, with a bf16 gradient. Bytes: state, read and written, and gradient."""
     kernel, n = device_kernel(device, layout), shapes.updated_elements
     master = torch.randn(n, device=device).to(layout.weight)
@@ -244,7 +244,7 @@ def _update(layout: Kept, shapes: Shapes, device: torch.device, note: Note) -> N
     n_moments = 1 if layout.rule == "lion" else 2
     size, value = (group_bytes(n), 60) if layout.moments is torch.uint8 else (n, 1e-4)
     moments = tuple(torch.full((size,), value, dtype=layout.moments or torch.float32, device=device) for _ in range(n_moments))
-    rounding = None if layout.moments is None else Drawn((5, 6, 7), layout.is_drawn)
+    rounding = None if layout.moments is None else StochasticRounding((5, 6, 7), layout.is_stochastic)
     state, gradient = ParamState(Master(master, remainder), moments), summed(_random(n, device=device))
     step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, layout.rule, rounding)
     update_s = _seconds_behind(lambda: step.on_device(kernel), shapes, device)

@@ -114,5 +114,5 @@ def _state(machine: TorchMachine, results: Sequence[StepResult | None]) -> Itera
     for block in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned[block]:
             state = machine.host.param_state(p)
-            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (state.master.whole(), *state.moments), strict=True):
+            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (state.master.values(), *state.moments), strict=True):
                 yield f"{p.name} {name}", tensor.cpu().clone().view(torch.int32)

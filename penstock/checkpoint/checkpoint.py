@@ -347,7 +347,7 @@ def _stored(state: State, kind: str, p: Parameter) -> Tensor:
     name = f"{kind}.{p.name}"
     tensor = state.optimizer.get(name, torch.empty(0))
     if tensor.dtype is torch.uint8 and tensor.shape == (group_bytes(p.n_elements),):
-        tensor = Int8Moment(tensor, p.n_elements, kind == "exp_avg_sq").whole().view(p.shape)
+        tensor = Int8Moment(tensor, p.n_elements, kind == "exp_avg_sq").values().view(p.shape)
     if name not in state.optimizer or tuple(tensor.shape) != p.shape:
         raise _damaged(state.path, f"{name} is missing or of another shape")
     return tensor

@@ -115,7 +115,7 @@ def _own_part(state: HostState, p: Parameter, name: str) -> torch.Tensor:
     if name == "weight":
         return state.param_state(p).master.weight
     held = state.saved(p, name)
-    return held if isinstance(held, torch.Tensor) else held.whole()
+    return held if isinstance(held, torch.Tensor) else held.values()
 
 
 def obey(machine: TorchMachine, ranks: Processes, rates: Rates, refer: Callable[[Path], Mapping[str, str]]) -> None:

@@ -29,7 +29,7 @@ from penstock.run_config import RunConfigError
 from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
 from penstock.runtime.executor import Machine, Stop, say
-from penstock.runtime.machines.emulated import Alike, EmulatedMachine, stand_in_config, stand_in_semantics, time_scale_for
+from penstock.runtime.machines.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.runtime.machines.processes import Processes
 from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from penstock.runtime.plan import Plan, PlanFile
@@ -311,7 +311,7 @@ def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: flo
     of_step, _ = optimizer_of(settings.optimizer, n_steps)
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
     disk = file_on_disk(settings, small, f"random, by seed {settings.seed}, of a stand-in")
-    ranks = Alike(n, max(1, n // n_hosts)) if n > 1 else None
+    ranks = EmulatedRanks(n, max(1, n // n_hosts)) if n > 1 else None
     store = machine_of("cpu", small, data, of_step, settings.seed, ranks, disk=disk)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)

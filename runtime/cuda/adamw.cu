@@ -1,14 +1,14 @@
-// A step of AdamW on a flat parameter, in place, by the operations of torch's fused kernel on a processor: to its bits.
+// AdamW step on a flat parameter, in place; bitwise identical to torch's fused CPU kernel.
 //
-// The caller defines WEIGHT and GRADIENT (float, or unsigned short for the bits of bf16) and IS_SPLIT: whether a bf16 weight has a
-// remainder, by which it lacks its master (`optimizer.Master`). A thread updates four elements, by accesses of 8 and 16 bytes. The last
-// elements that fill no vector are updated one by one, and so are all elements if a pointer is not aligned.
+// The caller defines WEIGHT and GRADIENT (float, or unsigned short for the bits of bf16) and IS_SPLIT (a bf16 weight has a remainder:
+// `param_state.Master`). A thread updates four elements, by accesses of 8 and 16 bytes. Last elements that fill no vector are updated
+// one at a time, and so are all elements if a pointer is not aligned.
 #include "vectors.cu"
 
 #define WIDTH 4
 
 __device__ void put(float* weight, float master) { *weight = master; }
-__device__ void put(unsigned short* weight, float master) {  // half up; NaN stays NaN
+__device__ void put(unsigned short* weight, float master) {  // half up; NaN remains NaN
     *weight = master != master ? 0x7FC0 : (unsigned short)((__float_as_uint(master) + 0x8000u) >> 16);
 }
 

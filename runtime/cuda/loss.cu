@@ -1,11 +1,11 @@
-// Cross entropy of rows of logits with their gradients in place, a block for each row: `compute/cross_entropy.py` is the definition.
+// Cross entropy of rows of logits with gradients in place, one block per row. Reference implementation: `compute/cross_entropy.py`.
 //
 // The caller defines LOGIT (float, or unsigned short for the bits of bf16) and THREADS, a power of two. A row is read in vectors of 8
-// logits, vector number i by thread i % THREADS, so that a thread has 8 lanes: running maxima, and sums of exponentials that are
-// relative to them. Lanes are added by halves, 8 of a thread first. No order depends on where a row lies: 16-byte accesses where it is
-// aligned, one logit at a time where it is not, or where a vector is its last and not whole.
+// logits, vector number i by thread i % THREADS. A thread has 8 lanes, each with a running maximum and the sum of exponentials relative
+// to it. Lanes are added by halves, first the 8 of a thread. The order does not depend on a row's address: aligned rows use 16-byte
+// accesses; unaligned rows and an incomplete last vector are read one logit at a time.
 
-#ifndef EXP  // a test of the order defines others, whose bits are the same everywhere
+#ifndef EXP  // a test of the order defines functions with equal bits on all machines
 #define EXP expf
 #define LOG logf
 #endif
@@ -43,9 +43,9 @@ __device__ void put_whole(unsigned short* to, const Vector& x) {
 }
 
 #define MINUS_INF __uint_as_float(0xFF800000u)
-#define LOWEST __uint_as_float(0xFF7FFFFFu)  // a maximum before the first logit: no difference of two is then undefined
+#define LOWEST __uint_as_float(0xFF7FFFFFu)  // initial maximum; finite, so that all differences are defined
 
-// Vector number i of a row of n logits; past its end there is no probability.
+// Vector number i of a row of n logits; minus infinity past its end.
 __device__ Vector loaded(const LOGIT* row, int i, int n, bool is_aligned) {
     if (is_aligned && i * 8 + 8 <= n) return whole(row + i * 8);
     Vector x;
@@ -60,7 +60,7 @@ __device__ void keep(LOGIT* row, int i, int n, bool is_aligned, const Vector& x)
         if (i * 8 + k < n) put(&row[i * 8 + k], x.of[k]);
 }
 
-// The loss of each row and, where `has_gradient`, its gradient times `each`, rounded. A target below 0: the row is not supervised.
+// Loss of each row and, if `has_gradient`, its gradient times `each`, rounded. A row with a negative target is not supervised.
 extern "C" __global__ void cross_entropy(
     LOGIT* logits, const long long* targets, const float* each, float* losses, int n, int has_gradient) {
     __shared__ float shared[THREADS];
@@ -80,7 +80,7 @@ extern "C" __global__ void cross_entropy(
         const Vector x = next;
         if (i + THREADS <= last) next = loaded(row, i + THREADS, n, is_aligned);
         #pragma unroll
-        for (int k = 0; k < 8; k++) {  // one of the two factors is 1, the other exp of less than 0
+        for (int k = 0; k < 8; k++) {  // one of the two factors is 1, the other is exp of a negative number
             const float e = EXP(-fabsf(__fsub_rn(x.of[k], top.of[k])));
             const bool is_new = x.of[k] > top.of[k];
             sum.of[k] = __fadd_rn(is_new ? __fmul_rn(sum.of[k], e) : sum.of[k], is_new ? 1.0f : e);
@@ -114,7 +114,7 @@ extern "C" __global__ void cross_entropy(
         losses[blockIdx.x] = __fadd_rn(__fsub_rn(most, of_target), LOG(total));
     }
     if (!has_gradient) return;
-    __syncthreads();  // before the target's logit is written
+    __syncthreads();  // the target's logit is overwritten below
     const float share = each[blockIdx.x], scale = __fdiv_rn(share, total);
     const int from = last - (last - t + THREADS) % THREADS;  // backwards: the row's end may still be in the cache
     if (from >= 0) next = loaded(row, from, n, is_aligned);

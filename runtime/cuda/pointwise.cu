@@ -1,10 +1,10 @@
-// SwiGLU, GeGLU and rotary embedding, forward and backward. Each result has the bits of torch's own CUDA kernels called one by one:
-// the formulas of the activations are theirs, so that both compilers fuse the same multiply-adds, and each intermediate result is rounded
-// where torch writes a tensor.
+// SwiGLU, GeGLU and rotary embedding, forward and backward. Results are bitwise identical to torch's CUDA kernels called one by one:
+// activations use torch's formulas, so that both compilers fuse equal multiply-adds, and intermediate results are rounded where torch
+// writes a tensor.
 //
 // The caller defines ELEMENT (float, or unsigned short for the bits of bf16), and for the kernels of an activation ACTIVATION (0:
 // SiLU; 1: GELU by tanh; 2: GELU by erf); without it the file has the kernels of the rotary embedding. A thread loads and stores 16
-// bytes at a time. The last elements that fill no vector are computed one by one, and so are all elements if a pointer or a stride
+// bytes at a time. Last elements that fill no vector are computed one at a time, and so are all elements if a pointer or a stride
 // is not a multiple of 16 bytes.
 #include "vectors.cu"
 
@@ -83,7 +83,7 @@ extern "C" __global__ void gated_gradients(
 }
 
 #else
-// N elements of a head's first half, and the N elements of its second half that are rotated with them.
+// Rotate N elements of a head's first half with the N elements of its second half.
 template <int N, bool IS_BACKWARD> __device__ __forceinline__ void rotate_at(
     const ELEMENT* x, const ELEMENT* cosines, const ELEMENT* sines, ELEMENT* out, int half) {
     const Pack<ELEMENT, N> x0 = load<N>(x, 0), cos0 = load<N>(cosines, 0), sin0 = load<N>(sines, 0);

@@ -1,4 +1,4 @@
-// Sums of squares of a flat gradient in the order of `chunks.squares`, so that they have its bits.
+// Sums of squares of a flat gradient in the order of `chunks.squares`, bitwise identical to it.
 //
 // The caller defines ELEMENT (float, or unsigned short for the bits of bf16), CHUNK (a power of two) and THREADS (CHUNK is
 // THREADS squared). A chunk is a matrix of THREADS by THREADS, row after row; its second half of rows is added to the first,
@@ -15,7 +15,7 @@ template <int N> __device__ float halved(float* x) {
     return x[0];
 }
 
-// Of each chunk, by one block of THREADS: a thread adds up a column, and the block the columns.
+// Sum of squares of each chunk by one block: a thread adds a column, then the block adds the columns.
 extern "C" __global__ void squares(const ELEMENT* x, int n_elements, float* of_chunks) {
     const int apart = THREADS / 16;
     int start = blockIdx.x * CHUNK, n = min(n_elements - start, CHUNK);
@@ -38,7 +38,7 @@ extern "C" __global__ void squares(const ELEMENT* x, int n_elements, float* of_c
     if (threadIdx.x == 0) of_chunks[blockIdx.x] = columns[0];
 }
 
-// Of each gradient, by a thread: its chunks, a row of `of_chunks`, one after the other.
+// Sum of each gradient by one thread: its chunks, a row of `of_chunks`, in order.
 extern "C" __global__ void sums(const float* of_chunks, int n_chunks, double* out) {
     double total = 0.0;
     #pragma unroll 16

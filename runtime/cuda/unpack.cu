@@ -2,7 +2,7 @@
 //
 // The caller defines OUT (float, or unsigned short for the bits of bf16) and BASE (0: nf4; 1: int8; 2: fp8; 3: mxfp4). The weight is a
 // stack of matrices of n_rows by n_columns; nf4 is one matrix with a row for each block of 64. A thread unpacks 8 numbers: it loads 4 or
-// 8 bytes of codes, and stores 16 bytes at a time. Where rows are no multiple of 8, or a pointer is not aligned, it unpacks one number.
+// 8 bytes of codes, and stores 16 bytes at a time. If n_columns is not a multiple of 8 or a pointer is not aligned, it unpacks one.
 #include "vectors.cu"
 
 #define NF4 0
@@ -18,7 +18,7 @@
 #define SCALE float
 #endif
 
-// Exact: the bits of a small float are those of a subnormal or normal fp32 number with another bias of the exponent.
+// Exact: the bits of a small float, shifted, are an fp32 number with another exponent bias, which the factor corrects.
 __device__ __forceinline__ float e4m3(unsigned code) {
     const float size = __fmul_rn(__uint_as_float((code & 0x7F) << 20), 0x1p120f);
     const float number = (code & 0x7F) == 0x7F ? __uint_as_float(0x7FC00000u) : size;
@@ -59,7 +59,7 @@ template <int N> __device__ __forceinline__ void unpack_at(
     store<N>(out, first, result);
 }
 
-// `quantiles`: 16 numbers, which only nf4 reads. `step`: the factor of int8.
+// `quantiles`: 16 numbers, read by nf4 only. `step`: the factor of int8.
 extern "C" __global__ void unpack(
     const unsigned char* codes, const SCALE* scales, OUT* out, const float* quantiles, int n, int n_rows, int n_columns, double step) {
     __shared__ float table[16];

@@ -19,7 +19,7 @@ template <typename T> __device__ __forceinline__ float rounded(float x) {
     return widen(result);
 }
 
-// N numbers that are loaded and stored by as few instructions as possible, each of at most 16 bytes.
+// N numbers, loaded and stored by the fewest instructions of at most 16 bytes.
 template <typename T, int N> struct __align__(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack { T x[N]; };
 
 template <int N, typename T> __device__ __forceinline__ Pack<T, N> load(const T* from, int first) {

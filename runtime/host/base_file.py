@@ -1,7 +1,7 @@
-"""Frozen weights on a disk: a file that is written once, and then read past the page cache, by several threads.
+"""Frozen weights on disk: a file that is written once and then read with O_DIRECT by several threads.
 
-The file has the frozen weights of each of a plan's `disk_blocks`, in whole pages, as a slot of `frozen` has them. It is made beside
-its name, and has that once it is whole: what is there under its name is read by other runs, too.
+The file holds the frozen weights of the plan's `disk_blocks`, each block in whole pages and in the layout of a slot of `frozen`. It
+is written under a temporary name and renamed when it is complete, because other runs read complete files.
 """
 
 import errno
@@ -19,51 +19,51 @@ from penstock.runtime.files import sync
 from penstock.runtime.plan.setup import DISK_PAGE_BYTES
 from penstock.runtime.units import MiB
 
-N_READERS = 4  # threads that read a layer, each
-PIECE_BYTES = 8 * MiB  # at a time: some milliseconds, and many requests of the disk's
+N_READERS = 4  # threads that read one layer
+PIECE_BYTES = 8 * MiB  # of one task: a few milliseconds, and many requests to the disk
 
 
 class BaseFile:
-    """The file of one model, in the form of one plan."""
+    """File of the frozen weights of one model, in the layout of one plan."""
 
     def __init__(self, path: Path, sizes: Mapping[int, int]) -> None:
-        """Open the file of that name, or make one to be filled: with so many bytes of each block, whole pages. DiskError where
-        there is no room, or nothing is read directly."""
+        """Open the file, or create it with `sizes[block]` bytes per block, a multiple of the page size. DiskError if the disk is
+        full or does not support O_DIRECT."""
         begins = accumulate(sizes.values(), initial=0)
         self._places = dict(zip(sizes, zip(begins, sizes.values(), strict=False), strict=True))
         self.path, n_bytes = path, sum(sizes.values())
-        with self._asked("opened"):
+        with self._disk_errors("opened"):
             self.is_whole = path.is_file() and path.stat().st_size == n_bytes
             self._partial = path.with_name(path.name + ".partial")
             path.parent.mkdir(parents=True, exist_ok=True)
-            if is_in_memory(path.parent):  # which would take direct reads, and twice the memory that a disk is to spare
+            if is_in_memory(path.parent):  # it may support O_DIRECT, but saves no memory
                 raise DiskError(f"{path.parent}: its file system is in memory; choose a folder on a disk with --disk")
             file = os.open(path if self.is_whole else self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if not self.is_whole:
                 self._claim(file, n_bytes)
             self._direct = self._opened_directly(file)
             if not self.is_whole:
-                self._take_room(file, n_bytes)
+                self._allocate(file, n_bytes)
             self._bytes, self._file = mmap.mmap(file, n_bytes), file
 
     def _claim(self, file: int, n_bytes: int) -> None:
-        """The file is this process's alone, and as long as it will be."""
+        """Lock the file for this process and set its size."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DiskError(f"{self._partial}: another run writes it; start this one when that trains") from None
         os.ftruncate(file, n_bytes)
 
-    def _take_room(self, file: int, n_bytes: int) -> None:
-        """A disk that is full says so now."""
+    def _allocate(self, file: int, n_bytes: int) -> None:
+        """Allocate disk space, so that a full disk raises an error before training."""
         try:
             os.posix_fallocate(file, 0, n_bytes)
         except OSError:
-            os.ftruncate(file, 0)  # what there was room for
+            os.ftruncate(file, 0)  # release the partial allocation
             raise
 
     def _opened_directly(self, file: int) -> int:
-        """A descriptor that reads past the page cache, tried with a page."""
+        """Return an O_DIRECT descriptor, after a test read of one page."""
         try:
             direct = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
             os.preadv(direct, [mmap.mmap(-1, DISK_PAGE_BYTES)], 0)
@@ -75,17 +75,17 @@ class BaseFile:
         return direct
 
     def view(self, block: int) -> memoryview:
-        """The bytes of a block, as they are in the page cache: to be filled, or looked at between steps."""
-        at, n_bytes = self._places[block]
-        return memoryview(self._bytes)[at : at + n_bytes]
+        """Bytes of a block in the page cache, to fill it or to inspect it between steps."""
+        offset, n_bytes = self._places[block]
+        return memoryview(self._bytes)[offset : offset + n_bytes]
 
-    def filled(self, block: int) -> None:
-        """What of a block is filled leaves this process's memory; the system writes it down when it sees fit."""
+    def release(self, block: int) -> None:
+        """Drop a filled block from this process's memory; the system writes it back later."""
         self._bytes.madvise(mmap.MADV_DONTNEED, *self._places[block])
 
     def settle(self) -> None:
-        """Bring what was filled down to the disk, give the file its name, and leave nothing of it in the page cache."""
-        with self._asked("written"):
+        """Flush the file to disk, rename it to its final name, and drop it from the page cache."""
+        with self._disk_errors("written"):
             self._bytes.madvise(mmap.MADV_DONTNEED)
             if not self.is_whole:
                 os.fsync(self._file)
@@ -94,35 +94,35 @@ class BaseFile:
                 self.is_whole = True
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def reads(self, block: int, to: memoryview) -> list[Callable[[None], None]]:
-        """What brings a block, in pieces that threads may share."""
-        at, n_bytes = self._places[block]
+    def reads(self, block: int, target: memoryview) -> list[Callable[[None], None]]:
+        """Tasks that read a block in pieces, for several threads."""
+        offset, n_bytes = self._places[block]
         pieces = range(0, n_bytes, PIECE_BYTES)
-        return [partial(self._read, at + first, to[first : min(first + PIECE_BYTES, n_bytes)]) for first in pieces]
+        return [partial(self._read, offset + first, target[first : min(first + PIECE_BYTES, n_bytes)]) for first in pieces]
 
-    def _read(self, at: int, to: memoryview, own: None) -> None:
-        with self._asked("read", at):
-            while to.nbytes:
-                if (n_bytes := os.preadv(self._direct, [to], at)) % DISK_PAGE_BYTES or not n_bytes:
-                    what = f"ends at byte {at + n_bytes}, within a layer: it was cut short"
-                    raise DiskError(f"{self.path}: {what}; delete it, and go on with --resume")
-                at, to = at + n_bytes, to[n_bytes:]
+    def _read(self, offset: int, target: memoryview, scratch: None) -> None:
+        with self._disk_errors("read", offset):
+            while target.nbytes:
+                if (n_bytes := os.preadv(self._direct, [target], offset)) % DISK_PAGE_BYTES or not n_bytes:
+                    fault = f"ends at byte {offset + n_bytes}, within a layer: it was cut short"
+                    raise DiskError(f"{self.path}: {fault}; delete it, and go on with --resume")
+                offset, target = offset + n_bytes, target[n_bytes:]
 
     @contextmanager
-    def _asked(self, what: str, at: int | None = None) -> Iterator[None]:
-        """DiskError where the disk refuses."""
+    def _disk_errors(self, action: str, offset: int | None = None) -> Iterator[None]:
+        """Convert an OSError to a DiskError."""
         try:
             yield
         except OSError as error:
-            where = "" if at is None else f" at byte {at}"
+            where = "" if offset is None else f" at byte {offset}"
             way_out = "make room" if error.errno == errno.ENOSPC else "see that the disk is there and well"
             raise DiskError(
-                f"{self.path}: cannot be {what}{where} ({error.strerror}); {way_out}, then start again (--resume)"
+                f"{self.path}: cannot be {action}{where} ({error.strerror}); {way_out}, then start again (--resume)"
             ) from None
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether a folder's file system is no disk's, by the kernel's list of mounts."""
+    """True if the folder is on tmpfs or ramfs, by /proc/self/mountinfo."""
     device, mounts = folder.stat().st_dev, Path("/proc/self/mountinfo").read_text().splitlines()
     kinds = {mount.split()[2]: mount.partition(" - ")[2].split()[0] for mount in mounts}
     return kinds.get(f"{os.major(device)}:{os.minor(device)}") in ("tmpfs", "ramfs")

@@ -1,4 +1,4 @@
-"""Copies between host and device: weights come, gradients leave, activations go and come back (load, and offload)."""
+"""Copies between host and device: loads of weights, offloads of gradients, offload and prefetch of activations."""
 
 from penstock.runtime.plan import Kind, Op, Plan
 
@@ -6,35 +6,34 @@ from .memory import Arenas
 
 
 class Copies:
-    """The ops of the link's two lanes. Host memory that a link reads is never written by these."""
+    """Ops of the two lanes of the link."""
 
     def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0) -> None:
         self.plan, self.arenas = plan, arenas
         self._loaded = [plan.loaded(b, rank) for b in range(len(plan.workload.blocks))]
 
     def load(self, op: Op) -> None:
-        """A block's weights: from its state, from where frozen ones are apart, and from the state of a block that it is tied to."""
-        for source, there, here, n_bytes in self._loaded[op.block]:
-            to, of = (self.arenas.view(op[name], "int8", (n_bytes,), at) for name, at in (("weights", here), (source, there)))
-            to.copy_(of, non_blocking=True)
+        """Copy a block's weights from its state, from a separate slot of frozen weights, and from the state of a tied block."""
+        for name, source_offset, target_offset, n_bytes in self._loaded[op.block]:
+            source = self.arenas.view(op[name], "int8", (n_bytes,), source_offset)
+            self.arenas.view(op["weights"], "int8", (n_bytes,), target_offset).copy_(source, non_blocking=True)
 
     def offload_gradient(self, op: Op) -> None:
-        """A gradient; and the sums of its squares, if they go along."""
+        """Copy a gradient, and its sums of squares if the op includes them."""
         dtype, n = self.plan.gradient_dtype(op.block), self.plan.gradient_elements(op.block) // self.plan.semantics.ranks
         self.arenas.view(op["arrived"], dtype, (n,)).copy_(self.arenas.view(op["gradient"], dtype, (n,)), non_blocking=True)
         if op.get("squares") is not None:
             self.offload_squares(op)
 
     def offload_squares(self, op: Op) -> None:
-        """The sums of the squares of a gradient that stays."""
+        """Copy the sums of squares of a gradient that remains on the device."""
         self.arenas.raw(op["norm"]).copy_(self.arenas.raw(op["squares"]), non_blocking=True)
 
     def move(self, op: Op) -> None:
-        """A layer's output, or what else its forward saves, goes to the host or comes back (activation offload, prefetch)."""
+        """Copy a layer's output, or its other saved activations, to the host or back (activation offload, prefetch)."""
         if op.kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED):
-            (there, here), n_bytes = ("offloaded", "saved"), self.plan.recompute(op.block, op.micro_batch).slot_bytes
+            host, device, n_bytes = "offloaded", "saved", self.plan.recompute(op.block, op.micro_batch).slot_bytes
         else:
-            (there, here), n_bytes = ("spilled", "y"), self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
-        if op.kind in (Kind.FETCH_SAVED, Kind.FETCH_ACTIVATION):
-            there, here = here, there
-        self.arenas.raw(op[there])[:n_bytes].copy_(self.arenas.raw(op[here])[:n_bytes], non_blocking=True)
+            host, device, n_bytes = "spilled", "y", self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
+        source, target = (host, device) if op.kind in (Kind.FETCH_SAVED, Kind.FETCH_ACTIVATION) else (device, host)
+        self.arenas.raw(op[target])[:n_bytes].copy_(self.arenas.raw(op[source])[:n_bytes], non_blocking=True)

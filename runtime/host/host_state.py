@@ -1,4 +1,4 @@
-"""Masters, moments and weights of a model in its arenas: where each is, setting them, copies, and shadows."""
+"""Master weights, moments and compute weights of a model in its arenas: layout, initialization, copies and shadows."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -19,14 +19,14 @@ from .rounding import Int8Moment, group_bytes
 from .slabs import host_slab
 from .workers import Workers
 
-COPY_BYTES = 8 * MiB  # what one worker copies at a time: about a millisecond
-SET_ELEMENTS = 2**20  # of a weight, what is set in one go, by torch's own threads: what it takes meanwhile stays in a cache
+COPY_BYTES = 8 * MiB  # of one copy task: about a millisecond
+SET_ELEMENTS = 2**20  # of a weight, set at a time by torch's threads: temporaries remain in a cache
 
-Copy = torch.Tensor  # the bytes of a block's slot
+Copy = torch.Tensor  # bytes of a block's slot
 
 
 class Gate(Protocol):
-    """What an update asks before it changes the state, which a snapshot may still need as it was."""
+    """Hooks around changes of the state, which let a snapshot copy the old state first."""
 
     def before_change(self, block: int, workers: Workers[Scratch]) -> None:
         """Return when the block's state may change; until then `workers` may copy it."""
@@ -36,33 +36,31 @@ class Gate(Protocol):
 
 
 class HostState:
-    """Masters, moments and compute weights: a slot of `state` for each block, or of `device_state` where the device holds them.
+    """Master weights, moments and compute weights: one slot of `state` per block, or of `device_state` for `device_blocks`.
 
-    A frozen weight has neither: it is in the block's slot of `state`, in the dtype of computing or packed, right after the weights
-    of what is trained, so that all of them are uploaded as one.
+    Frozen weights have no master and no moments. They are in the block's slot of `state`, in the compute dtype or packed, directly
+    after the trained weights, so that one copy uploads both. Frozen weights of `disk_blocks` are in the file `base`, and in memory
+    only from their read to their load.
 
-    Where a layer's are on a disk, `base` has them; they are in memory only from when they are read until they are loaded.
-
-    A block that is updated on speculation has a second slot for all of it, its shadow. Which of the two is the state changes with
-    every update that turns out right: slots are names, and `commit` exchanges what they mean.
+    A block with a speculative update has a second slot, its shadow. `commit` swaps the memory of the two after a correct guess.
     """
 
     def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0, is_first: bool = True, base: BaseFile | None = None) -> None:
-        """Everything is zero until `set_weights`. Of several ranks each has a part of what is trained of every block, and the first
-        of a host sets what is frozen, which the others read."""
+        """All state is zero until `set_weights`. Each of several ranks holds a shard of the trained state of every block; the first
+        rank of a host sets the frozen weights, which the others map."""
         self.plan, self.arenas, self._rank, self.is_first = plan, arenas, rank, is_first
         self._base, self._on_disk = base, {*plan.policy.disk_blocks}
         if base is not None:
             for b in plan.policy.disk_blocks:
                 arenas.lend(Slot(ON_DISK, b), torch.frombuffer(base.view(b), dtype=torch.uint8))
-        self._has_base = base is not None and base.is_whole  # from the beginning: else it is filled
+        self._has_base = base is not None and base.is_whole  # complete on opening; else it is filled by `set_weight`
         self.n_updates = 0  # steps whose update was applied; sets the bias correction
         self.gate: Gate | None = None
-        self.owned: list[list[Parameter]] = []  # of each block the parameters that it owns and trains
-        self.frozen: list[list[Parameter]] = []  # the others that it owns
-        self.constants: dict[str, torch.Tensor] = {}  # what files hold of layers though it is no weight
-        self._frozen_at: dict[str, int] = {}  # by frozen parameter: its first byte in the slot of `state`
-        self._places: dict[str, tuple[int, int]] = {}  # by parameter: its block, and element there
+        self.owned: list[list[Parameter]] = []  # by block: trained parameters that it owns
+        self.frozen: list[list[Parameter]] = []  # by block: frozen parameters that it owns
+        self.constants: dict[str, torch.Tensor] = {}  # tensors of layers in weight files that are no weights
+        self._frozen_at: dict[str, int] = {}  # by frozen parameter: its first byte in the slot
+        self._places: dict[str, tuple[int, int]] = {}  # by parameter: its block, and its first element there
         for b, block in enumerate(plan.workload.blocks):
             self.owned.append([p for p in block.trained if p.tied_to is None])
             self.frozen.append([p for p in block.parameters if p.frozen and p.tied_to is None])
@@ -70,11 +68,11 @@ class HostState:
             self._places |= {p.name: (b, offsets[p.name]) for p in self.owned[b]} | {p.name: (b, 0) for p in self.frozen[b]}
             self._frozen_at |= plan.frozen_on_host(b)[0] if self.frozen[b] else {}
         self._n_elements = [plan.part_elements(b) for b in range(len(self.owned))]
-        # Bytes between the weights of what is trained and the rest of its state
+        # By block: bytes between the trained weights and the rest of their state
         self._between = [0 if plan.is_alone(b) else plan.frozen_bytes(b) for b in range(len(self.frozen))]
-        self._stored, self._bytes = plan.stored(), [plan.state_bytes(n) for n in self._n_elements]  # of each block and part
-        # Bytes of the block before each part
-        self._begin = [dict(zip(of, accumulate(of.values(), initial=0), strict=False)) for of in self._bytes]
+        self._stored, self._bytes = plan.stored(), [plan.state_bytes(n) for n in self._n_elements]  # by block and tensor
+        # By block: byte offset of each tensor
+        self._begin = [dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False)) for sizes in self._bytes]
         self._slots = [plan.state_slot(b) for b in range(len(self.owned))]
         self._shadows = {b: Slot("state", len(self.owned) + i) for i, b in enumerate(plan.policy.speculate_blocks)}
 
@@ -83,7 +81,7 @@ class HostState:
         return (p for block in self.plan.workload.blocks for p in block.parameters if p.tied_to is None)
 
     def is_there(self, p: Parameter) -> bool:
-        """Whether a frozen parameter is set already: by another rank, or an earlier run."""
+        """True if a frozen parameter is already set, by another rank or an earlier run."""
         return p.frozen and not (self.is_first and not (self._has_base and self.block_of(p) in self._on_disk))
 
     def _frozen_slot(self, p: Parameter) -> Slot:
@@ -94,33 +92,33 @@ class HostState:
         return self._places[p.name][0]
 
     def part(self, p: Parameter, rank: int | None = None) -> slice:
-        """The elements of a trained parameter whose state is here, or another rank has: all, unless ranks share it."""
-        (block, at), rank = self._places[p.name], self._rank if rank is None else rank
+        """Elements of a trained parameter in the shard of this rank, or of `rank`."""
+        (block, offset), rank = self._places[p.name], self._rank if rank is None else rank
         n = self._n_elements[block]
-        here = slice(min(max(rank * n - at, 0), p.n_elements), max(min((rank + 1) * n - at, p.n_elements), 0))
-        return here if here.start < here.stop else slice(0, 0)
+        elements = slice(min(max(rank * n - offset, 0), p.n_elements), max(min((rank + 1) * n - offset, p.n_elements), 0))
+        return elements if elements.start < elements.stop else slice(0, 0)
 
     def place(self, p: Parameter) -> int:
-        """Where in its block's part that begins."""
-        block, at = self._places[p.name]
-        return max(at - self._rank * self._n_elements[block], 0) if self.part(p).stop else 0
+        """Index of a parameter's first local element in this rank's shard of the block."""
+        block, offset = self._places[p.name]
+        return max(offset - self._rank * self._n_elements[block], 0) if self.part(p).stop else 0
 
     def param_state(self, *run: Parameter, of_shadow: bool = False, copy: Copy | None = None) -> ParamState:
-        """All of a trained parameter's state, or of several of a block that follow each other without a gap as if they were one; or
-        of the shadow; or as it was when the block was copied."""
-        block, at = self.block_of(run[0]), self.place(run[0])
+        """State of a trained parameter, or of adjacent parameters of a block as one; in the slot, its shadow, or a copy of the
+        block."""
+        block, offset = self.block_of(run[0]), self.place(run[0])
         slot, begin = self._shadows[block] if of_shadow else self._slots[block], self._begin[block]
         n = sum(part.stop - part.start for part in map(self.part, run))
 
         def part(name: str) -> torch.Tensor:
             dtype = self._stored[name]
             item = DTYPE[dtype].itemsize
-            first, here = begin[name] // item + at, n
+            first, n_items = begin[name] // item + offset, n
             if dtype == "int8":
-                first, here = begin[name] + group_bytes(at), group_bytes(n)
+                first, n_items = begin[name] + group_bytes(offset), group_bytes(n)
             if copy is not None:
-                return copy.view(DTYPE[dtype])[first : first + here]
-            return self.arenas.view(slot, dtype, (here,), first + (self._between[block] // item if begin[name] else 0))
+                return copy.view(DTYPE[dtype])[first : first + n_items]
+            return self.arenas.view(slot, dtype, (n_items,), first + (self._between[block] // item if begin[name] else 0))
 
         parts = {name: part(name) for name in self._stored}
         split = "remainder" in parts
@@ -128,17 +126,17 @@ class HostState:
         return ParamState(master, tuple(parts.values()))
 
     def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Master:
-        """What a checkpoint has of a trained parameter besides its compute weight under one of the names of `saved_state`, flat."""
-        of = self.param_state(p, copy=copy)
-        return of.master if name == "master" else of.moments[name == "exp_avg_sq"]
+        """Checkpoint tensor of a trained parameter under a name of `saved_state`, flat: its master or a moment."""
+        state = self.param_state(p, copy=copy)
+        return state.master if name == "master" else state.moments[name == "exp_avg_sq"]
 
     def moment(self, p: Parameter, name: str) -> torch.Tensor | Int8Moment:
-        """One of a trained parameter's moments, flat, as numbers."""
+        """A moment of a trained parameter, flat: a tensor, or int8 groups with their conversions."""
         held, part = self.param_state(p).moments[name == "exp_avg_sq"], self.part(p)
         return Int8Moment(held, part.stop - part.start, name == "exp_avg_sq") if held.dtype is torch.uint8 else held
 
     def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
-        """What an owned parameter is computed with, shaped; not of one that is packed."""
+        """Compute weight of an owned parameter that is not packed, in its shape."""
         if p.frozen:
             assert not self.plan.is_packed(p), f"{p.name} is packed"
             slot, dtype = self._frozen_slot(p), self.plan.semantics.compute_dtype
@@ -146,60 +144,60 @@ class HostState:
         return self.param_state(p, copy=copy).master.weight.view(p.shape)
 
     def packed(self, p: Parameter) -> torch.Tensor:
-        """The bytes of one that is."""
+        """Bytes of a packed parameter."""
         assert self.plan.is_packed(p), f"{p.name} is not packed"
-        at = self._frozen_at[p.name]
-        return self.arenas.view(self._frozen_slot(p), "int8", (self.plan.stored_bytes(p),), at)
+        offset = self._frozen_at[p.name]
+        return self.arenas.view(self._frozen_slot(p), "int8", (self.plan.stored_bytes(p),), offset)
 
-    def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
-        """Put an owned parameter, of any float dtype, in its place, or its bytes where it is packed. No lane may be at work."""
+    def set_weight(self, p: Parameter, weight: torch.Tensor) -> None:
+        """Store an owned parameter of any float dtype, or the bytes of a packed one. No lane may run meanwhile."""
         with torch.no_grad():
             if self.is_there(p):
                 return
             if p.frozen:
-                to = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
-                assert given.dtype.is_floating_point == to.dtype.is_floating_point, f"{p.name} is given as {given.dtype}"
-                to.copy_(given.reshape(-1))
+                target = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
+                assert weight.dtype.is_floating_point == target.dtype.is_floating_point, f"{p.name} is given as {weight.dtype}"
+                target.copy_(weight.reshape(-1))
                 if self._base is not None and self.block_of(p) in self._on_disk:
-                    self._base.filled(self.block_of(p))
+                    self._base.release(self.block_of(p))
                 return
-            master, flat = self.param_state(p).master, given.reshape(-1)[self.part(p)]
-            for at in range(0, flat.numel(), SET_ELEMENTS):
-                part = slice(at, min(at + SET_ELEMENTS, flat.numel()))
+            master, flat = self.param_state(p).master, weight.reshape(-1)[self.part(p)]
+            for first in range(0, flat.numel(), SET_ELEMENTS):
+                part = slice(first, min(first + SET_ELEMENTS, flat.numel()))
                 master.put(part, flat[part].to(master.weight.device))
 
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put those of a block's own weights that are given into the store. No lane may be at work."""
+        """Store `weights` that the block owns. No lane may run meanwhile."""
         for p in (*self.owned[block], *self.frozen[block]):
             if p.name in weights:
                 self.set_weight(p, weights[p.name])
         self.settle(block)
 
     def n_bytes(self, block: int) -> int:
-        """Bytes of a block's state, without what is frozen: that never changes."""
+        """Bytes of a block's state without frozen weights, which never change."""
         return sum(self._bytes[block].values())
 
     def settle(self, block: int) -> None:
-        """Return when what was issued for the block's state is done, where a device has it."""
-        there = self.arenas.view(self._slots[block], "int16", (0,))
-        if there.is_cuda:
-            torch.cuda.synchronize(there.device)
+        """Wait for the device that holds the block's state."""
+        state = self.arenas.view(self._slots[block], "int16", (0,))
+        if state.is_cuda:
+            torch.cuda.synchronize(state.device)
 
     def copied(self, block: int, workers: Workers[Scratch]) -> Copy:
-        """A block's state as it is now, elsewhere; MemoryError where there is no room."""
+        """Copy a block's state to new host memory; MemoryError if it does not fit."""
         self.settle(block)
-        there, n_first = self.arenas.raw(self._slots[block]), next(iter(self._bytes[block].values()))
+        state, n_first = self.arenas.raw(self._slots[block]), next(iter(self._bytes[block].values()))
         copy, tasks = host_slab(self.n_bytes(block)), list[Callable[[Scratch], object]]()
-        pieces = (there[:n_first], there[n_first + self._between[block] :])
-        for to, piece in zip((copy[:n_first], copy[n_first:]), pieces, strict=True):
-            tasks += [partial(_copy, *part) for part in zip(to.split(COPY_BYTES), piece.split(COPY_BYTES), strict=True)]
+        pieces = (state[:n_first], state[n_first + self._between[block] :])
+        for target, piece in zip((copy[:n_first], copy[n_first:]), pieces, strict=True):
+            tasks += [partial(_copy, *part) for part in zip(target.split(COPY_BYTES), piece.split(COPY_BYTES), strict=True)]
         workers.run(tasks)
         return copy
 
     def commit(self, block: int) -> None:
-        """The shadow of a block becomes its state, and the state the next shadow."""
+        """Swap a block's state and its shadow."""
         self.arenas.exchange(self._slots[block], self._shadows[block])
 
 
-def _copy(to: torch.Tensor, there: torch.Tensor, own: object) -> None:
-    to.copy_(there)
+def _copy(target: torch.Tensor, source: torch.Tensor, scratch: object) -> None:
+    target.copy_(source)

@@ -1,4 +1,4 @@
-"""State of one flat parameter, its summed gradient, and the arguments of a step that updates it."""
+"""State of one flat parameter, its summed gradient, and the arguments of its update."""
 
 import math
 from collections.abc import Iterator
@@ -8,83 +8,82 @@ import torch
 
 from penstock.runtime.plan.optimizer import Hyperparameters
 
-from .rounding import HALF, Drawn
+from .rounding import HALF, StochasticRounding
 
-CHUNK_ELEMENTS = 65_536  # of the norm's definition: a power of two
-UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # of an update by the definition
+CHUNK_ELEMENTS = 65_536  # of a chunk of the norm: a power of two
+UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # of one pass of the reference implementation
 
 
 def bf16_bits(wide: torch.Tensor, carried: torch.Tensor | int) -> torch.Tensor:
-    """fp32 rounded to bf16, up where the bits cut off and a 16-bit number carry. NaN stays NaN."""
+    """bf16 bits of fp32 numbers: add a 16-bit number and truncate. NaN remains NaN."""
     return torch.where(wide.isnan(), 0x7FC0, wide.view(torch.int32) + carried >> 16).short()
 
 
 @dataclass(frozen=True, slots=True)
 class Master:
-    """A flat master: fp32 or bf16; or, with a `remainder`, an fp32 one in two halves: the bf16 compute weight as it is uploaded,
-    and what this lacks, as int16. With weights rounded half up the difference of the bits always fits. One of 24 bits is an fp32
-    number whose last eight are zero: of its remainder int8 holds the first eight."""
+    """Flat master weight: fp32 or bf16; or, with a `remainder`, fp32 split into the bf16 compute weight and the difference in bits
+    as int16. The difference always fits because weights are rounded half up. A 24-bit master is fp32 with eight low bits of zero,
+    so its remainder is int8."""
 
     weight: torch.Tensor
     remainder: torch.Tensor | None = None
 
-    def whole(self, part: slice = slice(None)) -> torch.Tensor:
-        """In its dtype, to be read only: it may be a copy."""
+    def values(self, part: slice = slice(None)) -> torch.Tensor:
+        """Elements in the master's dtype, read-only because they may be a copy."""
         if self.remainder is None:
             return self.weight[part]
         weight, remainder = self.weight[part], self.remainder[part]
         wide, shift = torch.empty_like(weight, dtype=torch.float32), 8 * (remainder.itemsize == 1)
-        for at in range(0, wide.numel(), CHUNK_ELEMENTS):  # or the bits would be a second copy
-            one = slice(at, at + CHUNK_ELEMENTS)
-            bits = wide[one].view(torch.int32)
-            bits.copy_(weight[one].view(torch.int16)).bitwise_left_shift_(16).add_(remainder[one].int() << shift)
+        for start in range(0, wide.numel(), CHUNK_ELEMENTS):  # temporaries of a chunk only
+            chunk = slice(start, start + CHUNK_ELEMENTS)
+            bits = wide[chunk].view(torch.int32)
+            bits.copy_(weight[chunk].view(torch.int16)).bitwise_left_shift_(16).add_(remainder[chunk].int() << shift)
         return wide
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """The same, one piece after another: put together whole, a split master would be a second one."""
-        return (self.whole(slice(at, at + UPDATE_ELEMENTS)) for at in range(0, self.weight.numel(), UPDATE_ELEMENTS))
+        """Elements in pieces, so that a split master is never joined in memory at once."""
+        starts = range(0, self.weight.numel(), UPDATE_ELEMENTS)
+        return (self.values(slice(start, start + UPDATE_ELEMENTS)) for start in starts)
 
-    def put(self, part: slice, given: torch.Tensor, carried: torch.Tensor | int = HALF) -> None:
-        """Store numbers of any dtype. bf16 is rounded half up: ties away from zero, NaN stays NaN. That keeps a split into a bf16
-        weight and a 16-bit remainder exact, which rounding to even does not. Masters of 24 bits are rounded so, too. `carried`:
-        16-bit numbers, to round a master stochastically."""
+    def put(self, part: slice, values: torch.Tensor, carried: torch.Tensor | int = HALF) -> None:
+        """Store numbers of any dtype. bf16 and 24-bit masters are rounded half up: ties away from zero, NaN remains NaN. Half up
+        keeps a split into bf16 weight and 16-bit remainder exact; rounding to even does not. `carried`: 16-bit random numbers, to
+        round a master stochastically."""
         if self.weight.dtype is torch.float32:
-            self.weight[part] = given
+            self.weight[part] = values
             return
         weight, remainder = self.weight[part], None if self.remainder is None else self.remainder[part]
-        for at in range(0, given.numel(), UPDATE_ELEMENTS):  # temporary tensors of the whole parameter would be copies of it
-            here = slice(at, at + UPDATE_ELEMENTS)
-            random = carried[here] if isinstance(carried, torch.Tensor) and carried.numel() > 1 else carried
-            wide = given[here].to(torch.float32)
+        for start in range(0, values.numel(), UPDATE_ELEMENTS):  # temporaries of a piece only
+            piece = slice(start, start + UPDATE_ELEMENTS)
+            random = carried[piece] if isinstance(carried, torch.Tensor) and carried.numel() > 1 else carried
+            wide = values[piece].to(torch.float32)
             if remainder is not None:
                 bits, is_short = wide.view(torch.int32), remainder.dtype is torch.int8
                 if is_short:
                     bits = torch.where(wide.isnan(), 0x7FC00000, bits + (random >> 8) & ~0xFF)
-                remainder[here] = (bits >> 8 * is_short).to(remainder.dtype)
+                remainder[piece] = (bits >> 8 * is_short).to(remainder.dtype)
                 wide, random = bits.view(torch.float32), HALF
-            weight[here].view(torch.int16).copy_(bf16_bits(wide, random))
+            weight[piece].view(torch.int16).copy_(bf16_bits(wide, random))
 
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """The training state of one parameter, flat."""
+    """Training state of one parameter, flat."""
 
     master: Master
     moments: tuple[torch.Tensor, ...]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that is kept, in the order of a slot of `state`."""
+        """Tensors in the order of a slot of `state`."""
         of_master = [self.master.weight] if self.master.remainder is None else [self.master.weight, self.master.remainder]
         return [*of_master, *self.moments]
 
 
 @dataclass(frozen=True, slots=True)
 class SummedGradient:
-    """A parameter's gradient: flat parts to be added, and the dtype to which their sum is rounded.
-
-    It is made chunk by chunk where it is used: whole, the gradient of a large vocabulary would be gigabytes that no plan counts.
-    """
+    """Gradient of a parameter: flat parts to add, and the dtype to which the sum is rounded. Chunks are summed where they are used,
+    because the whole sum of a large vocabulary would take gigabytes that no plan counts."""
 
     parts: tuple[torch.Tensor, ...]
     dtype: torch.dtype
@@ -98,44 +97,32 @@ class SummedGradient:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether rounding the sum may change it."""
+        """True if rounding may change the sum."""
         return self.dtype is torch.bfloat16 and self.parts[0].dtype is not torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateArguments:
-    """Arguments of an optimizer step on one flat parameter: in place, or from a state elsewhere, which stays as it is.
+    """Arguments of an optimizer step on one flat parameter, in place or from the state `source`, which does not change. The
+    gradient is multiplied by `factor` in scratch memory. `n_updates` counts from 1 (bias correction). `rounding`: random keys of a
+    low-bit optimizer state with this `rule`; None: AdamW, bitwise identical to torch's."""
 
-    The gradient is multiplied by `factor` in scratch memory. `n_updates` counts from 1 (bias correction). `drawn`: what rounds the
-    state of an optimizer that keeps less, by the `rule` of its arithmetic; None: AdamW to the bits of torch's.
-    """
-
-    to: ParamState
+    target: ParamState
     gradient: SummedGradient
     factor: float
     n_updates: int
     settings: Hyperparameters
-    start_from: ParamState | None = None
+    source: ParamState | None = None
     rule: str = "adamw"
-    drawn: Drawn | None = None
+    rounding: StochasticRounding | None = None
 
     @property
     def scalars(self) -> list[float]:
-        """What the update multiplies by, divides by and adds, in the order in which kernels take it; each is rounded to fp32
-        once."""
-        numbers, n_updates = self.settings.numbers, self.n_updates
-        if self.drawn is None:
-            return factors(numbers, n_updates)
-        lr, beta1, beta2, weight_decay, eps = numbers
-        decay, rate, correction = 1 - lr * weight_decay, lr / (1 - beta1**n_updates), 1 / math.sqrt(1 - beta2**n_updates)
-        of_lion, of_adamw = [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0], [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -rate]
-        return of_lion if self.rule == "lion" else of_adamw
-
-
-def factors(numbers: list[float], n_updates: int) -> list[float]:
-    """What a device's AdamW (`adamw.cu`) multiplies by, divides by and adds in one update, in the order of its arguments: doubles,
-    each rounded to fp32 where it is used. `n_updates` counts from 1, as the fused kernel's step does."""
-    lr, beta1, beta2, weight_decay, eps = numbers
-    # decay; towards, of the first moment; beta2; of the square; correction, of the second moment's root; eps; rate
-    corrections = 1 - beta1**n_updates, math.sqrt(1 - beta2**n_updates)
-    return [1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, corrections[1], eps, -lr / corrections[0]]
+        """Scalar factors and terms of the update in the order of the kernels' arguments; each is rounded to fp32 once."""
+        lr, beta1, beta2, weight_decay, eps = self.settings.numbers
+        decay = 1 - lr * weight_decay
+        if self.rule == "lion":
+            return [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0]
+        root = math.sqrt(1 - beta2**self.n_updates)
+        correction = root if self.rounding is None else 1 / root  # torch's kernel divides, the others multiply
+        return [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -lr / (1 - beta1**self.n_updates)]

@@ -1,8 +1,8 @@
-"""Rounding of a parameter's state to fewer bits: keys of random numbers, and moments in groups of int8 codes.
+"""Low-bit optimizer state: stochastic rounding, and moments as groups of int8 codes.
 
-A group is 32 codes and a bf16 scale (docs/optimizers.md). Its first moment is `scale code / (254 - |code|)`, of a signed code; of
-the second it has the root, `scale code`. So its largest element is exact, and packing what was unpacked changes no bit. In memory
-there are the codes of four groups, then their scales.
+A group has 32 codes and a bf16 scale (docs/optimizers.md). An element of the first moment is `scale code / (254 - |code|)`, with a
+signed code; the square root of an element of the second moment is `scale code`. The largest element of a group is exact, and
+packing unpacked numbers changes no bit. A pack of 136 bytes holds the codes of four groups, then their scales.
 """
 
 from dataclasses import dataclass
@@ -13,35 +13,35 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Keys = tuple[int, int, int]  # of the master and the moments
+Keys = tuple[int, int, int]  # for the master and the moments
 TURN = 2**16
 GROUP, PACK, PACK_BYTES = 32, 128, 136
-# Bits of scales, 2^-58 and 2^120: a group with one that is not above the first is zero, with one above the second all of it is NaN.
-# They bound what is kept: a largest element above a bound may be rounded to it, and is not to be another when it is read again
-LEAST, MOST, INFINITE = np.uint32(0x22800000), np.uint32(0x7B800000), np.uint32(0x7F800000)
-NEAREST = np.float32(3 * 2**22)  # added to a code, it leaves that to the nearest, ties to even, in the lowest byte of the sum
-HALF = 0x8000  # in place of a random number: half up
+# Bits of the bounds of scales, 2^-58 and 2^120: a group becomes zero unless its scale is above LEAST, and NaN if its scale is above
+# MOST. The rounded scale is compared, so that packing unpacked numbers changes no bit.
+SMALLEST, LARGEST, INFINITE = np.uint32(0x22800000), np.uint32(0x7B800000), np.uint32(0x7F800000)
+NEAREST = np.float32(3 * 2**22)  # the low byte of code + NEAREST is the code rounded to nearest, ties to even
+HALF = 0x8000  # in place of a random number, rounds half up
 PIECE_ELEMENTS = 2**20  # unpacked at a time
 
 
-class Drawn(NamedTuple):
-    """`first`: the place in the whole parameter of the first element that is here. A bf16 master that is not drawn is rounded
-    half up."""
+class StochasticRounding(NamedTuple):
+    """Keys for stochastic rounding of moments, and of the master if `is_master_stochastic`. `first`: position of the first local
+    element in the whole parameter."""
 
     keys: Keys
-    is_master_drawn: bool
+    is_master_stochastic: bool
     first: int = 0
 
 
-def drawn(seed: int, n_updates: int, name: str, first: int, is_master_drawn: bool) -> Drawn:
-    """Of a parameter, at one update of a run: keys of 32 bits."""
+def stochastic_rounding(seed: int, n_updates: int, name: str, first: int, is_master_stochastic: bool) -> StochasticRounding:
+    """32-bit keys of a parameter for one update of a run."""
     digest = blake2b(f"{seed} {n_updates} {name}".encode(), digest_size=12).digest()
     master, moment, second = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8))
-    return Drawn((master, moment, second), is_master_drawn, first)
+    return StochasticRounding((master, moment, second), is_master_stochastic, first)
 
 
 def begin(key: int, turn: Any) -> Any:
-    """The place in the mixed order at which a turn begins: a hash, whose products stay below 2^63."""
+    """Position in the mixed order at which a turn begins: a hash with products below 2^63."""
     x = (key + turn) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
@@ -49,73 +49,72 @@ def begin(key: int, turn: Any) -> Any:
 
 
 def mixed(x: Any) -> Any:
-    """The 16-bit numbers at places of the mixed order, by a bijection."""
+    """16-bit numbers at positions of the mixed order: a bijection."""
     x = ((x ^ (x >> 8)) * 0x88B5) & 0xFFFF
     x = ((x ^ (x >> 7)) * 0xDB2D) & 0xFFFF
     return x ^ (x >> 9)
 
 
 def numbers(key: int, first: int, n: int) -> Any:
-    """16-bit random numbers of n elements from a place on, as int32."""
+    """16-bit random numbers of n elements from position `first` on, as int32."""
     places = np.arange(first, first + n)
     return mixed((begin(key, places // TURN) + places) % TURN).astype(np.int32)
 
 
 def signed(key: int) -> int:
-    """As a kernel takes it: in 32 bits, with a sign."""
+    """A 32-bit key as a signed kernel argument."""
     return key - 2**32 if key >= 2**31 else key
 
 
 def group_bytes(n_elements: int) -> int:
-    """Of the groups of so many elements, the last of which may be short."""
+    """Bytes of n elements in whole packs."""
     return -(-n_elements // PACK) * PACK_BYTES
 
 
 def unpacked(groups: NDArray[Any], n: int, is_root: bool) -> NDArray[np.float32]:
-    """The first n numbers of flat groups, as fp32."""
-    of = groups.reshape(-1, PACK_BYTES)
-    scales = (np.ascontiguousarray(of[:, PACK:]).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    codes = (of[:, :PACK] if is_root else of[:, :PACK].view(np.int8)).astype(np.float32)
-    found = scales.repeat(GROUP, 1) * codes
-    return (found * found if is_root else found / (254 - np.abs(codes))).reshape(-1)[:n]
+    """First n numbers of flat groups, in fp32."""
+    packs = groups.reshape(-1, PACK_BYTES)
+    scales = (np.ascontiguousarray(packs[:, PACK:]).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    codes = (packs[:, :PACK] if is_root else packs[:, :PACK].view(np.int8)).astype(np.float32)
+    values = scales.repeat(GROUP, 1) * codes
+    return (values * values if is_root else values / (254 - np.abs(codes))).reshape(-1)[:n]
 
 
 def packed(x: NDArray[np.float32], is_root: bool, random: Any = HALF) -> NDArray[np.uint8]:
-    """Flat groups of fp32 numbers. `random`: of each group, what rounds its scale."""
-    of = np.pad(x, (0, -len(x) % PACK)).reshape(-1, GROUP)
-    of = np.sqrt(of) if is_root else of
-    most = (of.view(np.uint32) & 0x7FFFFFFF).max(1, keepdims=True)
-    largest = most.clip(LEAST, INFINITE).view(np.float32)
-    codes = np.float32(255) / largest * of if is_root else np.float32(254) * of / (largest + np.abs(of))
+    """Flat groups of fp32 numbers. `random`: one number per group, to round its scale."""
+    groups = np.pad(x, (0, -len(x) % PACK)).reshape(-1, GROUP)
+    groups = np.sqrt(groups) if is_root else groups
+    largest_bits = (groups.view(np.uint32) & 0x7FFFFFFF).max(1, keepdims=True)
+    largest = largest_bits.clip(SMALLEST, INFINITE).view(np.float32)
+    codes = np.float32(255) / largest * groups if is_root else np.float32(254) * groups / (largest + np.abs(groups))
     scales = (largest / np.float32(255) if is_root else largest).view(np.uint32)
-    scales = scales + np.resize(np.asarray(random, np.uint32), scales.shape) >> 16  # what a last pack lacks is zero with any number
-    is_there = (scales > LEAST >> 16) & (scales <= MOST >> 16)
-    scales = np.where(is_there, scales, (scales > LEAST >> 16) * (INFINITE >> 16))
-    kept = ((codes + NEAREST).view(np.uint32) * is_there).astype(np.uint8), scales.astype(np.uint16)
-    return np.concatenate(
-        [of.view(np.uint8).reshape(-1, n) for of, n in zip(kept, (PACK, PACK_BYTES - PACK), strict=True)], 1
-    ).ravel()
+    scales = scales + np.resize(np.asarray(random, np.uint32), scales.shape) >> 16  # padding remains zero
+    is_regular = (scales > SMALLEST >> 16) & (scales <= LARGEST >> 16)
+    scales = np.where(is_regular, scales, (scales > SMALLEST >> 16) * (INFINITE >> 16))
+    code_bytes = ((codes + NEAREST).view(np.uint32) * is_regular).astype(np.uint8).reshape(-1, PACK)
+    scale_bytes = scales.astype(np.uint16).view(np.uint8).reshape(-1, PACK_BYTES - PACK)
+    return np.concatenate([code_bytes, scale_bytes], 1).ravel()
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Moment:
-    """A flat moment of n elements, in groups on any device."""
+    """Flat moment of n elements in groups, on any device."""
 
     groups: torch.Tensor
     n: int
     is_root: bool
 
-    def whole(self) -> torch.Tensor:
-        """As fp32."""
-        found = torch.empty(self.n)
-        for at in range(0, self.n, PIECE_ELEMENTS):  # unpacking takes several times a piece
-            to = found[at : at + PIECE_ELEMENTS]
-            here = self.groups[group_bytes(at) :][: group_bytes(len(to))]
-            to.copy_(torch.from_numpy(unpacked(here.cpu().numpy(), len(to), self.is_root)))
-        return found
+    def values(self) -> torch.Tensor:
+        """Unpack to fp32."""
+        result = torch.empty(self.n)
+        for start in range(0, self.n, PIECE_ELEMENTS):  # temporaries are several times as large as a piece
+            target = result[start : start + PIECE_ELEMENTS]
+            packs = self.groups[group_bytes(start) :][: group_bytes(len(target))]
+            target.copy_(torch.from_numpy(unpacked(packs.cpu().numpy(), len(target), self.is_root)))
+        return result
 
-    def copy_(self, given: torch.Tensor) -> None:
-        """Take flat numbers of any dtype: scales half up, codes to the nearest."""
-        for at in range(0, self.n, PIECE_ELEMENTS):
-            groups = torch.from_numpy(packed(given[at : at + PIECE_ELEMENTS].float().numpy(), self.is_root))
-            self.groups[group_bytes(at) :][: len(groups)] = groups
+    def copy_(self, values: torch.Tensor) -> None:
+        """Pack flat numbers of any dtype: scales rounded half up, codes to nearest."""
+        for start in range(0, self.n, PIECE_ELEMENTS):
+            groups = torch.from_numpy(packed(values[start : start + PIECE_ELEMENTS].float().numpy(), self.is_root))
+            self.groups[group_bytes(start) :][: len(groups)] = groups

@@ -1,8 +1,7 @@
-"""Slabs of host memory, straight from the system and locked for DMA: memory that stays where it is.
+"""Slabs of host memory, mapped directly from the system and locked for DMA.
 
-A slab is of exactly the size asked for, rounded up to pages: an allocator would round up further, and give memory back to the
-system and fault it in again as it sees fit. Huge pages are asked for, and done without where the system has none. A page is on the
-memory node (NUMA) of the thread that touches it first: those of a process that is kept to the cores of one node are there.
+A slab has the requested size, rounded up to pages. An allocator would round up further, return memory to the system and fault it in
+again. Huge pages are requested but not required. A page is on the NUMA node of the thread that touches it first.
 """
 
 import ctypes
@@ -12,8 +11,8 @@ import platform
 import resource
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,26 +23,26 @@ import torch
 from penstock.runtime.errors import PlanError
 from penstock.runtime.units import GiB, KiB, MiB, show_bytes
 
-from .workers import together
+from .workers import Context, together
 
-TOUCH_BYTES = 64 * MiB  # what one thread faults in at a time
-# Slots of an arena share slabs of about this size: small enough that several threads, each at a slab of its own, lock an arena at
-# once; and no driver is asked for 2**39 bytes in one call, which those since 580 refuse
+TOUCH_BYTES = 64 * MiB  # of one task that faults in pages
+# Slots of an arena share slabs of about this size, so that several threads lock an arena at once, and no call locks 2**39 bytes,
+# which drivers since 580 reject
 SLAB_BYTES = 4 * GiB
-MOST_LOCKING_THREADS = 8  # beyond them a driver's own locks bind
+MOST_LOCKING_THREADS = 8  # more wait for locks in the driver
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # numbers of the C library's `mallopt`
-LARGE_BYTES = 8 * MiB  # what is freed from here on goes back to the system at once
-RETAINED_BYTES = 2**30  # of freed memory at the heap's end, which would be faulted in again by the next op
+LARGE_BYTES = 8 * MiB  # larger allocations return to the system when they are freed
+RETAINED_BYTES = 2**30  # of freed memory at the end of the heap, which the next op would fault in again
 _NO_RESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0  # MAP_NORESERVE
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_slab(n_bytes: int) -> torch.Tensor:
-    """A slab of zeros; MemoryError where the system refuses. Pages come when they are touched, or with `touch`.
+    """Map a slab of zeros; MemoryError if the system rejects it. Pages are allocated on first access, or by `touch`.
 
-    Nothing is reserved: a system refuses to reserve more than its memory and swap are now, which may grow as they are touched. A
-    child process does not get it: its copy would make the parent's next write a page fault, and move pages that a device reads. No
-    two slabs share a page: a driver locks whole pages, and none twice.
+    Nothing is reserved, because systems reject reservations above their present memory and swap, which may grow. Child processes do
+    not inherit it: copy-on-write would make the parent's next write a page fault, and move pages that a device reads. No two slabs
+    share a page, because a driver locks whole pages, each once.
     """
     try:
         return mapped(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -52,7 +51,7 @@ def host_slab(n_bytes: int) -> torch.Tensor:
 
 
 def mapped(descriptor: int, n_bytes: int, flags: int) -> torch.Tensor:
-    """A mapping of a file, or with -1 of no file, that lives as long as the tensor."""
+    """Map a file, or anonymous memory for descriptor -1; unmapped with the tensor."""
     if n_bytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
     pages = mmap.mmap(descriptor, n_bytes, flags=flags)
@@ -63,7 +62,7 @@ def mapped(descriptor: int, n_bytes: int, flags: int) -> torch.Tensor:
 
 
 def touch(slabs: Iterable[torch.Tensor], n_threads: int) -> None:
-    """Fault every page of fresh slabs in, with several threads."""
+    """Fault in every page of fresh slabs, by several threads."""
     together([partial(_touch, part) for slab in slabs if slab.numel() for part in slab.split(TOUCH_BYTES)], n_threads)
 
 
@@ -72,18 +71,18 @@ def _touch(part: torch.Tensor, _: None) -> None:
 
 
 def available_host_bytes() -> int | None:
-    """What the operating system says a process can still take, container limits included; None where it does not say."""
-    found: list[int | None] = []
+    """Bytes that a process can still allocate on the machine and in its container; None if the system does not report them."""
+    limits: list[int | None] = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(next(int(line.split()[1]) * KiB for line in lines if line.startswith("MemAvailable:")))
+        limits.append(next(int(line.split()[1]) * KiB for line in lines if line.startswith("MemAvailable:")))
     limit, used = (_number(CGROUP / name) for name in ("memory.max", "memory.current"))
-    found += [limit - used] if limit is not None and used is not None else []
-    return min((n_bytes for n_bytes in found if n_bytes is not None), default=None)
+    limits += [limit - used] if limit is not None and used is not None else []
+    return min((n_bytes for n_bytes in limits if n_bytes is not None), default=None)
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no such file, or `max` in it."""
+    """Number in a file; None if the file is missing or contains `max`."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -94,10 +93,10 @@ def _number(path: Path) -> int | None:
 
 
 def settle_allocator() -> None:
-    """Have the C library's allocator hold little more than what is in use. For the process; without effect in other libraries.
+    """Make glibc's allocator return freed memory, for the whole process; no effect with other C libraries.
 
-    On a processor that computes in a device's place the activations come from it. By itself it gives every thread a heap of its
-    own and learns to keep ever larger blocks in it, until the holes are as large as what is in use.
+    A CPU in place of a device takes activations from it. By default it gives every thread a heap and raises its thresholds until
+    the holes are as large as the memory in use.
     """
     with suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
@@ -106,7 +105,7 @@ def settle_allocator() -> None:
 
 
 def give_back_freed() -> None:
-    """Return what was freed to the system: after work that is done once, such as drawing random weights."""
+    """Return freed memory to the system, after one-time work such as sampling random weights."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
@@ -115,36 +114,33 @@ def give_back_freed() -> None:
 
 
 def register_for_dma(
-    slabs: Mapping[str, torch.Tensor],
-    cudart: Any = None,
-    n_threads: int = 1,
-    settled: Callable[[], AbstractContextManager[object]] = nullcontext,
+    slabs: Mapping[str, torch.Tensor], cudart: Any = None, n_threads: int = 1, settled: Context = nullcontext
 ) -> list[int]:
-    """Lock host slabs, by name, in memory, so that copies to and from a CUDA device neither block nor pass through a buffer.
+    """Lock host slabs, by name, in memory, so that copies to and from a CUDA device neither block nor use a staging buffer.
 
-    Several threads do, each a slab at a time and `settled` for it, as a call locks a few GB a second. Returns the addresses, for
-    `unregister`. PlanError when memory may not be locked; nothing is registered then.
+    Use several threads in the context `settled`, because one call locks a few GB per second. Return the addresses, for
+    `unregister`. PlanError if memory cannot be locked; then nothing remains registered.
     """
     cudart = cudart if cudart is not None else torch.cuda.cudart()
-    done: list[int] = []
+    addresses: list[int] = []
 
     def register(name: str, _: None) -> None:
         slab = slabs[name]
         if error := int(cudart.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)):
-            raise _refused(name, slabs, error)
-        done.append(slab.data_ptr())
+            raise _locking_error(name, slabs, error)
+        addresses.append(slab.data_ptr())
 
     try:
         tasks = [partial(register, name) for name, slab in slabs.items() if slab.numel()]
         together(tasks, min(n_threads, MOST_LOCKING_THREADS), settled)
     except BaseException:
-        unregister(done, cudart)
+        unregister(addresses, cudart)
         raise
-    return done
+    return addresses
 
 
-def _refused(name: str, slabs: Mapping[str, torch.Tensor], error: int) -> PlanError:
-    total = sum(each.numel() for each in slabs.values())
+def _locking_error(name: str, slabs: Mapping[str, torch.Tensor], error: int) -> PlanError:
+    total = sum(slab.numel() for slab in slabs.values())
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else show_bytes(limit)
     return PlanError(
@@ -154,7 +150,7 @@ def _refused(name: str, slabs: Mapping[str, torch.Tensor], error: int) -> PlanEr
 
 
 def unregister(addresses: Iterable[int], cudart: Any = None) -> None:
-    """Give registered slabs back. What the driver answers no longer matters."""
+    """Unlock registered slabs, ignoring errors."""
     cudart = cudart if cudart is not None else torch.cuda.cudart()
     for address in addresses:
         cudart.cudaHostUnregister(address)
@@ -162,39 +158,38 @@ def unregister(addresses: Iterable[int], cudart: Any = None) -> None:
 
 # -- memory of several ranks -------------------------------------------------------------------------------------------
 #
-# Each rank of a host has a slab that the others map too. It is no file that could outlive its processes, and is limited by memory
-# alone: the others find it by the process that has it, and know it by its name, as processes on several hosts, or counted apart,
-# may have the same number.
+# Each rank of a host maps slabs of the others. A memfd is limited by memory alone and cannot outlive its processes. Ranks open it
+# by its owner's process id, and compare its random name, because processes of other hosts or namespaces may have the same id.
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Where other processes find a slab."""
+    """Address of a slab for other processes."""
 
     process: int
     descriptor: int
     n_bytes: int
-    name: str  # which no other slab has, on any host
+    name: str  # unique across hosts
 
     def close(self) -> None:
-        """All that are to map this process's slab have: it goes with the last of its mappings."""
+        """Close the descriptor after all processes mapped the slab; the mappings keep the memory."""
         os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)
 class CommonMemory:
-    """What the ranks of a host read of each other, one slab of each."""
+    """Slabs that the ranks of a host read of each other, one per rank."""
 
-    uploaded: list[torch.Tensor]  # what each uploads of its state
-    exchanged: list[torch.Tensor]  # what each has for the others of a sum that they exchange
+    uploaded: list[torch.Tensor]  # weights of each rank's shard
+    exchanged: list[torch.Tensor]  # partial sums of gradients for the other ranks
 
     def of_others(self, rank: int) -> list[torch.Tensor]:
-        """What this rank copies from; and its own, to which it copies what is exchanged."""
+        """Slabs that a rank's copies access: `uploaded` of other ranks, and all of `exchanged`."""
         return [slab for i, slab in enumerate(self.uploaded) if i != rank] + self.exchanged
 
 
 def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
-    """A slab of zeros that others may map until it is closed; MemoryError where the system refuses as much."""
+    """Allocate a slab of zeros that others may map until it is closed; MemoryError if the system rejects it."""
     name = f"penstock-{secrets.token_hex(16)}"
     try:
         shared = Shared(os.getpid(), os.memfd_create(name), n_bytes, name)
@@ -208,15 +203,15 @@ def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
         raise MemoryError(getattr(error, "strerror", None) or str(error)) from None
 
 
-def slab_of(other: Shared) -> torch.Tensor:
-    """Another process's slab, to be read; OSError where it cannot be had."""
-    descriptor = os.open(f"/proc/{other.process}/fd/{other.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+def slab_of(shared: Shared) -> torch.Tensor:
+    """Map another process's slab, to read it; OSError if it is not available."""
+    descriptor = os.open(f"/proc/{shared.process}/fd/{shared.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if other.name not in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if shared.name not in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise OSError("another process's")
-        if os.fstat(descriptor).st_size < other.n_bytes:
-            raise OSError(f"holds fewer than {other.n_bytes} bytes")  # reading beyond its end would end the process
-        return mapped(descriptor, other.n_bytes, mmap.MAP_SHARED)
+        if os.fstat(descriptor).st_size < shared.n_bytes:
+            raise OSError(f"holds fewer than {shared.n_bytes} bytes")  # reading beyond its end would end the process
+        return mapped(descriptor, shared.n_bytes, mmap.MAP_SHARED)
     finally:
         with suppress(OSError):
-            os.close(descriptor)  # the mapping keeps it
+            os.close(descriptor)  # the mapping keeps the memory

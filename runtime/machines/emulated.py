@@ -1,8 +1,8 @@
-"""The emulated machine: a small computer performs the plan of a large one, in its time.
+"""Emulated machine: a small computer performs a large machine's plan in the predicted time.
 
-The real computation is that of a small stand-in model with the same blocks, on the CPU. Each op also draws the planned model's
-demand on a live copy of the large machine's capacity region, slowed by a common factor; it ends when its demand is served and its
-real work is done. Lanes, waits and contention are real.
+The CPU computes a tiny stand-in model with equal blocks. Each op also draws the planned model's demand from a live copy of the
+large machine's capacity region, slowed by a common factor; it ends when its demand is served and its real work is done. Lanes,
+waits and contention are real.
 """
 
 import threading
@@ -27,7 +27,7 @@ MEDIAN_OP_S = 0.020  # shorter ops would measure thread switches (about 0.1 ms),
 
 
 def time_scale_for(demands: Sequence[Demand]) -> float:
-    """The smallest slow-down, at least 1, at which the median op lasts MEDIAN_OP_S."""
+    """Smallest slow-down, at least 1, at which the median op lasts MEDIAN_OP_S."""
     lasting = sorted(d.overhead_s + d.alone_s for d in demands)
     return max(1.0, MEDIAN_OP_S / lasting[len(lasting) // 2])
 
@@ -37,12 +37,12 @@ _STAND_IN_SIZES |= dict.fromkeys(("head_dim", "query_pre_attn_scalar", "sliding_
 _STAND_IN_SIZES |= dict.fromkeys(("num_attention_heads", "num_local_experts", "num_experts"), 4)
 _STAND_IN_SIZES |= dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2)
 _LEFT_OUT = ("rope_scaling", "rope_parameters", "max_position_embeddings")
-_NO_SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # a type's own may be beyond the vocabulary
+_NO_SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # defaults of a model type may exceed the vocabulary
 STAND_IN_SEQ_LEN = 16
 
 
 def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A model with the same blocks, tiny: as many layers of the same kinds, each a few thousand parameters."""
+    """Config of a tiny model with equal numbers and kinds of layers, each of a few thousand parameters."""
     if isinstance(text := config.get("text_config"), dict):  # of a vision-language model
         return config | _NO_SPECIAL | {"text_config": stand_in_config(text)}
     small = {key: value for key, value in config.items() if key not in _LEFT_OUT}
@@ -53,13 +53,13 @@ def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stand_in_semantics(semantics: Semantics) -> Semantics:
-    """As many micro-batches, each of one short sequence, for the cross entropy."""
+    """Semantics with an equal number of micro-batches, each of one short sequence, and the cross entropy loss."""
     sizes = {"seq_len": STAND_IN_SEQ_LEN, "batch_size": semantics.n_micro_batches, "micro_batch": 1}
     return replace(semantics, **sizes, library_kernels=(), objective=CROSS_ENTROPY)  # type: ignore[arg-type]
 
 
-class Alike:
-    """Ranks that all do what this one does, at the same time, as those of one plan do. Their numbers mean nothing."""
+class EmulatedRanks:
+    """Emulated ranks: collectives copy this rank's data, so results have real sizes and arbitrary numbers."""
 
     def __init__(self, n: int, n_here: int | None = None) -> None:
         self.rank, self.n, self.n_here = 0, n, n if n_here is None else n_here
@@ -74,8 +74,8 @@ class Alike:
     def meet(self) -> None:
         return None
 
-    def gather(self, whole: torch.Tensor) -> None:
-        parts = whole.view(self.n, -1)
+    def gather(self, weights: torch.Tensor) -> None:
+        parts = weights.view(self.n, -1)
         parts[1:] = parts[0]
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
@@ -88,7 +88,7 @@ class Alike:
 
 @dataclass(slots=True)
 class _Share:
-    """An op that is being served: its overhead first, then its work at the speed it gets."""
+    """Op in service: first its overhead, then its work at a varying speed."""
 
     demand: Demand
     work_from_s: float  # when its overhead ends
@@ -98,7 +98,7 @@ class _Share:
 
 
 class LiveRegion:
-    """Demands served in real time. Speeds are solved at each start and end, as of when it is due, however late a thread wakes."""
+    """Serve demands in real time. Speeds are recomputed at the due time of each start and end, even if a thread wakes late."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -107,7 +107,7 @@ class LiveRegion:
         self._changed = threading.Condition()
 
     def begin(self, demand: Demand, due_s: float | None = None) -> _Share:
-        """Start serving a demand now. Its overhead began when it was due, if that is given; its work begins now at the earliest."""
+        """Start serving a demand now. Its overhead counts from `due_s`, if given; its work begins now at the earliest."""
         with self._changed:
             now_s = time.perf_counter()
             self._advance(now_s)
@@ -126,7 +126,7 @@ class LiveRegion:
                 self._advance(time.perf_counter())
 
     def _next_event_s(self, share: _Share) -> float:
-        """When this share's overhead or, at the present speeds, its work ends."""
+        """End of this share's overhead or, at the present speeds, of its work."""
         if self._at_s < share.work_from_s:
             return share.work_from_s
         return self._at_s + share.left_s / share.speed if share.speed > 0 else self._at_s + MEDIAN_OP_S
@@ -146,7 +146,7 @@ class LiveRegion:
             self._at_s = until_s
             if event_s > to_s:
                 return
-            # What is left may be too little to move a clock that has run for days: such a share ends now.
+            # Remaining work may be too small to advance a clock that has run for days: such a share ends now
             for share in [s for s in self._shares if s.work_from_s <= self._at_s and self._next_event_s(s) <= self._at_s]:
                 share.served_s = self._at_s
                 self._shares.remove(share)
@@ -156,12 +156,11 @@ class LiveRegion:
 
 
 class EmulatedMachine:
-    """Performs a plan at the pace of the machine it was made for, slowed `time_scale` times, on a stand-in model. A profile's
-    overhead of an op is mostly the handover to its lane. Lanes really hand over here: that time is subtracted from the overhead,
-    which would else be paid twice."""
+    """Perform a plan on a stand-in model at the pace of the planned machine, slowed `time_scale` times. The op overhead of a
+    profile is mostly the hand-over to a lane. Lanes of this machine hand over too, so that time is subtracted from the overhead."""
 
     def __init__(self, stand_in: TorchMachine, demands: Sequence[Demand], region: Region, time_scale: float) -> None:
-        """`demands` are those of the planned model's ops, in plan order; the stand-in's plan must have the same ops."""
+        """`demands`: of the planned model's ops, in plan order; the stand-in's plan must have equal ops."""
         self.stand_in, self.time_scale = stand_in, time_scale
         self.on_thread, self.lane, self.prepare, self.result = stand_in.on_thread, stand_in.lane, stand_in.prepare, stand_in.result
         self._demands = [Demand(d.overhead_s * time_scale, d.alone_s * time_scale, d.uses) for d in demands]

@@ -1,8 +1,8 @@
-"""Lanes of a device: a lane does its work itself, or gives it to a stream, which does it later.
+"""Lanes of a device: a lane performs ops on its thread, or issues them to a stream.
 
-On a CPU every lane does its own work; beside a GPU only the host's lanes do. A stream's lane only issues; events order streams:
-`mark` records one, `follow` makes another stream, or a lane that works itself, wait for it. An executor's "done" then means issued;
-the host's own lane's waits bound how far the host runs ahead.
+On a CPU all lanes perform their ops; with a GPU only the lanes of the host do. Events order streams: `mark` records an event, and
+`follow` makes another stream or thread wait for it. An op on a stream is done for the executor when it is issued; waits of the cpu
+lane limit the run-ahead of the host.
 """
 
 import os
@@ -23,59 +23,59 @@ from penstock.runtime.plan.timeline import Span
 
 from .streams import CudaStreams
 
-ENDING_S = 10.0  # that the work of a run which has failed may take to end, before its thread is given up
-MANY_CORES = 8  # from which on two of them feed a GPU
-HOST_LANES = (Lane.CPU, Lane.DISK)  # that work themselves beside a GPU, too
-N_LOOKS = 5  # at a device's clock and the host's at once; the quickest look knows best
-Timers = tuple[Event, Event]  # before an op in its stream, and after
+ENDING_S = 10.0  # timeout for the last op of a failed run, before its thread is abandoned
+MANY_CORES = 8  # with so many cores or more, two of them feed a GPU
+HOST_LANES = (Lane.CPU, Lane.DISK)  # perform ops on their threads even with a GPU
+N_LOOKS = 5  # readings of the device's and the host's clock; the quickest is the most accurate
+Timers = tuple[Event, Event]  # before an op in its stream, and after it
 
 
 class LaneThread:
-    """One thread for all runs of a lane, as cuDNN keeps its plans per thread for ever. It ends with the last reference to this
-    object, and keeps no process alive."""
+    """Daemon thread for all runs of a lane, because cuDNN caches plans per thread forever. It ends with the last reference to this
+    object."""
 
     def __init__(self, lane: Lane) -> None:
         self._name, self._is_free = f"lane-{lane}", threading.Lock()
-        self._asked: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._asked,), name=self._name, daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def perform(self, work: Callable[[], None]) -> None:
-        """Do the work there; return or raise when it has ended. RuntimeError if an earlier one hangs there."""
+        """Run `work` on the thread and wait for it; re-raise its error. RuntimeError if earlier work hangs on the thread."""
         if not self._is_free.acquire(timeout=ENDING_S):
             raise RuntimeError(f"{self._name} is still at an op of a run that has failed; start a new process")
-        done: Future[None] = Future()
+        future: Future[None] = Future()
         try:
-            self._asked.put((work, done))
-            done.result()
+            self._jobs.put((work, future))
+            future.result()
         finally:
             self._is_free.release()
-            del done  # an error would hold it, and it the error
+            del future  # break the reference cycle with an error
 
 
-def _serve(asked: "SimpleQueue[tuple[Callable[[], None], Future[None]] | None]") -> None:
-    while (given := asked.get()) is not None:
-        work, done = given
-        del given
+def _serve(jobs: "SimpleQueue[tuple[Callable[[], None], Future[None]] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        work, future = job
+        del job
         error: BaseException | None = None
         try:
             work()
         except BaseException as raised:
             error = raised
-        del work  # a caller that has the result may count on it that nothing of the run is held here
-        done.set_result(None) if error is None else done.set_exception(error)
-        del done, error
+        del work  # release the run's tensors before the caller continues
+        future.set_result(None) if error is None else future.set_exception(error)
+        del future, error
 
 
 class Lanes:
-    """The lanes of a device, with the threads and cores that they work on. All machines on the device share them."""
+    """Lanes of a device with their threads and cores, shared by all machines on the device."""
 
     def __init__(self, cores: Mapping[Lane, list[int]], pins: bool, streams: CudaStreams | None) -> None:
-        """`cores` of each lane that there is, to which its thread keeps if it `pins`. `streams` of the device; None: the CPU."""
+        """`cores`: of each lane; its thread is pinned to them if `pins`. `streams`: of the GPU; None for a CPU."""
         self.cores, self.streams, self._pins = cores, streams, pins
         self.device = streams.device if streams is not None else torch.device("cpu")
         self._compute = LaneThread(Lane.GPU) if streams is not None else None
-        self.streams_of: dict[Lane, Stream] = {}  # those of the lanes that issue
+        self.streams_of: dict[Lane, Stream] = {}  # by lane that issues
         if streams is not None:
             self.streams_of = {lane: streams.stream() for lane in cores if lane not in HOST_LANES}
 
@@ -85,12 +85,12 @@ class Lanes:
         return nullcontext() if self.streams is None or stream is None else self.streams.current(stream)
 
     def finish(self, lane: Lane) -> None:
-        """Return once all that the lane was given is done; raise what went wrong there."""
+        """Wait for the lane's stream, if it has one; raise its error."""
         if self.streams is not None and lane in self.streams_of:
             self.streams.finish(self.streams_of[lane])
 
     def issue(self, lane: Lane, name: str, work: Callable[[], None]) -> Timers | None:
-        """Do the work; or have the lane's stream do it, between two timers."""
+        """Run `work`, or issue it to the lane's stream between two timers."""
         if self.streams is None or lane not in self.streams_of:
             work()
             return None
@@ -101,8 +101,8 @@ class Lanes:
         return begin, end
 
     def timed(self, records: Sequence[tuple[Span, Timers | None]]) -> list[Span]:
-        """The spans of ops, those of streams at the times when they really ran: the host only sees when it issued an op. Called
-        when all streams have ended. A device tells elapsed time in single precision: to some millionths of a kept step."""
+        """Spans of ops, with device times for ops on streams, because the host's times are those of issue. Call after all streams
+        have finished. A device measures elapsed time in single precision: an error of some millionths of a step."""
         if self.streams is None or not self.streams_of:
             return [span for span, _ in records]
         later, at_s = self._now(self.streams, next(iter(self.streams_of.values())))
@@ -116,7 +116,7 @@ class Lanes:
         return [real(*record) for record in records]
 
     def _now(self, streams: CudaStreams, stream: Stream) -> tuple[Event, float]:
-        """A timer that has been reached, and the host's clock then: one for all streams, so that these agree among themselves."""
+        """Completed timer and the host's clock at its time, used for all streams, so that their spans are consistent."""
         looks = []
         for _ in range(N_LOOKS):
             timer, before_s = streams.event(is_timed=True), time.perf_counter()
@@ -127,7 +127,7 @@ class Lanes:
         return timer, before_s + took_s / 2
 
     def mark(self, lane: Lane) -> Event | None:
-        """Reached when the lane's stream has done all that it was given so far; None where what is given is done."""
+        """Record an event after all work issued to the lane's stream so far; None for a lane without a stream."""
         if self.streams is None or lane not in self.streams_of:
             return None
         event = self.streams.event()
@@ -135,7 +135,7 @@ class Lanes:
         return event
 
     def follow(self, lane: Lane, event: Event) -> None:
-        """What the lane is given from now on is done after the event: its stream waits, or the calling thread."""
+        """Make the lane's stream, or the calling thread, wait for the event."""
         if lane in self.streams_of:
             self.streams_of[lane].wait_event(event)
         else:
@@ -146,7 +146,7 @@ class Lanes:
 
     @contextmanager
     def settled(self, lane: Lane) -> Iterator[None]:
-        """The calling thread, which is the lane's alone: its cores, its threads inside a CPU's kernel, and no autograd."""
+        """Set up the calling thread for the lane: its cores, the number of torch's intra-op threads, and no autograd."""
         if self._pins:
             os.sched_setaffinity(0, self.cores[lane])  # 0: the calling thread
         computes_here = self._pins and self.streams is None and lane is Lane.GPU
@@ -156,15 +156,15 @@ class Lanes:
 
 
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
-    """(cores of the gpu lane, cores of the copies and the optimizer) on a CPU machine. Half each, so that neither slows the other;
-    an odd one to the host's lanes, of which there are three. A single one for both."""
+    """(cores of the gpu lane, cores of copies and optimizer) on a CPU machine: half each, so that neither slows the other; an odd
+    core to the second half, which has more lanes. A single core serves both."""
     half = len(cores) // 2
     return cores[:half] or cores, cores[half:]
 
 
 def split_beside_gpu(cores: list[int]) -> tuple[list[int], list[int]]:
-    """(cores of the lanes that issue to a GPU, cores of the optimizer). One issuing lane at a time has the interpreter. With many
-    cores they have two, so that a driver's thread or an interrupt does not delay them; the optimizer is memory-bound and hardly
-    misses one. A single core serves all."""
+    """(cores of the lanes that issue to a GPU, cores of the optimizer). One issuing lane at a time holds the interpreter lock. With
+    many cores they get two, so that a driver thread or an interrupt does not delay them; the optimizer is memory-bound and hardly
+    slower without it. A single core serves all."""
     n_issuing = 2 if len(cores) >= MANY_CORES else 1
     return cores[:n_issuing], cores[n_issuing:] or cores

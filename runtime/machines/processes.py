@@ -1,7 +1,7 @@
 """Ranks as processes of torch.distributed, started by torchrun or with its environment variables.
 
-NCCL between GPUs; gloo between CPUs and for what lies in host memory. Each lane that has collectives has process groups of its own,
-so that its order of ops is the order of its collectives.
+NCCL connects GPUs; gloo connects CPUs and transfers host memory. Each lane with collectives has separate process groups, so that
+the order of its collectives is the order of its ops.
 """
 
 import json
@@ -18,20 +18,20 @@ from penstock.runtime.errors import PlanError, RanksError
 from penstock.runtime.host.slabs import Shared, shared_slab, slab_of
 from penstock.runtime.ranks import Among
 
-PATIENCE = timedelta(minutes=30)  # timeout of a collective that a thread waits in: the slowest rank's longest op
-LONG = timedelta(days=30)  # timeout of collectives that are issued a step ahead, or between steps: an evaluation may be long
+PATIENCE = timedelta(minutes=30)  # timeout of blocking collectives: longer than the longest op of the slowest rank
+LONG = timedelta(days=30)  # timeout of collectives issued a step ahead or between steps, where an evaluation may be long
 MAX_MESSAGE_BYTES = 2**20
-# torch 2.13 gave it a new name, and warns of the old one
+# torch 2.13 renamed it, and warns of the old name
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Processes:
-    """All ranks of a run, as the process of one of them."""
+    """`Ranks` in the process of one rank, by torch.distributed."""
 
-    def __init__(self, device: torch.device, here: int | None = None, place: int = 0, by_memory: bool = False) -> None:
-        """Called by all, after `dist.init_process_group`. `here`: ranks of this host, None: all; `place`: this one among them."""
+    def __init__(self, device: torch.device, n_here: int | None = None, local_rank: int = 0, by_memory: bool = False) -> None:
+        """Call on all ranks after `dist.init_process_group`. `n_here`: ranks of this host, None for all."""
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
-        self.n_here = self.n if here is None else self._agreed(here, place)
+        self.n_here = self.n if n_here is None else self._agreed(n_here, local_rank)
         self.by_memory = by_memory and self.n_here == self.n
         is_gpu = device.type == "cuda"
         backend, wait = "nccl" if is_gpu else "gloo", LONG if is_gpu else PATIENCE
@@ -46,54 +46,54 @@ class Processes:
         self._between_steps = dist.new_group(backend="gloo", timeout=LONG)
 
     def _own_group(self, groups: Iterable[Iterable[int]], backend: str, wait: timedelta) -> Any:
-        """This rank's process group among these, each of which every rank has to create."""
-        made = [(ranks, dist.new_group(ranks, backend=backend, timeout=wait)) for ranks in map(list, groups)]
-        return next(group for ranks, group in made if self.rank in ranks)
+        """Create a process group for each list of ranks, as all ranks have to, and return this rank's."""
+        created = [(ranks, dist.new_group(ranks, backend=backend, timeout=wait)) for ranks in map(list, groups)]
+        return next(group for ranks, group in created if self.rank in ranks)
 
-    def _agreed(self, n_here: int, place: int) -> int:
-        """Ranks of each host; RanksError if it differs, or a host's ranks are not consecutive."""
+    def _agreed(self, n_here: int, local_rank: int) -> int:
+        """Number of ranks per host; RanksError if hosts differ, or ranks of a host are not consecutive."""
         of_ranks = torch.zeros(self.n, 2, dtype=torch.int64)
-        with _meeting("counted themselves"):
-            _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - place]))
-        alike = n_here > 0 and self.n % n_here == 0
-        if not alike or any(n != n_here or first != rank // n_here * n_here for rank, (n, first) in enumerate(of_ranks.tolist())):
+        with _rank_errors("counted themselves"):
+            _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - local_rank]))
+        is_even = n_here > 0 and self.n % n_here == 0
+        if not is_even or any(n != n_here or first != rank // n_here * n_here for rank, (n, first) in enumerate(of_ranks.tolist())):
             raise RanksError("hosts have different numbers of ranks; start as many on each, as torchrun --nproc-per-node does")
         return n_here
 
     def leave(self) -> None:
-        """Drop the process groups, which ends their threads: a thread that frees a tensor while Python exits would crash it."""
+        """Drop the process groups to end their threads, because a thread that frees a tensor while Python exits would crash."""
         self._of_device = self._here = self._between_hosts = self._of_host = self._of_meetings = self._between_steps = None
 
     def meet(self) -> None:
-        with _meeting("brought weights together"):
+        with _rank_errors("brought weights together"):
             dist.barrier(group=self._of_meetings)
 
-    def gather(self, whole: torch.Tensor) -> None:
-        flat = whole.view(torch.uint8)  # bytes are moved, whatever they mean
+    def gather(self, weights: torch.Tensor) -> None:
+        flat = weights.view(torch.uint8)  # any dtype
         n = flat.numel() // self.n
-        with _meeting("brought weights together"):
+        with _rank_errors("brought weights together"):
             _gather_into(flat, flat[self.rank * n : (self.rank + 1) * n], group=self._of_device)
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
         group, where = (self._here, "") if among == "here" else (self._between_hosts, " between hosts")
-        with _meeting(f"exchanged gradients{where}"):
+        with _rank_errors(f"exchanged gradients{where}"):
             dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=group)
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
-        with _meeting("shared norms"):
+        with _rank_errors("shared norms"):
             _gather_into(rows.view(-1), row, group=self._of_host)
 
     def tell(self, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Broadcast rank 0's message, JSON, to all."""
-        with _meeting("waited for what rank 0 says"):
+        with _rank_errors("waited for what rank 0 says"):
             return self._broadcast(message, 0)
 
     def gathered(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        with _meeting("compared what they are to do"):
+        with _rank_errors("compared what they are to do"):
             return [self._broadcast(message, rank) for rank in range(self.n)]
 
     def _broadcast(self, message: Mapping[str, Any] | None, rank: int) -> dict[str, Any]:
-        """One rank's message, at every rank. JSON: nothing is unpickled."""
+        """Broadcast one rank's message. It is JSON, so nothing is unpickled."""
         content = bytearray(json.dumps(message).encode() if rank == self.rank else b"")
         n = torch.tensor([len(content)])
         dist.broadcast(n, rank, group=self._between_steps)
@@ -107,24 +107,24 @@ class Processes:
         raise RanksError("a rank sends what is no message; start all ranks with the same version of penstock")
 
     def common(self, mine: Shared) -> list[torch.Tensor] | None:
-        """As `Ranks.common`. Called by every rank; all find the same."""
+        """Implement `Ranks.common`; call on all ranks, which return equal results."""
         messages, slabs = self.gathered(asdict(mine)), list[torch.Tensor]()
         refuse_errors(messages)
         with suppress(OSError, TypeError, ValueError):
-            slabs += [slab_of(Shared(**other)) for other in messages]
-        has_all = all(other["has_all"] for other in self.gathered({"has_all": len(slabs) == self.n}))
+            slabs += [slab_of(Shared(**message)) for message in messages]
+        has_all = all(message["has_all"] for message in self.gathered({"has_all": len(slabs) == self.n}))
         return slabs if has_all else None
 
     def of_host(self, n_bytes: int) -> torch.Tensor:
-        """As `Ranks.of_host`: memory of the first rank there, which the others map. Called by every rank."""
+        """Implement `Ranks.of_host` with memory of the host's first rank, which the others map; call on all ranks."""
         first = self.rank - self.rank % self.n_here
         mine, slab = shared_slab(n_bytes) if self.rank == first else (None, None)
-        said = self.gathered({} if mine is None else asdict(mine))
-        refuse_errors(said)
+        messages = self.gathered({} if mine is None else asdict(mine))
+        refuse_errors(messages)
         wrong = dict[str, str]()
         if slab is None:
             try:
-                slab = slab_of(Shared(**said[first]))
+                slab = slab_of(Shared(**messages[first]))
             except (OSError, TypeError, ValueError) as error:
                 where = f"the base weights in rank {first}'s memory cannot be read ({error})"
                 wrong["error"] = f"{where}; let one user start all ranks of a host, in one container"
@@ -135,8 +135,8 @@ class Processes:
         return slab
 
     def to_first(self, part: torch.Tensor | None, rank: int, into: torch.Tensor | None) -> None:
-        """Send a flat tensor of one rank's host memory to rank 0. Called by these two."""
-        with _meeting("wrote a checkpoint"):
+        """Send a flat tensor in host memory from one rank to rank 0; call on these two."""
+        with _rank_errors("wrote a checkpoint"):
             if self.rank == rank:
                 assert part is not None
                 dist.send(part.view(torch.uint8), 0, group=self._between_steps)
@@ -145,13 +145,13 @@ class Processes:
 
 
 @contextmanager
-def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = False) -> Iterator[Processes]:
-    """All ranks that torchrun's environment variables lead to. `device`: cuda, the first that this process sees, or cpu; `here`,
-    `place`: as in `Processes`; `by_memory`: as in `Ranks`."""
+def connected_ranks(device: str, n_here: int | None = None, local_rank: int = 0, by_memory: bool = False) -> Iterator[Processes]:
+    """Connect all ranks by torchrun's environment variables. `device`: cuda (the first visible GPU) or cpu; `n_here`: as in
+    `Processes`; `by_memory`: as in `Ranks`."""
     try:
         dist.init_process_group("gloo")
         _refuse_unlike_devices(device)
-        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), here, place, by_memory)
+        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), n_here, local_rank, by_memory)
     except RanksError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -162,28 +162,28 @@ def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = 
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
-    ranks.leave()  # not after a failure: a thread may be in a collective that never ends
+    ranks.leave()  # not after a failure, because a thread may hang in a collective
 
 
 def meeting_place(n: int) -> tuple[object, dict[str, str]]:
-    """A store at a free port where `n` ranks of this host meet while this process holds it, as torchrun's agent does; and each
-    rank's environment variables."""
+    """Return a store at a free port, at which `n` ranks of this host connect like under torchrun's agent while this process holds
+    it; and the environment variables of all ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    there = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-    return store, there | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    environment = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    return store, environment | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
-def refuse_errors(said: Sequence[Mapping[str, Any]]) -> None:
-    """PlanError with the first error among the ranks' messages."""
-    for rank, other in enumerate(said):
-        if other.get("error"):
-            error = PlanError(f"rank {rank}: {other['error']}")
-            error.exit_code = other.get("exit_code", 2)
+def refuse_errors(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a PlanError with the first error among the ranks' messages."""
+    for rank, message in enumerate(messages):
+        if message.get("error"):
+            error = PlanError(f"rank {rank}: {message['error']}")
+            error.exit_code = message.get("exit_code", 2)
             raise error
 
 
 def _refuse_unlike_devices(device: str) -> None:
-    """RanksError where some ranks have a GPU and others none: in NCCL and gloo groups they would wait for each other."""
+    """RanksError if only some ranks have a GPU, because ranks in NCCL groups would wait for ranks in gloo groups."""
     n_gpus = torch.tensor([device == "cuda"], dtype=torch.int32)
     dist.all_reduce(n_gpus)
     if 0 < (n := int(n_gpus)) < dist.get_world_size():
@@ -191,10 +191,12 @@ def _refuse_unlike_devices(device: str) -> None:
 
 
 @contextmanager
-def _meeting(what: str) -> Iterator[None]:
-    """RanksError, one line, where another rank has gone."""
+def _rank_errors(action: str) -> Iterator[None]:
+    """Convert an error of torch.distributed to a RanksError of one line: another rank has ended."""
     try:
         yield
     except (RuntimeError, dist.DistBackendError) as error:
         line = (str(error).splitlines() or [""])[0][:160]
-        raise RanksError(f"another rank has ended, or cannot be reached, while ranks {what} ({line}); see what it said") from error
+        raise RanksError(
+            f"another rank has ended, or cannot be reached, while ranks {action} ({line}); see what it said"
+        ) from error

@@ -1,7 +1,4 @@
-"""Streams of a CUDA device, which do what is issued to them in order and later, and events, which mark a place in a stream.
-
-Tests give lanes streams and events of their own, with the same methods, which are late on purpose.
-"""
+"""Streams and events of a CUDA device. Tests replace them by streams with the same methods that are late on purpose."""
 
 import os
 import weakref
@@ -19,31 +16,31 @@ from penstock.runtime.host.slabs import register_for_dma, unregister
 
 
 class CudaStreams:
-    """One CUDA device's streams. All but `finish` return at once."""
+    """Streams of one CUDA device. All methods but `finish` are asynchronous."""
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
-        torch.cuda.init()  # else there is no generator to be seeded
-        self.name: str | None = torch.cuda.get_device_name(self.device)  # as the device's maker calls it
+        torch.cuda.init()  # creates the generator that is seeded later
+        self.name: str | None = torch.cuda.get_device_name(self.device)  # product name
 
     @staticmethod
     def event(is_timed: bool = False) -> Event:
-        """To order streams and to be waited for; a timed one also knows when it was reached."""
+        """Event to order streams or to wait for; a timed one records its time."""
         return torch.cuda.Event(enable_timing=is_timed, blocking=True)  # else a waiting thread polls, on the optimizer's core
 
     def stream(self) -> Stream:
-        """Made once, with the machine: a pool of memory stays with each."""
+        """Create a stream; once per machine, because torch keeps a memory pool per stream."""
         return torch.cuda.Stream(self.device)
 
     @contextmanager
     def current(self, stream: Stream) -> Iterator[None]:
-        """The calling thread's work goes to the stream; its backward passes too, which autograd would do on threads of its own."""
+        """Issue the calling thread's work to the stream, with backward passes, which autograd would run on other threads."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream), set_multithreading_enabled(False):
             yield
 
     def issue(self, stream: Stream, name: str, work: Callable[[], None]) -> None:
-        """Have `work` done in the stream after all that was issued to it before. Called on a thread whose stream it is."""
+        """Issue `work` to the stream, which must be the calling thread's current one."""
         torch.cuda.nvtx.range_push(name)
         try:
             work()
@@ -51,7 +48,7 @@ class CudaStreams:
             torch.cuda.nvtx.range_pop()
 
     def finish(self, stream: Stream) -> None:
-        """Return once all that was issued to the stream is done; raise what went wrong there."""
+        """Wait for all work issued to the stream; raise its error."""
         try:
             stream.synchronize()
         except RuntimeError as error:
@@ -59,14 +56,14 @@ class CudaStreams:
             raise RuntimeError(f"{line} (a device reports late: an op that was issued earlier may be at fault)") from error
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory that streams can copy from while the host goes on; torch keeps it until they have."""
+        """Copy to pinned memory, for asynchronous copies; torch keeps it until they end."""
         return tensor.pin_memory()
 
-    def lock(self, arenas: Arenas, others: Sequence[torch.Tensor] = ()) -> None:
-        """Let streams copy from and to the host's arenas, as long as they exist, and from `others`, while the host goes on."""
-        slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(others)}
-        here = partial(torch.cuda.device, self.device)  # a thread's first call would else be of the first device
-        locked = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=here)
+    def lock(self, arenas: Arenas, shared: Sequence[torch.Tensor] = ()) -> None:
+        """Pin the host's arenas during their lifetime, and `shared`, for asynchronous copies."""
+        slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(shared)}
+        on_device = partial(torch.cuda.device, self.device)  # by default a new thread uses device 0
+        locked = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=on_device)
         weakref.finalize(arenas, unregister, locked)
         odd = [name for name, slab in arenas.host_slabs().items() if slab.numel() and not slab.is_pinned()]
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"
@@ -88,8 +85,8 @@ def free_cuda_bytes(index: int = 0) -> int:
 
 
 def use_same_kernels() -> None:
-    """Products of fp32 numbers are fp32 ones, and no kernel adds in the order in which its threads come. Then what a stream
-    computes is the same, to the last bit, whatever runs beside it. Some kernels are slower for it, attention's backward above all.
-    cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before it is first used."""
+    """Select deterministic kernels, so that results of a stream are bitwise identical with any concurrent work. Some are slower,
+    above all the backward pass of attention. cuBLAS needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before its first
+    use."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it: slots are written before they are read

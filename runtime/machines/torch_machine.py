@@ -1,7 +1,7 @@
-"""Machines that perform a plan's ops with torch: one that trains, on a CPU or a GPU, and one that goes forward in its arenas.
+"""Machines that perform a plan's ops with torch: for training on a CPU or GPU, and for forward plans in the arenas of a training.
 
 A machine performs ops on lanes. `host/copies.py` loads weights and offloads results, `compute/compute.py` computes blocks,
-`host/updates.py` updates weights, and ranks meet in `collectives.py`.
+`host/updates.py` updates weights, and `collectives.py` connects ranks.
 """
 
 import math
@@ -44,11 +44,11 @@ from .streams import CudaStreams
 
 
 class Abandoned(Exception):
-    """The run was asked to end during a forward, whose result is not there."""
+    """A stop was requested during a forward plan, which has no result."""
 
 
 class LaneMachine:
-    """Performs a plan's ops in some arenas, on some lanes: a `Machine`."""
+    """`Machine` that performs a plan's ops in arenas, on lanes."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class LaneMachine:
         base: BaseFile | None,
         only_gives: bool = False,
     ) -> None:
-        """`workers` help the host's own lane; `memory`: that ranks read of each other, if they do; `base`: what a disk has.
-        `only_gives`: a rank that gives other ranks its weights, and computes nothing."""
+        """`workers`: threads of the cpu lane; `memory`: shared host memory of ranks; `base`: frozen weights on disk. `only_gives`:
+        this rank only provides its weights to other ranks, and computes nothing."""
         self.plan, self.arenas, self.lanes, self.streams, self.ranks = plan, arenas, lanes, lanes.streams, ranks
         self.compute, self._updates, self._workers, self._memory = compute, updates, workers, memory
         self._base, self._readers, self._only_gives = base, Workers[None](N_READERS, lambda: None), only_gives
@@ -72,29 +72,29 @@ class LaneMachine:
         self._collectives = None if ranks is None else Collectives(plan, arenas, ranks, memory)
         self.on_thread = lanes.on_thread
         self._staying = {b for b in plan.policy.resident_blocks if plan.stays_loaded(b)}
-        self._loaded = set[int]()  # of these, the ones whose weights are in the slots where they stay
+        self._loaded = set[int]()  # blocks of `_staying` with weights in their slots
         self._awaited = {wait.op for op in plan.ops for wait in op.waits}
-        self._last: dict[Lane, int] = {}  # the op that each lane has performed last
-        self._losses: dict[int, Event | None] = {}  # of each step: reached when all that was issued of it has been added up
+        self._last: dict[Lane, int] = {}  # last op performed by each lane
+        self._losses: dict[int, Event | None] = {}  # by step: event after the sum of its losses
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
         if lane is Lane.CPU:
             self._updates.forget()
-        elif lane in (Lane.H2D, Lane.DISK):  # from here on: what unpacks waits for a load, which waits for a read
-            self._loaded.clear()  # a forward between two runs may have had their places
+        elif lane in (Lane.H2D, Lane.DISK):  # before any use: unpacking waits for loads, loads wait for reads
+            self._loaded.clear()  # a forward plan between two runs may have used their slots
         helped = {Lane.CPU: self._workers.helped, Lane.DISK: self._readers.helped}.get(lane)
         if lane is Lane.DISK:
             assert self._base is not None
             self._base.settle()
         with self.compute.at_work() if lane is Lane.GPU else nullcontext():
             if lane is Lane.GPU and self.streams is None:
-                give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
+                give_back_freed()  # of evaluations, checkpoints and the previous thread: holes too small for later allocations
             with self.lanes.settled(lane), self.lanes.current(lane):
                 try:
                     with nullcontext() if helped is None else helped(lambda: self.lanes.settled(lane)):
                         yield
-                finally:  # also after a failure: no copy may still write to the host, and what a kernel did wrong is said
+                finally:  # also after a failure: end copies to the host, and report errors of kernels
                     self.lanes.finish(lane)
 
     def prepare(self, step: int) -> None:
@@ -112,7 +112,7 @@ class LaneMachine:
     def work(self, index: int, op: Op, step: int) -> None:
         match op.kind:
             case Kind.READ | Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
-                pass  # frozen, and nothing else writes there
+                pass  # frozen weights already in a slot of their own
             case Kind.READ:
                 assert self._base is not None
                 self._readers.run(self._base.reads(op.block, self.arenas.raw(op["frozen"]).numpy().data))
@@ -168,7 +168,7 @@ class LaneMachine:
         issued, losses, lanes = self._losses.pop(step, None), self.compute.losses.pop(step, None), self.lanes
         if losses is None:
             return None
-        grad_norm, skipped, of_all = self._updates.taken(step)
+        grad_norm, skipped, of_all = self._updates.outcome(step)
 
         def loss_sum() -> float:
             if of_all is not None:
@@ -180,7 +180,7 @@ class LaneMachine:
         return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum, losses.n_losses)
 
     def gradient_norms(self) -> dict[str, float]:
-        """Of each parameter, in the last step, before clipping: what the global norm was made of."""
+        """Gradient norm of each parameter in the last step, before clipping."""
         return {p.name: math.sqrt(square) for p, square in self._updates.squares}
 
     def measured(self, records: Sequence[Record]) -> Sequence[Span]:
@@ -188,7 +188,7 @@ class LaneMachine:
 
 
 class TorchMachine(LaneMachine):
-    lanes_of: ClassVar[Callable[..., Lanes]]  # of a plan, and of what its kind of device is told besides
+    lanes_of: ClassVar[Callable[..., Lanes]]  # from a plan and the device's keyword arguments
 
     def __init__(
         self,
@@ -202,9 +202,9 @@ class TorchMachine(LaneMachine):
         disk: Path | None = None,
         **device: Any,
     ) -> None:
-        """Allocate every arena and build the templates; the host state is zero until weights are set. `n_workers` threads share an
-        op of the optimizer's lane; default: one per core. `batches` are of all ranks, each of which takes its part. `loss`: a
-        program's own, if the objective is one. `disk`: the file that the plan reads from."""
+        """Allocate all arenas and build the templates; host state is zero until weights are set. `n_workers`: threads of an op of
+        the cpu lane, by default one per core. `batches`: of all ranks; each takes its shard. `loss`: a user's loss function, if the
+        objective needs one. `disk`: the file of `disk_blocks`."""
         lanes = self.lanes_of(plan, **device)
         self.settings, self.seed, self._rank = settings, seed, 0 if ranks is None else ranks.rank
         assert plan.semantics.ranks == (1 if ranks is None else ranks.n)
@@ -217,18 +217,18 @@ class TorchMachine(LaneMachine):
             self.host = HostState(plan, arenas, self._rank, ranks is None or self._rank % ranks.n_here == 0, base)
             templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device, loss)
             compute = Compute(plan, arenas, templates, _uploaded(batches, lanes), seed, self._rank)
-        lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
+        lanes.finish(Lane.GPU)  # after the zeros of the arenas
         arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         if lanes.streams is not None:
             lanes.streams.lock(arenas, () if memory is None else memory.of_others(self._rank))
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
-        with lanes.current(Lane.GPU):  # in which a device is tried
+        with lanes.current(Lane.GPU):  # kernels are tested there
             updates = Updates(self.host, settings, workers, lanes.device, shared, seed)
-        self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
+        self.tell_of_forward: Callable[[int, int], None] | None = None  # (micro-batches, length), for other ranks
         super().__init__(plan, arenas, lanes, workers, compute, updates, ranks, memory, base)
 
     def initialise(self, seed: int) -> None:
-        for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
+        for block in range(len(self.plan.workload.blocks)):  # one at a time takes memory twice
             weights = self.compute.templates.initial_weights(block, seed)
             packed = [p.name for p in self.host.frozen[block] if self.plan.is_packed(p) and self.host.is_first]
             weights |= {name: pack(weights[name], self.plan.semantics.base) for name in packed}
@@ -236,7 +236,7 @@ class TorchMachine(LaneMachine):
         give_back_freed()
 
     def initialise_adapters(self, seed: int) -> None:
-        """The adapters alone, as `initialise` would."""
+        """Initialise the adapters only, with the numbers of `initialise`."""
         for block in range(len(self.plan.workload.blocks)):
             self.host.set_weights(block, self.compute.templates.initial_adapters(block, seed))
 
@@ -248,8 +248,8 @@ class TorchMachine(LaneMachine):
         return agreed
 
     def forward(self, plan: Plan, batches: Batches, head: Head, n_passes: int, stop: Stop | None) -> None:
-        """Perform some passes of a forward plan; Abandoned if the run is asked to end meanwhile. Other ranks are told of one pass
-        at a time: all finish it, and may then save."""
+        """Perform `n_passes` of a forward plan; Abandoned if a stop is requested meanwhile. With several ranks, announce one pass
+        at a time: all ranks finish it, and can save afterwards."""
         machine, tell = self.forwards(plan, batches, head), self.tell_of_forward
         at_once, heeded = (n_passes, stop) if tell is None else (1, None)
         for first in range(0, n_passes, at_once):
@@ -260,19 +260,19 @@ class TorchMachine(LaneMachine):
                 raise Abandoned
 
     def forwards(self, plan: Plan, batches: Batches, head: Head | None) -> LaneMachine:
-        """A machine that performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.
-        Training sees no change: host state is only read. Without a head it only gives other ranks its weights."""
-        on_device, of = _uploaded(batches, self.lanes), self.compute
-        compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, self._rank, head)
-        others = self._updates, self.ranks, self._memory, self._base
-        return LaneMachine(plan, self.arenas, self.lanes, self._workers, compute, *others, only_gives=head is None)
+        """Machine that performs a forward plan in these arenas, on these lanes. Only one of the two machines may run at a time.
+        Host state is only read, so training does not change. Without a head it only provides its weights to other ranks."""
+        on_device, training = _uploaded(batches, self.lanes), self.compute
+        compute = Compute(plan, self.arenas, training.templates, on_device, training.seed, self._rank, head)
+        parts = self._updates, self.ranks, self._memory, self._base
+        return LaneMachine(plan, self.arenas, self.lanes, self._workers, compute, *parts, only_gives=head is None)
 
     def device_peak_bytes(self) -> int | None:
         """Peak device memory of the process; None on a CPU."""
         return self.streams.peak_bytes() if self.streams is not None else None
 
     def others_bytes(self) -> int:
-        """Other ranks' memory that this process maps, which the system counts as its own."""
+        """Bytes of other ranks' memory that this process maps, which the system includes in its memory."""
         base_bytes = 0 if self.host.is_first else self.arenas.base_bytes()
         if self._memory is None:
             return base_bytes
@@ -284,26 +284,26 @@ class TorchMachine(LaneMachine):
 
 
 class CpuMachine(TorchMachine):
-    """Performs a plan on the CPU, with a "device" arena of its own and real copies. Compute has cores of its own; copies and the
-    optimizer share the rest."""
+    """Perform a plan on the CPU, with a separate "device" arena and real copies. The gpu lane has dedicated cores; copies and the
+    optimizer share the remaining ones."""
 
     @staticmethod
     def lanes_of(plan: Plan, pin_threads: bool = False, cores: tuple[list[int], list[int]] | None = None) -> Lanes:
-        """`cores`: those of compute, and those of copies and the optimizer; half of the process's each, without it."""
+        """`cores`: (of the gpu lane, of the other lanes); by default half of the process's each."""
         settle_allocator()
         for_compute, for_host = cores or split_cores(sorted(os.sched_getaffinity(0)))
         return Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, pin_threads, streams=None)
 
 
 class CudaMachine(TorchMachine):
-    """Performs a plan on a GPU. The lanes of compute and of the link's two directions issue ops to a stream each; the optimizer has
-    most of the host's cores."""
+    """Perform a plan on a GPU. The lanes of compute and of both copy directions have a stream each; the optimizer has most of the
+    host's cores."""
 
     @staticmethod
     def lanes_of(plan: Plan, streams: CudaStreams | None = None) -> Lanes:
-        """Every arena of the host's is pinned. `streams`: those of the first CUDA device, without it."""
-        # A product is rounded once, at its end, whatever the process did before. Else cuBLAS, where it splits the inner dimension
-        # (a weight's gradient has one of all tokens), adds the parts in bf16.
+        """`streams`: by default of the first CUDA device."""
+        # Round a matrix product once, at its end. By default cuBLAS adds partial products in bf16 where it splits the inner
+        # dimension, which for the gradient of a weight is the number of tokens.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -314,17 +314,17 @@ class CudaMachine(TorchMachine):
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:
-    """The plan's arenas, with frozen weights shared by a host's ranks; and the memory that ranks read of each other, unless weights
-    are gathered from the devices."""
+    """The plan's arenas, with frozen weights shared by the ranks of a host; and the memory that ranks read of each other, or None
+    if weights are gathered from the devices."""
     if ranks is None:
         return Arenas(plan.arenas, device), None
-    blocks, apart = [*range(len(plan.workload.blocks)), *plan.policy.speculate_blocks], dict[str, tuple[dict[Slot, int], Make]]()
+    blocks, separate = [*range(len(plan.workload.blocks)), *plan.policy.speculate_blocks], dict[str, tuple[dict[Slot, int], Make]]()
     fronts = {Slot("state", i): next(iter(plan.state_bytes(plan.part_elements(b)).values())) for i, b in enumerate(blocks)}
     if not plan.workload.trains_all:
         frozen = {Slot("state", b): plan.frozen_bytes(b) for b in blocks}
-        apart = {FRONTS: (fronts, host_slab), BASE: (frozen, partial(_base, ranks))}
+        separate = {FRONTS: (fronts, host_slab), BASE: (frozen, partial(_base, ranks))}
     if not ranks.by_memory:
-        return Arenas(plan.arenas, device, apart), None
+        return Arenas(plan.arenas, device, separate), None
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:
@@ -332,7 +332,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
         shared.append(handle)
         return memory
 
-    arenas = Arenas(plan.arenas, device, apart | {FRONTS: (fronts, slab)})
+    arenas = Arenas(plan.arenas, device, separate | {FRONTS: (fronts, slab)})
     exchanged = slab(plan.exchanged_elements() * ranks.n * ITEM_BYTES["fp32"])
     touch([exchanged], 1)
     uploaded_by, exchanged_by = (ranks.common(mine) for mine in shared)
@@ -342,7 +342,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
 
 
 def _base(ranks: Ranks, n_bytes: int) -> torch.Tensor:
-    """A slab of frozen weights, whose pages the first rank of the host faults in."""
+    """Slab of frozen weights; the first rank of the host faults in its pages."""
     slab = ranks.of_host(n_bytes)
     if ranks.rank % ranks.n_here == 0:
         touch([slab], len(os.sched_getaffinity(0)))
@@ -350,7 +350,7 @@ def _base(ranks: Ranks, n_bytes: int) -> torch.Tensor:
 
 
 def _uploaded(batches: Batches, lanes: Lanes) -> PreparedBatches:
-    """Batches in pinned memory, made ahead; the compute lane copies them to the device while the host goes on."""
+    """Batches prepared ahead in pinned memory, which the gpu lane copies to the device asynchronously."""
     if (streams := lanes.streams) is None:
         return PreparedBatches(batches)
 

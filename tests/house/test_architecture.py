@@ -94,8 +94,8 @@ HOME = {
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},
     "scipy": {"planner/bounds/integer.py"},
-    "numba": {"runtime/compiled.py", "runtime/host/loops.py"},
-    "llvmlite": {"runtime/host/loops.py"},
+    "numba": {"runtime/compiled.py", "runtime/host/compiled_loops.py"},
+    "llvmlite": {"runtime/host/compiled_loops.py"},
     "transformers": {
         *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "meta_models", "split")),
         "penstock/checkpoint/conversion.py",
@@ -111,7 +111,7 @@ HOME = {
     "numpy": {
         *("penstock/data", "planner/bounds", "planner/lower", "planner/predict", "planner/search"),
         *("planner/show/memory.py", "runtime/compiled.py"),
-        *(f"runtime/host/{name}.py" for name in ("chunks", "loops", "rounding")),
+        *(f"runtime/host/{name}.py" for name in ("chunks", "compiled_loops", "rounding")),
     },
 }
 

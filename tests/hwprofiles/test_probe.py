@@ -309,7 +309,7 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
         arrays = weight, remainder, first, second, steps[1].gradient.parts[0]
         places = [array.data_ptr() - device.slab.data_ptr() for array in arrays]
         assert places == [12 * n, 14 * n, 16 * n, 20 * n, 3 * 12 * n + 2 * n], "one after another, as a run lays them out"
-        before = [step.to.master.whole() for step in steps]
+        before = [step.target.master.values() for step in steps]
         device.run(ready, 1)
         assert device.order == [*range(4)]
         assert work.amount == 4 * optimizer.TASK_ELEMENTS
@@ -317,7 +317,7 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
         assert device.order == [i % device.n_tasks for i in range(12)]
         for step, was in zip(steps, before, strict=True):
             n_worked = n // optimizer.TASK_ELEMENTS * optimizer.TASK_ELEMENTS
-            assert (step.to.master.whole() != was)[:n_worked].float().mean() > 0.5
+            assert (step.target.master.values() != was)[:n_worked].float().mean() > 0.5
     device.release()
 
 

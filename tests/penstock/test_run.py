@@ -47,7 +47,7 @@ if sys.argv.pop(1) == "hidden":
 try:
     main()
 finally:
-    loops = sys.modules.get("penstock.runtime.host.loops")
+    loops = sys.modules.get("penstock.runtime.host.compiled_loops")
     print("compiled:", loops and bool(loops.update.signatures))
 """
 

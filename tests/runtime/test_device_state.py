@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.runtime.host.memory import DTYPE
-from penstock.runtime.host.optimizer import PROBE_ELEMENTS, Kept, Master, ParamState, Step, gives_the_hosts_bits, summed
+from penstock.runtime.host.optimizer import PROBE_ELEMENTS, KernelLayout, Master, ParamState, Step, matches_host, summed
 from penstock.runtime.plan import Kind, Policy, Update
 from penstock.runtime.plan.optimizer import AdamW
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
@@ -41,7 +41,7 @@ def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_s
 def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: bool, tmp_path) -> None:
     """And not if its multiply-adds round twice."""
     weight = torch.float32 if kind == "fp32" else torch.bfloat16
-    assert in_cpp_gives_the_hosts_bits(Kept(weight, kind == "split", weight), tmp_path, fused) == fused
+    assert in_cpp_matches_host(KernelLayout(weight, kind == "split", weight), tmp_path, fused) == fused
 
 
 @pytest.mark.fast("values")
@@ -49,19 +49,19 @@ def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: b
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
 def test_the_kernel_of_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moments, tmp_path) -> None:
     weight = torch.float32 if kind == "fp32" else torch.bfloat16
-    kept = Kept(weight, kind.startswith("split"), weight, DTYPE[moments], rule, is_drawn=kind in ("bf16", "split24"))
-    assert in_cpp_gives_the_hosts_bits(kept, tmp_path)
+    kept = KernelLayout(weight, kind.startswith("split"), weight, DTYPE[moments], rule, is_stochastic=kind in ("bf16", "split24"))
+    assert in_cpp_matches_host(kept, tmp_path)
 
 
-def in_cpp_gives_the_hosts_bits(kept: Kept, folder: Path, fused: bool = True) -> bool:
-    return gives_the_hosts_bits(by_two_threads(kept.compiled(partial(in_cpp, folder, fused=fused))), CPU, kept)
+def in_cpp_matches_host(kept: KernelLayout, folder: Path, fused: bool = True) -> bool:
+    return matches_host(by_two_threads(kept.compiled(partial(in_cpp, folder, fused=fused))), CPU, kept)
 
 
 @NEEDS_A_COMPILER
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 7), (1, 70), (2, 66), (4, 69)])
 def test_the_kernel_updates_parts_that_are_no_whole_or_aligned_vectors(start: int, end: int, tmp_path) -> None:
     """The expected elements are those of a step on all 80, which fill the vector registers of torch's kernel."""
-    kernel = by_two_threads(Kept(torch.bfloat16, True, torch.bfloat16).compiled(partial(in_cpp, tmp_path)))
+    kernel = by_two_threads(KernelLayout(torch.bfloat16, True, torch.bfloat16).compiled(partial(in_cpp, tmp_path)))
     before = random_state("split", 80, seed=0)
     whole, part = copied(before), copied(before)
     gradient, settings = torch.randn(80, generator=torch.Generator().manual_seed(1)).bfloat16(), AdamW(lr=1e-2)

@@ -111,7 +111,7 @@ def test_a_whole_file_is_read_by_other_runs_and_written_by_none(tmp_path: Path) 
     again = trained(planned(prefetch_depth=2), disk=tmp_path / "base")
     assert written == ((tmp_path / "base").stat().st_mtime_ns, (tmp_path / "base").read_bytes())
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
-    states = [machine.host.param_state(machine.host.owned[2][0]).master.whole() for machine in (first, again)]
+    states = [machine.host.param_state(machine.host.owned[2][0]).master.values() for machine in (first, again)]
     assert torch.equal(*states)
 
 

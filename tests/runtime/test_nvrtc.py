@@ -17,7 +17,7 @@ from penstock.runtime.cuda import nvrtc
 
 BF16, FP32, BYTE = "unsigned short", "float", "unsigned char"
 ARCHITECTURES = (80, 89, 90, 100)
-_LEAN = {"WEIGHT": BF16, "GRADIENT": BF16, "REMAINDER": "short", "IS_SPLIT": 1, "IS_LION": 0, "IS_DRAWN": 0}
+_LEAN = {"WEIGHT": BF16, "GRADIENT": BF16, "REMAINDER": "short", "IS_SPLIT": 1, "IS_LION": 0, "IS_STOCHASTIC": 0}
 # Definitions for each file: the first for every architecture, the others for one
 SOURCES: dict[str, list[dict[str, str | int]]] = {
     "pointwise.cu": [
@@ -25,7 +25,7 @@ SOURCES: dict[str, list[dict[str, str | int]]] = {
     ],
     "unpack.cu": [{"OUT": of, "BASE": base} for base in range(4) for of in (BF16, FP32)],
     "adamw.cu": [{"WEIGHT": of, "GRADIENT": of, "IS_SPLIT": split} for of, split in ((BF16, 1), (BF16, 0), (FP32, 0))],
-    "lean.cu": [_LEAN | {"MOMENT": moment} for moment in (BF16, BYTE)],
+    "low_bit_optim.cu": [_LEAN | {"MOMENT": moment} for moment in (BF16, BYTE)],
     "squares.cu": [{"ELEMENT": of, "CHUNK": nvrtc.THREADS**2, "THREADS": nvrtc.THREADS} for of in (BF16, FP32)],
     "loss.cu": [{"LOGIT": of, "THREADS": 512} for of in (BF16, FP32)],
 }  # fmt: skip
@@ -139,7 +139,7 @@ def test_the_loss_loads_and_stores_16_bytes(n: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("file", "n"), [(file, n) for file in ("lean.cu", "squares.cu") for n in range(1, len(SOURCES[file]))])
+@pytest.mark.parametrize(("file", "n"), [(f, n) for f in ("low_bit_optim.cu", "squares.cu") for n in range(1, len(SOURCES[f]))])
 def test_other_definitions_compile(file: str, n: int) -> None:
     """Definitions of files whose accesses no test counts."""
     assert compiled(file, n, 90)[1][:4] == b"\x7fELF"

@@ -19,7 +19,7 @@ from penstock.planner.model.workload import build_workload
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import Execution, execute
 from penstock.runtime.host.memory import DTYPE
-from penstock.runtime.host.optimizer import Kept, device_kernel
+from penstock.runtime.host.optimizer import KernelLayout, device_kernel
 from penstock.runtime.layers.recompute import FUSED_ATTENTION, Replay
 from penstock.runtime.machines.streams import CudaStreams, use_same_kernels
 from penstock.runtime.machines.torch_machine import CudaMachine
@@ -294,10 +294,10 @@ DTYPES = (torch.bfloat16, torch.float32, torch.uint8)  # of moments: the last of
 @pytest.mark.parametrize(("weight", "is_split"), [("fp32", False), ("bf16", True), ("bf16", False)])
 @pytest.mark.parametrize("gradient", ["bf16", "fp32"])
 def test_a_gpu_updates_to_the_hosts_bits(weight, is_split, gradient) -> None:
-    of_torch = Kept(DTYPE[weight], is_split, DTYPE[gradient])
+    of_torch = KernelLayout(DTYPE[weight], is_split, DTYPE[gradient])
     drawn = {"fp32": [False], "bf16": [False, True] if is_split else [True]}[weight]
     of_less = [(rule, of, is_drawn) for rule in ("adamw", "lion") for of in DTYPES for is_drawn in drawn]
-    for kept in (of_torch, *(Kept(*of_torch[:3], of, rule, is_drawn) for rule, of, is_drawn in of_less)):
+    for kept in (of_torch, *(KernelLayout(*of_torch[:3], of, rule, is_drawn) for rule, of, is_drawn in of_less)):
         device_kernel(torch.device("cuda"), kept)  # which says so else
 
 

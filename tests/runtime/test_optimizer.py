@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from penstock.runtime.compiled import compiled_loop
 from penstock.runtime.executor import OpError, execute
-from penstock.runtime.host import chunks, loops, optimizer, rounding, updates
+from penstock.runtime.host import chunks, compiled_loops, optimizer, rounding, updates
 from penstock.runtime.host.chunks import Scratch
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.host.norms import added, squares_tasks, sum_of_squares
-from penstock.runtime.host.optimizer import Master, ParamState, Step, SummedGradient, summed
+from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, Step, SummedGradient, summed
 from penstock.runtime.host.workers import Workers
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW, optimizing
@@ -127,14 +127,14 @@ def test_less_state_is_updated_as_by_a_plain_loop_whole_or_cut(rule, kind, momen
     before = ParamState(before.master, tuple(of.to(DTYPE[moments]) for of in kept))
     parts = tuple(torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     cut, found = min(n, 128 * 700), []
-    keys, is_drawn, _ = rounding.drawn(0, 3, "p", 0, kind in ("bf16", "split24"))
+    keys, is_drawn, _ = rounding.stochastic_rounding(0, 3, "p", 0, kind in ("bf16", "split24"))
     for pieces in ([slice(0, n)], [slice(0, cut), slice(cut, n)]):
         to = copied(random_state(kind, n, seed=99) if elsewhere else before)
         to = ParamState(to.master, tuple(of.clone() for of in before.moments))
         for part in pieces if n > cut else pieces[:1]:
             mine, start_from = (of_part(state, part) for state in (to, before))
             gradient = SummedGradient(tuple(p[part] for p in parts), torch.bfloat16)
-            drawn = rounding.Drawn(keys, is_drawn, part.start)
+            drawn = rounding.StochasticRounding(keys, is_drawn, part.start)
             step = Step(mine, gradient, 0.3, 3, SETTINGS, start_from if elsewhere else None, rule, drawn)
             for task in step.tasks():
                 task(Scratch())
@@ -153,18 +153,18 @@ def test_less_state_is_updated_as_by_a_plain_loop_whole_or_cut(rule, kind, momen
 
 
 def in_fp32(moment: torch.Tensor, is_root: bool, n: int) -> torch.Tensor:
-    return rounding.Int8Moment(moment, n, is_root).whole() if moment.dtype is torch.uint8 else moment.float()
+    return rounding.Int8Moment(moment, n, is_root).values() if moment.dtype is torch.uint8 else moment.float()
 
 
 def test_a_full_disk_does_not_end_what_is_compiled(tmp_path):
     """No byte can be written: nothing is kept, and the loop runs."""
     code = """if 1:
         import resource, torch
-        from penstock.runtime.host import loops
+        from penstock.runtime.host import compiled_loops
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         total = torch.ones(3)
-        loops.add_part(total, torch.full((3,), 0.5), True, 0, 3)
-        print(loops.begin(5, 6), total.tolist(), len(loops.add.signatures))"""
+        compiled_loops.add_part(total, torch.full((3,), 0.5), True, 0, 3)
+        print(compiled_loops.begin(5, 6), total.tolist(), len(compiled_loops.add.signatures))"""
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout == f"{begin_plainly(5 + 6)} [0.5, 0.5, 0.5] 1\n"
@@ -222,18 +222,18 @@ def of_part(state: ParamState, part: slice) -> ParamState:
 def test_a_moment_of_fewer_bits_decays_as_it_should_on_average():
     """By 0.1 % an update, which is less than half of what bf16 tells apart: to the nearest it would not at all. In int8 too, and
     where fp16 scales would not: of roots of 1e-5."""
-    assert sorted(loops.order()[: rounding.TURN].tolist()) == list(range(rounding.TURN)), "some number is likelier than others"
+    assert sorted(compiled_loops.order()[: rounding.TURN].tolist()) == [*range(rounding.TURN)], "some numbers are likelier"
     n, settings, small = 4096, replace(SETTINGS, beta2=0.999), np.full(2**17, 1e-10, np.float32)
     groups = tuple(torch.from_numpy(rounding.packed(x, is_root)) for x, is_root in ((0 * small, False), (small, True)))
     of_groups = ParamState(Master(torch.zeros(2**17)), groups)
     state = ParamState(Master(torch.zeros(n)), (torch.zeros(n).bfloat16(), torch.ones(n).bfloat16()))
     for n_updates in range(1, 301):
-        drawn = rounding.drawn(0, n_updates, "p", 0, is_master_drawn=False)
+        drawn = rounding.stochastic_rounding(0, n_updates, "p", 0, is_master_stochastic=False)
         for of in (state, of_groups):
             gradient = summed(torch.zeros_like(of.master.weight))
             for task in Step(of, gradient, 1.0, n_updates, settings, None, "adamw", drawn).tasks():
                 task(Scratch())
-    assert float(rounding.Int8Moment(groups[1], 2**17, True).whole().mean()) == pytest.approx(1e-10 * 0.999**300, rel=2e-2)
+    assert float(rounding.Int8Moment(groups[1], 2**17, True).values().mean()) == pytest.approx(1e-10 * 0.999**300, rel=2e-2)
     assert float(state.moments[1].float().mean()) == pytest.approx(0.999**300, rel=2e-3)
     assert 0.02 < float(state.moments[1].float().std()) < 0.05, "elements go down together"
 
@@ -269,9 +269,9 @@ def test_a_gradient_that_is_no_number_is_none_when_it_is_rounded():
 
 # Every layout that a plan may ask for: weight or master, split or not, gradient, moments, rule, drawn
 MASTERS = ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False))
-TABLE = [optimizer.Kept(weight, is_split, gradient) for weight, is_split in MASTERS for gradient in GRADIENTS]
+TABLE = [KernelLayout(weight, is_split, gradient) for weight, is_split in MASTERS for gradient in GRADIENTS]
 TABLE += [
-    optimizer.Kept(DTYPE["fp32" if master == "fp32" else "bf16"], "split" in master, torch.bfloat16, DTYPE[moments], rule, is_drawn)
+    KernelLayout(DTYPE["fp32" if master == "fp32" else "bf16"], "split" in master, torch.bfloat16, DTYPE[moments], rule, is_drawn)
     for rule, (master, is_drawn), moments in product(
         ("adamw", "lion"), (("split", False), ("split24", True), ("bf16", True), ("fp32", False)), ("fp32", "bf16", "int8")
     )
@@ -282,8 +282,8 @@ TABLE += [
 @pytest.mark.parametrize("kept", TABLE, ids=str)
 def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients(kept, monkeypatch):
     """Scalar ones are ten times as slow: LLVM emits them where it cannot prove that arrays are apart."""
-    fresh = compiled_loop(loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache
-    monkeypatch.setattr(loops, "update", fresh)
+    fresh = compiled_loop(compiled_loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache
+    monkeypatch.setattr(compiled_loops, "update", fresh)
     assert list(optimizer._differences(kept)) == []
     if platform.machine() != "x86_64":
         pytest.skip("the assembly of x86 is read")
@@ -297,7 +297,7 @@ def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients
 
 def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):
     """Also without numba: the definition runs, and one line says so."""
-    kept = optimizer.Kept(torch.float32, False, torch.float32)
+    kept = KernelLayout(torch.float32, False, torch.float32)
     monkeypatch.setattr(optimizer, "_differences", lambda kept: iter(["weight"]))
     optimizer._tell_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"times slower: the compiled adamw on .* differs .*weight"):
@@ -320,16 +320,16 @@ def test_a_master_survives_being_cut_and_joined_to_the_last_bit(bits):
     short = Master(torch.zeros(1, dtype=torch.bfloat16), torch.full((1,), 7, dtype=torch.int8))
     short.put(slice(None), wide.clone())
     rounded = ((wide.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32) if wide.isfinite() else wide
-    assert equal_but_for_nans_payload(short.whole(), rounded)
+    assert equal_but_for_nans_payload(short.values(), rounded)
     assert equal_but_for_nans_payload(short.weight, half_up(rounded) if wide.isfinite() else wide.bfloat16())
     master = Master(torch.zeros(1, dtype=torch.bfloat16), torch.full((1,), 7, dtype=torch.int16))
     master.put(slice(None), wide.clone())
     if bool(wide.isnan()):
         assert bool(master.weight.isnan())
-        assert bool(master.whole().isnan())
+        assert bool(master.values().isnan())
     else:
         assert same_bits(master.weight, half_up(wide))
-        assert same_bits(master.whole(), wide)
+        assert same_bits(master.values(), wide)
 
 
 @pytest.mark.parametrize("n_threads", [2, 3, 7])

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.planner.predict.cost import update_bytes_per_param
-from penstock.runtime.host import loops, optimizer
+from penstock.runtime.host import compiled_loops, optimizer
 from penstock.runtime.host.chunks import Scratch
 from penstock.runtime.plan import Policy, Update
 from penstock.runtime.plan.workload import BlockKind
@@ -26,7 +26,7 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
         state = [of for of in to if of is not None]
         moved.append((end - start) * (sum(2 * of.itemsize for of in state) + sum(of.itemsize for of in parts[:n_parts])))
 
-    monkeypatch.setattr(loops, "update", update)
+    monkeypatch.setattr(compiled_loops, "update", update)
     monkeypatch.setattr(optimizer, "compiled_update", lambda kept: True)
     update_(random_state(kind, n, seed=1), torch.randn(n).to(gradient_dtype), 0.5, 2, SETTINGS)
     return sum(moved) / n
@@ -52,7 +52,7 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied):
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)
-    kept = [*(own.block for own in machine._workers._own), *machine.arenas.slabs.values()]
+    kept = [*(own.block for own in machine._workers._scratch), *machine.arenas.slabs.values()]
     known = {tensor.untyped_storage().data_ptr() for tensor in kept}
     largest, n_calls = 0, 0
 

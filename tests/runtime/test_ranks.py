@@ -16,7 +16,7 @@ from penstock.planner.model.workload import build_workload
 from penstock.runtime.errors import PlanError
 from penstock.runtime.executor import AgreedStop, Stop
 from penstock.runtime.host.slabs import shared_slab, slab_of
-from penstock.runtime.machines.emulated import Alike
+from penstock.runtime.machines.emulated import EmulatedRanks
 from penstock.runtime.plan import Kind, Policy, Semantics
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Block, BlockKind, Model, Parameter
@@ -175,7 +175,7 @@ def test_all_ranks_end_a_step_after_they_hear_of_the_end():
 
 
 def test_ranks_that_are_all_alike_share_what_one_does():
-    alike, rows, whole, received = Alike(3), torch.zeros(3, 2, dtype=torch.float64), torch.arange(6.0), torch.zeros(6)
+    alike, rows, whole, received = EmulatedRanks(3), torch.zeros(3, 2, dtype=torch.float64), torch.arange(6.0), torch.zeros(6)
     alike.share(torch.tensor([1.0, 2.0], dtype=torch.float64), rows)
     assert rows.tolist() == [[1.0, 2.0]] * 3
     alike.gather(whole)

@@ -254,7 +254,7 @@ def test_a_weight_set_piece_by_piece_is_the_weight(monkeypatch, compute_dtype, m
             wide = given[p.name].reshape(-1)
             rounded = torch.empty_like(wide, dtype=torch.bfloat16)
             Master(rounded).put(slice(None), wide)
-            assert same_bits(host.param_state(p).master.whole(), wide if master_dtype == "fp32" else rounded), p.name
+            assert same_bits(host.param_state(p).master.values(), wide if master_dtype == "fp32" else rounded), p.name
             assert same_bits(host.compute_weight(p).reshape(-1), wide if compute_dtype == "fp32" else rounded), p.name
             assert not any(moment.any() for moment in host.param_state(p).moments)
 
@@ -319,7 +319,7 @@ trainer, warm = Trainer(session, validations=()), out / "checkpoint-1"
 trainer.saver().save(1)
 load_model(first, warm, out)
 resumed(session, load_state(warm))
-weights = {p.name: first.host.param_state(p).master.whole().view(p.shape) for p in owned}  # as Hugging Face has them, in fp32
+weights = {p.name: first.host.param_state(p).master.values().view(p.shape) for p in owned}  # as Hugging Face has them, in fp32
 model = save(out / "model", 1, weights, [], first.plan.model.config, {})
 del weights
 found["save"] = growth(lambda: trainer.saver().save(2))

@@ -1,18 +1,18 @@
-// A step of AdamW or Lion on less state, in place, by the operations of docs/optimizers.md: to the bits of loops.py.
+// AdamW or Lion step on low-bit optimizer state, in place, by the operations of docs/optimizers.md; bitwise identical to the host.
 //
-// The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16; of moments also unsigned char, for
-// groups of int8), IS_SPLIT (a bf16 weight has a remainder, by which it lacks its master) of type REMAINDER, short, or signed char of
-// a master of 24 bits, IS_DRAWN (a bf16 master, or one of 24 bits, is rounded stochastically) and IS_LION. A thread has an element at a time, or a group.
+// The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16; MOMENT also unsigned char, for int8
+// groups), IS_SPLIT (a bf16 weight has a remainder) and its type REMAINDER (short, or signed char for a 24-bit master), IS_STOCHASTIC
+// (a bf16 or 24-bit master is rounded stochastically) and IS_LION. A thread updates one element or one group at a time.
 
 __device__ float widened(float x) { return x; }
 __device__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
 
 __device__ void put(float* to, float x, unsigned) { *to = x; }
-__device__ void put(unsigned short* to, float x, unsigned random) {  // up where what is cut off and the number carry; NaN stays NaN
+__device__ void put(unsigned short* to, float x, unsigned random) {  // add and truncate; NaN remains NaN
     *to = x != x ? 0x7FC0 : (unsigned short)((__float_as_uint(x) + random) >> 16);
 }
 
-__device__ unsigned drawn(unsigned key, unsigned turn, unsigned within) {
+__device__ unsigned random16(unsigned key, unsigned turn, unsigned within) {
     unsigned x = key + turn;
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x2C1B3C6Du;
@@ -22,7 +22,7 @@ __device__ unsigned drawn(unsigned key, unsigned turn, unsigned within) {
     return x ^ (x >> 9);
 }
 
-#define LACKS (IS_SPLIT && sizeof(REMAINDER) == 1 ? 8 : 0)  // bits of fp32
+#define LACKS (IS_SPLIT && sizeof(REMAINDER) == 1 ? 8 : 0)  // low bits of fp32 that a 24-bit master drops
 #define GROUP (sizeof(MOMENT) == 1 ? 32 : 1)
 
 template <typename Of> __device__ float loaded(const Of* of, int i, bool) { return widened(of[i]); }
@@ -54,7 +54,7 @@ __device__ void keep(unsigned char* groups, int first, int n, float* x, bool is_
     of_scale[0] = (unsigned char)scale, of_scale[1] = (unsigned char)(scale >> 8);
 }
 
-extern "C" __global__ void update_less(
+extern "C" __global__ void update_low_bit(
     WEIGHT* weight, REMAINDER* remainder, MOMENT* m, MOMENT* v, const GRADIENT* gradients, int n_elements, int first_turn, int of_weight,
     int of_m, int of_v, double scale, double by0, double by1, double by2, double by3, double by4, double by5, double by6) {
     float after[GROUP], second[GROUP];
@@ -76,12 +76,12 @@ extern "C" __global__ void update_less(
                 const float below = __fadd_rn(__fmul_rn(__fsqrt_rn(second[j]), (float)by4), (float)by5);
                 w = __fadd_rn(w, __fdiv_rn(__fmul_rn((float)by6, after[j]), below));
             }
-            const unsigned random = IS_DRAWN ? drawn(of_weight, turn, i & 0xFFFF) : 0x8000u;
+            const unsigned random = IS_STOCHASTIC ? random16(of_weight, turn, i & 0xFFFF) : 0x8000u;
             if (LACKS) w = __uint_as_float(w != w ? 0x7FC00000u : (__float_as_uint(w) + (random >> 8)) & 0xFFFFFF00u);
             if (IS_SPLIT) remainder[i] = (REMAINDER)(__float_as_uint(w) >> LACKS);
             put(&weight[i], w, IS_SPLIT ? 0x8000u : random);
         }
-        keep(m, begin, n, after, false, drawn(of_m, turn, begin & 0xFFFF));
-        if (!IS_LION) keep(v, begin, n, second, true, drawn(of_v, turn, begin & 0xFFFF));
+        keep(m, begin, n, after, false, random16(of_m, turn, begin & 0xFFFF));
+        if (!IS_LION) keep(v, begin, n, second, true, random16(of_v, turn, begin & 0xFFFF));
     }
 }
