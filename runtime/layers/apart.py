@@ -1,7 +1,7 @@
-"""Proof that a model keeps the documents of a packed sequence apart: its own layers, cut down, on documents packed and alone.
+"""Check of document isolation: a cut-down model computes equal results for documents packed and alone.
 
-A layer of each kind runs on random numbers. Its output for a document must depend neither on the other documents nor on the place
-in the sequence: its tokens then meet in attention alone, and its positions and masks are the documents'.
+A layer of each kind runs on random numbers. Its output for a document must depend neither on other documents nor on the offset in
+the sequence.
 """
 
 # B sequences, T tokens, D width
@@ -25,12 +25,12 @@ from .documents import attending, embed_packed
 from .meta_models import meta_model, read_config
 from .split import Call, Split
 
-DOCUMENTS = ((5, 11, 1), (17,))  # of two sequences, longer and shorter than the window of a model that is cut down
-TOLERANCE = 1e-5  # of the largest result: what fp32 rounds where products have other shapes; a leak is a thousand times as much
+DOCUMENTS = ((5, 11, 1), (17,))  # lengths in two sequences, above and below the window of cut-down models
+TOLERANCE = 1e-5  # relative to the largest result: fp32 rounding of differently shaped products; leaks are 1,000 times larger
 
 
 def supports_documents(config: dict[str, Any], semantics: Semantics) -> str | None:
-    """None where a model keeps packed documents apart; else why not. WorkloadError for a model that cannot be built."""
+    """Reason why a model does not isolate packed documents; None if it does. WorkloadError for a model that cannot be built."""
     return _refusal(json.dumps(config, sort_keys=True, default=str), semantics.attention, semantics.seq_len)
 
 
@@ -43,14 +43,14 @@ def _refusal(config: str, attention: str, seq_len: int) -> str | None:
             why = _Proof(json.loads(config), attention, seq_len).refusal()
     except WorkloadError as error:
         why = str(error)
-    except Exception as error:  # whatever the model's code makes of positions, masks and sizes that it does not expect
+    except Exception as error:  # any failure of the model's code with unusual positions, masks and sizes
         why = f"a small one could not be tried ({' '.join((str(error) or type(error).__name__).split())[:120]})"
-    gc.collect()  # a model refers to itself, and would stay for a while
+    gc.collect()  # models have reference cycles
     return why and f"documents of a packed sequence cannot be kept apart in {model_type} models: {why}"
 
 
 class _Proof:
-    """A cut-down model, whose weights are made when needed."""
+    """Comparison of documents packed and alone in a cut-down model, with random weights created when needed."""
 
     def __init__(self, config: dict[str, Any], attention: str, seq_len: int) -> None:
         small = cut_down(config, seq_len=seq_len)
@@ -61,7 +61,7 @@ class _Proof:
         self.split.make_buffers("cpu", of_layers=True)
         self.split.model.eval()
         self.generator = torch.Generator().manual_seed(0)
-        self.made: dict[int, nn.Parameter] = {}  # one that is tied has two places
+        self.made: dict[int, nn.Parameter] = {}  # by id, because tied weights have two owners
         for part in self.split._outside():
             self._make(part)
         self.n_tokens = sum(DOCUMENTS[0])
@@ -96,7 +96,7 @@ class _Proof:
         return None
 
     def _places_are_the_documents(self) -> bool:
-        """True if layers get the same tensors for the first positions, with and without the last ones beside them."""
+        """True if layers get equal tensors for the first positions with and without a sequence of the last positions."""
         last, first, tokens = [max(0, self.seq_len - 2), self.seq_len - 1], [0, 1], torch.zeros(2, 2, dtype=torch.long)
         both, alone = (
             embed_packed(self.split, None, tokens[: len(at)], torch.tensor(at), self._of(tokens[: len(at)])[1], ())[1]
@@ -106,11 +106,11 @@ class _Proof:
         return all(_alike(b[-1:], a) for b, a in found if isinstance(a, Tensor) and b.shape != a.shape)
 
     def _is_apart(self, i: int, packed: Call, alone: list[tuple[Any, Call]], shape: Sequence[int]) -> bool:
-        """True if a layer's output for each packed document equals that for the document alone."""
+        """True if a layer's output for each packed document equals its output for the document alone."""
         layer = self.split.layers[i]
         for part in layer.modules():
             self._make(part)
-        for held in layer.buffers():  # of which some come from files
+        for held in layer.buffers():  # values of checkpoint files are missing
             held.nan_to_num_(0.5)
         x_BTD = torch.randn(shape, generator=self.generator)
         with attending(packed, self.attention, packed.window(self.n_tokens)), _NoPlaces(self.n_tokens):
@@ -119,7 +119,7 @@ class _Proof:
 
 
 class _NoPlaces(TorchDispatchMode):
-    """WorkloadError if a layer numbers the tokens of a sequence itself."""
+    """WorkloadError if a layer computes positions of the sequence itself, by `arange`."""
 
     def __init__(self, n_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,4 @@
-"""Models of transformers on the meta device, built from a configuration: modules without weights.
-
-Of a vision-language model that is what text passes through: its towers are left out.
-"""
+"""Models of transformers on the meta device, built from a configuration; vision-language models without their towers."""
 
 from copy import deepcopy
 from typing import Any
@@ -17,9 +14,9 @@ from penstock.runtime.plan.workload import has_towers
 
 from .kernels import use_own_calls
 
-# Decided by the plan, whatever a file says
+# Fields of files that a plan overrides
 OURS = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
-# Fields that change neither modules nor what they compute: files, ids of tokens, random weights, outputs, sources of `layer_types`
+# Fields that change neither modules nor results: files, token ids, initialisation, outputs, sources of `layer_types`
 _BESIDE = {
     *("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache", "initializer_range", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "return_dict", "output_hidden_states", "output_attentions"),
@@ -30,19 +27,19 @@ _ANY_LENGTH = ("default", "linear", "llama3")  # rotary embeddings that do not d
 
 
 def read_config(config: dict[str, Any]) -> Any:
-    """A configuration as transformers completes it; WorkloadError when it refuses."""
-    if has_towers(config):  # transformers writes into objects within; of other models earlier runs have what it wrote
+    """Configuration completed by transformers; WorkloadError if it rejects the fields."""
+    if has_towers(config):  # transformers changes nested objects; other models keep the changes, as in earlier runs
         config = deepcopy(config)
     try:
-        given = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OURS})  # infinity, as saved
+        given = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OURS})  # e.g. infinity
         return AutoConfig.for_model(config["model_type"], **given)
-    except Exception as error:  # whatever its code makes of an unexpected value
+    except Exception as error:  # any failure with an unexpected value
         raise _refused(error) from None
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """The first field in which two configurations mean other modules or another computation, or None: `rms_norm_eps is 1e-06, not
-    1e-05`. Defaults are filled in first, and keys that the class does not have are ignored."""
+    """First field that gives two configurations different modules or results, e.g. `rms_norm_eps is 1e-06, not 1e-05`; else None.
+    Missing fields have defaults; keys unknown to the class are ignored."""
     if one["model_type"] != other["model_type"]:
         return f"model_type is {one['model_type']}, not {other['model_type']}"
     configs = read_config(one), read_config(other)
@@ -69,7 +66,7 @@ def _any_length(config: dict[str, Any]) -> bool:
 
 
 def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
-    """transformers' own model; WorkloadError when transformers refuses the configuration."""
+    """Model of transformers on the meta device; WorkloadError if transformers rejects the configuration."""
     complete = read_config(config)
     try:
         with torch.device("meta"):
@@ -80,7 +77,7 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
 
 
 def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' model of a configuration, with random weights on the current device, by torch's own calls."""
+    """Model of transformers with random weights on the current device. It uses PyTorch calls, not other packages' kernels."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention, "trust_remote_code": False}
     sees = sees_images(config)
     kind: Any = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else auto.MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
@@ -109,7 +106,7 @@ def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
 
 
 def sees_images(config: Any) -> bool:
-    """Whether a configuration of transformers is a vision-language model's: then its decoder of text is what is trained."""
+    """True for a vision-language model's configuration; then the text decoder is trained."""
     return getattr(config, "vision_config", None) is not None and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 

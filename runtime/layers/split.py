@@ -1,7 +1,7 @@
-"""A model cut into prologue, layers and epilogue: its own forward, run with stand-ins in the layers' places.
+"""Split a model into prologue, layers and epilogue by running its own forward with recorders in place of the layers.
 
-The stand-ins note what the model gives each layer (masks, rotary tables, positions), and prove that the model is a chain of layers:
-each must be given the very tensor that the one before returned. A model that is no such chain is refused with the reason.
+A recorder stores the arguments of its layer (masks, rotary tables, positions). It also checks that the layers form a chain: the
+input of each must be the tensor that the previous one returned. WorkloadError, with the reason, for any other model.
 """
 
 import copy
@@ -23,39 +23,39 @@ from penstock.runtime.errors import WorkloadError
 
 from .meta_models import sees_images
 
-Documents = tuple[tuple[int, ...], ...]  # tokens of each document of each packed sequence
+Documents = tuple[tuple[int, ...], ...]  # tokens per document, by packed sequence, e.g. ((5, 11, 1), (17,))
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Keys and values that layers share with later ones, beside the hidden state in one tensor (B, T, D + E), zeros until computed:
-    two layers exchange one tensor, and gradients of shared tensors accumulate. A hidden state of several streams is joined."""
+    """Hidden state and keys and values for later layers, concatenated to one tensor (B, T, D + E), zero until computed. Layers
+    exchange one tensor, and gradients of shared tensors accumulate. Several residual streams are flattened into D."""
 
     width: int  # D, of all streams
-    heads: Mapping[str, tuple[tuple[int, int], ...]]  # by the key under which layers find them: number and width, of each tensor
-    streams: tuple[int, int] | None = None  # how many, and their dimension among those of the model's own tensor
+    heads: Mapping[str, tuple[tuple[int, int], ...]]  # number and width of heads of each tensor, by the key that layers read
+    streams: tuple[int, int] | None = None  # number of streams, and their dimension in the model's tensor
 
     @property
     def sizes(self) -> list[int]:
-        """Elements a token, of the hidden state and of each tensor; in all, D + E."""
+        """Elements per token of the hidden state and of each tensor; their sum is D + E."""
         return [self.width, *(n * width for of in self.heads.values() for n, width in of)]
 
     def begun(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """A hidden state before the first layer, with room beside it."""
+        """Pad the first layer's input with zeros for keys and values."""
         return nn.functional.pad(self._joined(hidden_BTD), (0, sum(self.sizes) - self.width))
 
     def _joined(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.streams is None or hidden.dim() < 4 else hidden.movedim(self.streams[1], 2).flatten(2)
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """The hidden state alone, as the model has it."""
+        """Hidden state in the model's shape."""
         hidden = x[..., : self.width]
         if self.streams is not None:
             hidden = hidden.unflatten(-1, (self.streams[0], -1)).movedim(2, self.streams[1])
         return hidden.contiguous()
 
     def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
-        """The hidden state, and by key what is beside it, (B, H, T, W) each."""
+        """Hidden state; keys and values (B, H, T, W) by key."""
         left = iter(x.split(self.sizes, -1)[1:])
         states = {key: tuple(next(left).unflatten(-1, one).transpose(1, 2) for one in of) for key, of in self.heads.items()}
         return self.own(x), states
@@ -66,25 +66,24 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of a layer but its hidden state: the leaves, the hidden state's index among them, and the new hidden state's index
-    among the leaves of the layer's result."""
+    """Arguments of a layer, without the hidden state. `at`, `out_at`: its leaf index in the arguments and in the result."""
 
     leaves: tuple[Any, ...]
     spec: Any
     at: int
     out_at: int
     carried: Carried | None = None
-    documents: Documents | None = None  # of packed sequences
+    documents: Documents | None = None  # None: not packed
 
     def run(self, layer: Callable[..., Any], hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """The next hidden states (B, T, D)."""
+        """Next hidden state (B, T, D)."""
         leaves = list(self.leaves)
         if self.carried is None:
             leaves[self.at] = hidden_BTD
         else:
             leaves[self.at], states = self.carried.apart(hidden_BTD)
             shared = next((type(t)(states) for t in leaves if isinstance(t, UserDict)), UserDict(states))
-            # a layer asks for what is there, as `_form` has seen
+            # also holds zeros for keys of later layers; `_form` has run the layer without these
             leaves = [shared if isinstance(t, UserDict) else t for t in leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.out_at]
@@ -92,14 +91,14 @@ class Call:
 
     @property
     def sides(self) -> dict[int, torch.Tensor]:
-        """Arguments that need a gradient, besides the hidden state, by index."""
+        """Differentiable arguments, by leaf index."""
         return {j: t for j, t in enumerate(self.leaves) if isinstance(t, torch.Tensor) and t.requires_grad}
 
     def with_leaves(self, others: Mapping[int, Any]) -> "Call":
         return replace(self, leaves=tuple(others.get(j, t) for j, t in enumerate(self.leaves))) if others else self
 
     def window(self, seq_len: int) -> int | None:
-        """Most tokens that a token attends to, if a mask hides more than the tokens after it."""
+        """Smallest attention window among the masks, in tokens; None if every mask is fully causal."""
         masks = (t for t in self.leaves if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[-2:] == (seq_len, seq_len))
         seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
         return min((n for n in seen if n < seq_len), default=None)
@@ -107,7 +106,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a layer returns: leaves, and which of them is the hidden state; and what it leaves for later layers."""
+    """Leaves of a layer's result, index of the hidden state among them, and keys and values for later layers."""
 
     leaves: list[Any]
     spec: Any
@@ -122,11 +121,11 @@ _LAST_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", 
 
 
 class _Stop(Exception):
-    """The last layer is reached, and nothing after it is needed."""
+    """Ends a forward pass at the last layer."""
 
 
 class _Output(BaseModelOutputWithPast):
-    """A body's last hidden state; all other fields are None."""
+    """Output of a body: its last hidden state; other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -147,7 +146,7 @@ def _instead(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 @contextmanager
 def shared_inputs(layer: nn.Module) -> Iterator[list[tuple[str, ...]]]:
-    """Collect the names of linear modules of one parent that get the same tensor, and are called once while the context lasts.
+    """Collect names of linear modules that have one parent and the same input, and are called once within the context.
     Example: [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")]."""
     calls, groups, alike = list[tuple[str, Any]](), list[tuple[str, ...]](), dict[tuple[str, int], list[str]]()
     linear = {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
@@ -163,15 +162,15 @@ def shared_inputs(layer: nn.Module) -> Iterator[list[tuple[str, ...]]]:
 
 
 class Split:
-    """The parts of a model whose layers are on the meta device, by their names in it."""
+    """Prologue, layers and epilogue of a model with layers on the meta device. Names are those in the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """WorkloadError for a model that has no list of layers, or whose layers share a weight."""
+        """WorkloadError for a model without a list of layers, or with a weight in two layers."""
         self.model, layers = model, _layer_list(model)
         names = {id(module): name for name, module in model.named_modules()}
         self.layers_name = names[id(layers)]
         owner = model.get_submodule(self.layers_name.rpartition(".")[0])
-        body = owner if model.base_model is model else model.base_model  # Llama 4's prefix is of a larger model
+        body = owner if model.base_model is model else model.base_model  # Llama 4's prefix names a larger model
         self.body = model.get_decoder() if sees_images(model.config) and body is not owner else body
         self.body_name, self._whole_body = names[id(self.body)], body
         self.embedding_name = names[id(model.get_input_embeddings())]
@@ -184,15 +183,15 @@ class Split:
         self._owner, self._owner_name = owner, names[id(owner)]
         self.norm: nn.Module = getattr(owner, norms[0]) if len(norms) == 1 else Epilogue(self)
         self.norm_name = names.get(id(self.norm), self._owner_name)
-        self._forwards = [layer.forward for layer in self.layers]  # their own
-        self._forms: dict[int, _Form] = {}  # of each layer, what it returns
+        self._forwards = [layer.forward for layer in self.layers]
+        self._forms: dict[int, _Form] = {}  # by layer
         of = model.config
         self._forms_of_kinds = _forms_of(type(model).__name__, of.to_json_string(use_diff=False), of._attn_implementation)
-        self._left: dict[str, tuple[torch.Tensor, ...]] = {}  # by layers for later ones, without numbers
+        self._left: dict[str, tuple[torch.Tensor, ...]] = {}  # keys and values for later layers, on the meta device
         self.carried: Carried | None = None
         self.calls: list[Call] = []
-        self.sides: list[tuple[int, ...]] = []  # of each layer, the places of what it is given that follows from tokens
-        self._made: list[tuple[nn.Module, str]] = []  # buffers that no file has
+        self.sides: list[tuple[int, ...]] = []  # leaf indices of differentiable arguments, by layer
+        self._made: list[tuple[nn.Module, str]] = []  # buffers missing from checkpoint files
 
     def _fail(self, why: str) -> Any:
         raise WorkloadError(f"{type(self.model).__name__} cannot be trained by layers: {why}")
@@ -211,7 +210,7 @@ class Split:
         return [m for m in self.model.modules() if id(m) not in inside]
 
     def met(self, i: int, /, *args: Any, **kwargs: Any) -> Any:
-        """Stand-in for a layer: record its arguments, and return its hidden state unchanged."""
+        """Record a layer's arguments, and return its hidden state unchanged."""
         leaves, spec = tree_flatten((args, kwargs))
         if i != len(self.calls):
             self._fail(f"layer {i} runs where layer {len(self.calls)} should")
@@ -246,7 +245,7 @@ class Split:
             shared = UserDict(self._left)
 
             def narrow(t: Any) -> Any:
-                if isinstance(t, torch.Tensor):  # in bf16: grouped products on the meta device take no other floats
+                if isinstance(t, torch.Tensor):  # bf16: grouped_mm on the meta device takes no other float
                     return t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype)
                 return shared if isinstance(t, UserDict) else t
 
@@ -276,8 +275,8 @@ class Split:
         return self._forms[i].shared_inputs
 
     def around(self, weights: Mapping[str, torch.Tensor] | None, handed: Any = None, **batch: Any) -> Any:
-        """Run the body with its layers replaced by recorders, which `noted` returns. With `handed` as the last layer's output,
-        return the body's output; without, stop at the last layer. Weights are by their names in the body."""
+        """Run the body with recorders in place of its layers; `noted` returns their records. With `handed` as the last layer's
+        output, return the body's output; without, stop at the last layer. `weights`: by names in the body."""
         self.calls, self._handed, self._size = [], handed, batch["input_ids"].shape
         self._others: dict[int, torch.Tensor] = {}
         with _instead({layer: partial(self.met, i) for i, layer in enumerate(self.layers)}), suppress(_Stop):
@@ -287,7 +286,7 @@ class Split:
         return handed if handed is None else out[0]
 
     def noted(self) -> tuple[torch.Tensor, list[Call]]:
-        """Take the recorded input of the first layer, and the call of each layer."""
+        """Return and clear the recorded input of the first layer and the call of each layer."""
         hidden_BTD, calls = self.hidden_BTD, self.calls
         del self.hidden_BTD, self._passed
         self.calls = []
@@ -295,7 +294,7 @@ class Split:
         return hidden_BTD, calls
 
     def last(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """Input of the norm after the layers, given the last layer's output."""
+        """Input of the final norm, given the last layer's output."""
         return hidden_BTD if self.carried is None else self.carried.own(hidden_BTD)
 
     def _is_norm(self, tokens_BT: torch.Tensor) -> bool:
@@ -307,16 +306,16 @@ class Split:
             out = self.around(None, handed, input_ids=tokens_BT, use_cache=False)
         finally:
             handle.remove()
-        counts = len(met) == 1 or not list(self.norm.parameters())  # one without weights may be used before, too
+        counts = len(met) == 1 or not list(self.norm.parameters())  # a norm without weights may run before the layers, too
         return counts and bool(met) and met[-1][0] is handed and is_seen(out, met[-1][1])
 
     def _find_epilogue(self, tokens_BT: torch.Tensor) -> None:
-        """Replace the norm by an `Epilogue` with the weights that get a gradient after the layers."""
+        """Replace the norm by an `Epilogue` with the modules that get a gradient after the layers."""
         handed, start = torch.zeros_like(self.hidden_BTD).requires_grad_(), f"{self._owner_name}."
         try:
             with torch.enable_grad():
                 total = (out_BTD := self.around(None, handed, input_ids=tokens_BT[:, :1], use_cache=False)).sum()
-        except RuntimeError:  # it counts tokens there
+        except RuntimeError:  # the epilogue depends on the number of tokens
             self._fail("it is not known what follows its layers")
         weights = {n: p for n, p in self.model.named_parameters() if not p.is_meta}
         of = torch.autograd.grad(total, [*weights.values(), handed], allow_unused=True)
@@ -327,16 +326,16 @@ class Split:
         self.norm_name = self._owner_name
 
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """Output of the model's own head, given the body's; weights by their names in the model."""
+        """Logits of the model's own head, given the body's output; weights by names in the model."""
         batch = {"input_ids": torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device), "use_cache": False}
-        parts = [self._whole_body, *self._whole_body.children()]  # which some heads call in its place
+        parts = [self._whole_body, *self._whole_body.children()]  # some heads call a child
         with _instead({part: lambda *_, **__: _Output(last_hidden_state=hidden_BTD) for part in parts}):
             out = self.model(**batch) if weights is None else functional_call(self.model, dict(weights), (), batch, strict=False)
         return out.logits  # type: ignore[no-any-return]
 
     @property
     def outside(self) -> dict[str, nn.Parameter]:
-        """The parameters before the layers, by their names in the model."""
+        """Parameters before the layers, by names in the model."""
         own = tuple(f"{name}." for name in (self.layers_name, self.head_name))
         return {n: p for n, p in self.model.named_parameters() if not n.startswith(own) and n not in self.after}
 
@@ -346,7 +345,7 @@ class Split:
 
     @contextmanager
     def blank(self, device: torch.device | str = "cpu") -> Iterator[None]:
-        """Temporarily give parameters outside the layers and the epilogue zeros that take no memory (an expanded scalar)."""
+        """Temporarily replace parameters outside the layers and the epilogue by expanded zero scalars, which take no memory."""
         epilogue = set(self.norm.modules()) if isinstance(self.norm, Epilogue) else set()
         before = [(part, dict(part._parameters)) for part in self._outside() if part not in epilogue]
         for part, own in before:
@@ -360,7 +359,7 @@ class Split:
                 part._parameters.update(own)
 
     def look(self) -> None:
-        """Run the model around its layers once, to find what these return, before they are changed."""
+        """Trace the layers in one forward pass, before adapters and kernels change them."""
         self.make_buffers("cpu")
         with self.blank():
             tokens_BT = torch.zeros(1, 2, dtype=torch.long)
@@ -371,7 +370,7 @@ class Split:
         self.sides = [tuple(call.sides) for call in calls]
         shape = hidden_BTD.shape
         at = 2 if shape[:2] == self._size else 0
-        self.width = shape[-1] if len(shape) == 3 else shape[at] * shape[-1]  # of what layers return
+        self.width = shape[-1] if len(shape) == 3 else shape[at] * shape[-1]  # of tensors between layers
         if self._left or len(shape) > 3:
             heads = {key: tuple((t.shape[1], t.shape[3]) for t in of) for key, of in self._left.items()}
             self.carried = Carried(self.width, heads, (shape[at], at) if len(shape) > 3 else None)
@@ -393,29 +392,28 @@ class Split:
         return (*numbers, *((name, p.shape, p.dtype) for name, p in layer.named_parameters()), *given)
 
     def make_buffers(self, device: torch.device | str, of_layers: bool = False) -> None:
-        """Make buffers that no file has (frequencies, scales) on the device, outside of the layers or in the whole model."""
+        """Compute buffers missing from checkpoint files (frequencies, scales), outside of the layers or in the whole model."""
         left = list[tuple[nn.Module, str]]()
         models = [m for m in self.model.modules() if isinstance(m, PreTrainedModel)]
-        owner = {part: model for model in models for part in model.modules()}  # the innermost, as it is met last
+        owner = {part: model for model in models for part in model.modules()}  # the innermost: `modules` yields it last
         for part in list(self.model.modules()) if of_layers else self._outside():
             buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta or (part, n) in self._made}
             for name, buffer in buffers.items():
-                unknown = torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device=device)  # if never filled
+                unknown = torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device=device)  # until filled
                 part.register_buffer(name, unknown, name not in part._non_persistent_buffers_set)
                 self._made.append((part, name))
             if buffers:
                 owner[part]._init_weights(part)
             left += [(part, n) for n in buffers.keys() & part._non_persistent_buffers_set if part.get_buffer(n).isnan().any()]
         if left:
-            self.model._init_weights(self.body)  # Falcon H1's fills its layers'
+            self.model._init_weights(self.body)  # Falcon H1 fills buffers of its layers there
         for part, name in left:
             if part.get_buffer(name).isnan().any():
                 self._fail(f"{name} is computed when a module is made, and cannot be made again")
 
 
 class Epilogue(nn.Module):
-    """A body's computation after its layers, if that is more than a norm: its own forward, on one token up to the last layer, and
-    then on that layer's given output."""
+    """Computation after the layers, if more than a norm: the body's forward on one token, then on the last layer's output."""
 
     def __init__(self, split: Split, children: Collection[str] = ()) -> None:
         super().__init__()
@@ -435,7 +433,7 @@ class Epilogue(nn.Module):
 
 @lru_cache(maxsize=64)
 def _forms_of(*model: object) -> dict[object, _Form]:
-    """Forms of layers' results by kind, shared by equal models, as a run builds several."""
+    """Results of layers by kind, shared by equal models, because a run builds several."""
     return {}
 
 
@@ -447,7 +445,7 @@ def is_seen(view: Any, of: torch.Tensor) -> bool:
 
 
 def _layer_list(model: PreTrainedModel) -> nn.ModuleList:
-    """The largest list of layers, as the model names their classes (`_no_split_modules`, as FSDP wraps them)."""
+    """Return the largest list of modules of the classes in `_no_split_modules`, which FSDP wraps."""
     classes = set(model._no_split_modules or ())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     named = [m for m in lists if {type(layer).__name__ for layer in m} <= classes] or lists

@@ -1,4 +1,4 @@
-"""Views of slots: weights, gradients, activations, and what a layer saves."""
+"""Views of slots: weights, gradients, activations, and a layer's saved tensors."""
 
 # B sequences, T tokens, D width
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ from penstock.runtime.plan.workload import SLOT_ALIGN_BYTES
 from .packed_weights import prepare, unpack_into, unpack_kernel
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
-NO_ROOM = "no room"  # in place of the spot of a result that is one too many
-MATRICES = {"mm": 0, "addmm": 1}  # calls that can be told where to put their result, and the argument that is their first matrix
+NO_ROOM = "no room"  # replaces a `Spot` in a full slot
+MATRICES = {"mm": 0, "addmm": 1}  # calls with an `out` variant, and the index of their first matrix
 
 
 class Views:
-    """Views of a plan's slots on the device, made by each call."""
+    """Views of a plan's slots on the device, created by each call."""
 
     def __init__(self, plan: Plan, arenas: Arenas, width: int) -> None:
-        """`width`: D, of what layers return."""
+        """`width`: D of tensors between layers."""
         self._semantics, self._arenas = plan.semantics, arenas
         self._blocks = plan.workload.blocks
         self._owned = [block.offsets(owned_only=True)[0] for block in self._blocks]
         self._plan = plan
-        if (of := plan.semantics).base != "bf16":  # the first weight to be unpacked shall not wait for it
+        if (of := plan.semantics).base != "bf16":  # create lookup tables before the first unpack op
             device, dtype = arenas.raw(Slot("weights", 0)).device, DTYPE[of.compute_dtype]
             if unpack_kernel(device, of.base, dtype) is None and of.base in ("nf4", "mxfp4"):
                 prepare(device, of.base, dtype)
         self._width = width
 
     def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
-        """All weights that the block uses, by name; trained ones from the slot `trained`, if there is one."""
+        """Weights of the block by name; trained ones from the slot `trained`, if given."""
         weights, dtype = Weights(), self._semantics.compute_dtype
         for p in self._blocks[block].parameters:
             of, at = (slot, self._plan.offsets) if trained is None or p.frozen else (trained, self._owned)
@@ -43,7 +43,7 @@ class Views:
         return weights
 
     def leaves(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
-        """The same; trained weights require gradients."""
+        """Weights of the block by name; trained weights require gradients."""
         weights = self.weights(block, slot, trained)
         for p in self._blocks[block].trained:
             weights[p.name].requires_grad_()
@@ -55,7 +55,7 @@ class Views:
         return {p.name: self._arenas.view(slot, dtype, p.shape, at[p.name]) for p in self._blocks[block].trained}
 
     def unpack(self, op: Op) -> None:
-        """Unpack a block's packed weights, and copy its others."""
+        """Unpack a block's packed weights, and copy the others."""
         packed, base = self._arenas.raw(op["packed"]), self._semantics.base
         places = self._plan.uploaded(op.block)[0]
         for p in self._blocks[op.block].parameters:
@@ -68,7 +68,7 @@ class Views:
                 out.view(-1).copy_(packed[places[p.name] :][: out.nbytes].view(out.dtype))
 
     def activation(self, slot: Slot, m: int) -> torch.Tensor:
-        """A block's output, or its gradient, (B, T, D) of micro-batch number m."""
+        """Output of a block, or its gradient, (B, T, D) for micro-batch m."""
         s = self._semantics
         return self._arenas.view(slot, s.compute_dtype, (s.n_sequences(m), s.seq_len, self._width))
 
@@ -81,20 +81,20 @@ class Spot:
     stride: tuple[int, ...]
 
     def view(self, slot: torch.Tensor) -> torch.Tensor:
-        """The tensor there, given the slot's bytes, with a version counter of its own."""
+        """View of the slot's bytes, with a separate version counter."""
         return slot.data[self.offset_bytes :].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class Shelf:
-    """A slot for saved results that go to the host: products are computed into it, other results copied, in order, each at an
-    aligned place. Backward finds them in the slot that they have come back to."""
+    """Slot for saved results with activation offload. Products are computed into it, other results are copied, in order, at aligned
+    offsets. Backward reads them from the slot of their prefetch."""
 
     def __init__(self, slot: torch.Tensor) -> None:
-        """`slot`: its bytes; assign it again when they have moved."""
+        """`slot`: bytes; assigned again before backward, when they may be in another slot."""
         self.slot, self.n_bytes = slot, 0
 
     def computed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A call's result, and the same with spots in place of tensors on the shelf."""
+        """Compute a call. Return its result, and a copy of it with spots in place of tensors on the shelf."""
         packet = func.overloadpacket
         if packet.__name__ in MATRICES and func is packet.default:
             a, b = args[MATRICES[packet.__name__] :][:2]
@@ -107,16 +107,16 @@ class Shelf:
         return tree_unflatten(found, form), tree_unflatten(noted, form)
 
     def found(self, noted: Any) -> Any:
-        """A recorded result, with the tensor in place of its spot."""
+        """Tensor of a spot; other values are returned unchanged."""
         assert noted is not NO_ROOM, "what is saved finds no room in its slot"
         return noted.view(self.slot) if isinstance(noted, Spot) else noted
 
     def _put(self, thing: Any) -> Any:
-        """Where a result lies now. States of random numbers, which are a few integers, stay where they are."""
+        """Copy a floating-point tensor to the shelf and return its spot. Other values (random states) are returned without copy."""
         if not isinstance(thing, torch.Tensor):
             return thing
         if not thing.dtype.is_floating_point or not thing.numel():
-            return thing.detach()  # from the graph that the original gets as soon as autograd sees it
+            return thing.detach()  # autograd attaches a graph to the original next
         n_spanned = 1 + sum((n - 1) * stride for n, stride in zip(thing.shape, thing.stride(), strict=True))
         assert n_spanned == thing.numel(), f"a result of shape {(*thing.shape,)} has gaps: its strides are {thing.stride()}"
         if (spot := self._room(thing.dtype, thing.shape, thing.stride())) is None:
