@@ -19,8 +19,8 @@ from torch import nn
 
 from penstock.runtime.errors import PenstockError, WorkloadError
 from penstock.runtime.layers.kernels import LIBRARY_KERNELS
+from penstock.runtime.layers.layer_chain import Call, Epilogue, LayerChain
 from penstock.runtime.layers.meta_models import meta_model
-from penstock.runtime.layers.split import Call, Epilogue, Split
 from penstock.runtime.plan import Semantics
 
 from . import kept
@@ -47,11 +47,11 @@ def about(config: str) -> dict[str, list[str]]:
 
 
 @lru_cache(maxsize=8)
-def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
+def split_of(config: str, attention: str) -> tuple[LayerChain, dict[str, Any]]:
     """A model of a configuration without numbers, and what its outlines say of it as a whole."""
     semantics = Semantics(1, 1, 1, attention=attention)  # type: ignore[arg-type]
     with _watched(config):
-        split = Split(meta_model(json.loads(config), semantics))
+        split = LayerChain(meta_model(json.loads(config), semantics))
         embedding: Any = split.model.get_submodule(split.embedding_name)
         head = split.head
         names = {"layers": split.layers_name, "head": split.head_name, "embedding": split.embedding_name}
@@ -62,7 +62,7 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
             "vocab": head.weight.shape[0],
             "logits": _of_logits(split, head.weight.shape[1]),
         }
-        split.look()
+        split.trace()
         names["norm"] = split.norm_name
         split.make_buffers("cpu", of_layers=True)  # so that it is known that a run can
         for layer in split.layers:
@@ -115,9 +115,9 @@ def polynomials(config: str, attention: str) -> dict[str, Any]:
 def recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
     split, about = split_of(config, how.attention)
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
-    with _watched(config), split.blank():
+    with _watched(config), split.zero_parameters():
         embedding = _of_embedding(split, tokens_BT)
-        first_BTD, calls = split.noted()  # or masks would be kept as long as the split is
+        first_BTD, calls = split.take_calls()  # or masks would be kept as long as the split is
         hidden = first_BTD.detach().to("meta")
         kinds: dict[object, int] = {}
         trees, layers = list[dict[str, Any]](), list[int]()
@@ -134,7 +134,7 @@ def recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str,
     }  # fmt: skip
 
 
-def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
+def _of_embedding(split: LayerChain, tokens_BT: torch.Tensor) -> dict[str, Any]:
     """The outline of what comes before the layers: of its calls those that a gradient goes back through.
 
     `handed`: elements and bytes of each of what layers are given of it that learns, and of each gradient of that; `needed`: weights
@@ -148,12 +148,12 @@ def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
     sides = [t for call in split.calls for t in call.leaves if isinstance(t, torch.Tensor) and t.requires_grad]
     made = tree["made"] if sides or "needed" in tree else []
     more = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
-    parameters = {name: list(p.shape) for name, p in split.outside.items()}
+    parameters = {name: list(p.shape) for name, p in split.prologue_parameters.items()}
     return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": made} | more
 
 
-def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
-    split.around(None, input_ids=tokens_BT, use_cache=False)
+def _prologue(split: LayerChain, tokens_BT: torch.Tensor) -> Any:
+    split.run_body(None, input_ids=tokens_BT, use_cache=False)
     return split.hidden_BTD
 
 
@@ -172,13 +172,13 @@ def _of_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, 
     return tree
 
 
-def _of_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
+def _of_norm(split: LayerChain, hidden: torch.Tensor) -> dict[str, Any]:
     x = hidden.detach().requires_grad_()
     norm = split.norm if isinstance(split.norm, Epilogue) else copy.deepcopy(split.norm).to("meta")
-    return record(norm, lambda: norm(split.last(x)), x, list(norm.buffers()))
+    return record(norm, lambda: norm(split.norm_input(x)), x, list(norm.buffers()))
 
 
-def _of_logits(split: Split, width: int) -> list[int]:
+def _of_logits(split: LayerChain, width: int) -> list[int]:
     """Calls of the head besides its product, and how many of the tensors made after that autograd saves."""
     rows = torch.empty(1, 8, width, device="meta", dtype=split.model.dtype, requires_grad=True)
     tree = record(split.model, lambda: split.logits(None, rows), rows, [])

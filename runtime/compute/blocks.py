@@ -1,6 +1,6 @@
 """Stateless templates of blocks: transformers' modules on the meta device, called with weights that are views of slots.
 
-The model's forward runs with recorders in place of layers (`layers/split.py`), so no architecture is reimplemented.
+The model's forward runs with recorders in place of layers (`layers/layer_chain.py`), so no architecture is reimplemented.
 """
 
 # B sequences, T tokens, D width
@@ -20,9 +20,9 @@ from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
 from penstock.runtime.layers.documents import attending, embed_packed
 from penstock.runtime.layers.kernels import CALL_BY_CALL, gates_of, use_kernels
+from penstock.runtime.layers.layer_chain import Call, LayerChain
 from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.pointwise import fastest
-from penstock.runtime.layers.split import Call, Split
 from penstock.runtime.layers.tiles import TiledMlp
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Policy, Semantics
@@ -49,13 +49,13 @@ class Templates:
         """Build the modules. WorkloadError if their parameters differ from the workload's. `policy`: checkpointing of MLP tiles;
         default: full. `device`: of computed buffers (frequencies); default: CPU. `loss`: a user's, if the objective is one."""
         self.workload, self.semantics, self.device = workload, semantics, device or torch.device("cpu")
-        self.split = Split(meta_model(config, semantics))
-        self.split.look()
-        self.model, self.layers = self.split.model, self.split.layers
-        self.head = OutputHead(self.split, semantics, {p.name for block in workload.blocks for p in block.trained}, loss)
+        self.chain = LayerChain(meta_model(config, semantics))
+        self.chain.trace()
+        self.model, self.layers = self.chain.model, self.chain.layers
+        self.head = OutputHead(self.chain, semantics, {p.name for block in workload.blocks for p in block.trained}, loss)
         for block, layer in enumerate(self.layers, start=1):
             if semantics.train.lora is not None:
-                shared_inputs = self.split.shared_inputs(block - 1)
+                shared_inputs = self.chain.shared_inputs(block - 1)
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora, shared_inputs)
         self._refuse_surprises()
         pointwise = CALL_BY_CALL
@@ -68,10 +68,10 @@ class Templates:
         self._tiled: list[TiledMlp] = []  # by layer; empty without tiles, or if one holds all tokens
         if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
             self._tiled = [TiledMlp(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
-        self.split.make_buffers(self.device, of_layers=True)
+        self.chain.make_buffers(self.device, of_layers=True)
 
     def _prefix(self, block: int) -> str:
-        return f"{self.split.layers_name}.{block - 1}."
+        return f"{self.chain.layers_name}.{block - 1}."
 
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -88,14 +88,14 @@ class Templates:
 
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
         """First layer's input (B, T, D), with an autograd graph in grad mode, and the call of each layer."""
-        self.split.around(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
-        return self.split.noted()
+        self.chain.run_body(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
+        return self.chain.take_calls()
 
     def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table (B, T, D), by the model's embedding module."""
-        own = within(f"{self.split.embedding_name}.", weights)
+        own = within(f"{self.chain.embedding_name}.", weights)
         rows_BTD = functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))
-        return rows_BTD if self.split.carried is None else self.split.carried.begun(rows_BTD)
+        return rows_BTD if self.chain.carried is None else self.chain.carried.padded(rows_BTD)
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
         """Like `embed`, for packed documents. `plain`: calls without packing. Data readers check document isolation
@@ -103,11 +103,11 @@ class Templates:
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
         how = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
-        return embed_packed(self.split, self._of_body(weights), *how)
+        return embed_packed(self.chain, self._of_body(weights), *how)
 
     def _of_body(self, weights: Weights) -> Weights:
         """Weights before the layers, by names in the body."""
-        return {name.removeprefix(f"{self.split.body_name}."): weight for name, weight in weights.items()}
+        return {name.removeprefix(f"{self.chain.body_name}."): weight for name, weight in weights.items()}
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, again: bool = False) -> torch.Tensor:
         """Output (B, T, D) of layer `block` (from 1). With `again`, a recompute, the output of a tiled MLP is not computed."""
@@ -153,13 +153,13 @@ class Templates:
 
     def initial_weights(self, block: int, seed: int) -> Weights:
         """Random fp32 weights of a block as in transformers, and adapters as in PEFT. Deterministic for a seed."""
-        split = self.split
+        chain = self.chain
         if block == 0:
-            names = list(dict.fromkeys(name.rpartition(".")[0] for name in split.outside))
+            names = list(dict.fromkeys(name.rpartition(".")[0] for name in chain.prologue_parameters))
         elif block <= len(self.layers):
             names = [self._prefix(block)[:-1]]
         else:
-            names = [*dict.fromkeys(name.rpartition(".")[0] for name in split.after), split.head_name]
+            names = [*dict.fromkeys(name.rpartition(".")[0] for name in chain.epilogue_parameters), chain.head_name]
         torch.default_generator.manual_seed(op_seed(seed, 0, 0, block))
         weights: Weights = {}
         for prefix in names:

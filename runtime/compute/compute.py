@@ -10,8 +10,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from penstock.runtime.batch import Batch, PreparedBatches, positions_of
 from penstock.runtime.host.memory import Arenas
+from penstock.runtime.layers.layer_chain import Call
 from penstock.runtime.layers.recompute import Graph, Replay
-from penstock.runtime.layers.split import Call
 from penstock.runtime.layers.views import Shelf, Spot, Views, Weights
 from penstock.runtime.plan import Op, Plan, Slot
 from penstock.runtime.plan.workload import Saved
@@ -67,7 +67,7 @@ class Compute:
         on = templates.device
         self._generator = torch.default_generator if on.type == "cpu" else torch.cuda.default_generators[on.index]
         self.losses: dict[int, Losses] = {}  # by step, until read
-        self.templates, self._views, self.inputs = templates, Views(plan, arenas, templates.split.width), Inputs(templates, batches)
+        self.templates, self._views, self.inputs = templates, Views(plan, arenas, templates.chain.width), Inputs(templates, batches)
         self._shelves: dict[tuple[int, int], Shelf] = {}  # offloaded activations, by (block, micro-batch)
         self._graphs: dict[tuple[int, int], Graph] = {}  # until backward, by (block, micro-batch)
         self._of_sides: dict[int, dict[tuple[int, int], torch.Tensor]] = {}  # gradients for the embedding, by micro-batch
@@ -134,7 +134,8 @@ class Compute:
         inputs = self.inputs.passed[m][op.block - 1]
         with torch.enable_grad():
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, inputs)
-        self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD, *inputs.sides.values()], weights, dict.fromkeys(inputs.sides))
+        arguments = inputs.grad_arguments
+        self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD, *arguments.values()], weights, dict.fromkeys(arguments))
         return output_BTD
 
     def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
@@ -186,7 +187,7 @@ class Compute:
         sides = self._of_sides.setdefault(op.micro_batch, {})
         # Last layer first, which is autograd's order of summing gradients from several layers
         keys = [] if op.block else sorted(sides, reverse=True)
-        edges, of_edges = [graph.edge, *(graph.sides[key] for key in keys)], [self._at(op, op["y"]), *map(sides.pop, keys)]
+        edges, of_edges = [graph.edge, *(graph.grad_arguments[key] for key in keys)], [self._at(op, op["y"]), *map(sides.pop, keys)]
         gradients = torch.autograd.grad(edges, graph.inputs, of_edges, allow_unused=True)
         del of_edges
         self._site = None
@@ -195,8 +196,8 @@ class Compute:
         if op.block:
             assert gradients[0] is not None
             self._at(op, op["x"]).copy_(gradients[0])
-            sides |= {(op.block, j): g for j, g in zip(graph.sides, gradients[1:], strict=False) if g is not None}
-            gradients = gradients[1 + len(graph.sides) :]
+            sides |= {(op.block, j): g for j, g in zip(graph.grad_arguments, gradients[1:], strict=False) if g is not None}
+            gradients = gradients[1 + len(graph.grad_arguments) :]
         of_weights = {name: gradient for name, gradient in zip(graph.names, gradients, strict=True) if gradient is not None}
         self._add(op, *self._running(op), of_weights)
 
@@ -254,9 +255,9 @@ class Compute:
                 view.copy_(running[name])
 
 
-def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights, sides: dict[Any, Any]) -> Graph:
+def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights, grad_arguments: dict[Any, Any]) -> Graph:
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained), sides)
+    return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained), grad_arguments)
 
 
 class Inputs:
@@ -312,16 +313,17 @@ class Inputs:
         """Replace tensors of calls by equal ones of the first micro-batch with this shape. Differentiable arguments, which depend
         on tokens, are not shared."""
         if n_sequences not in self.first:
-            of_tokens = self.templates.split.sides
+            of_tokens = self.templates.chain.grad_arguments
             self.first[n_sequences] = [call.with_leaves(dict.fromkeys(at)) for call, at in zip(passed, of_tokens, strict=True)]
         firsts = zip(passed, self.first[n_sequences], strict=True)
         return [new.with_leaves({j: t for j, t in enumerate(old.leaves) if _same(new.leaves[j], t)}) for new, old in firsts]
 
     def cut(self, m: int) -> dict[tuple[int, int], GradientEdge]:
         """Replace differentiable arguments of layers by autograd leaves; return their gradient edges by (layer, index)."""
-        calls = self.passed[m]
-        self.passed[m] = [call.with_leaves({j: t.detach().requires_grad_() for j, t in call.sides.items()}) for call in calls]
-        return {(i, j): get_gradient_edge(t) for i, call in enumerate(calls, start=1) for j, t in call.sides.items()}
+        calls, tensors = self.passed[m], [call.grad_arguments for call in self.passed[m]]
+        leaves = [{j: t.detach().requires_grad_() for j, t in row.items()} for row in tensors]
+        self.passed[m] = [call.with_leaves(row) for call, row in zip(calls, leaves, strict=True)]
+        return {(i, j): get_gradient_edge(t) for i, row in enumerate(tensors, start=1) for j, t in row.items()}
 
 
 def _same(new: Any, old: Any) -> bool:

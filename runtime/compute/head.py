@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.layers.kernels import use_fused_norm
-from penstock.runtime.layers.split import Split
+from penstock.runtime.layers.layer_chain import LayerChain
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.objective import ANSWER, LAST, Of
@@ -26,15 +26,15 @@ Gradients = tuple[Tensor, Tensor, Weights]  # summed loss; gradients of rows and
 class OutputHead:
     """Stateless modules after a model's layers. Weights are passed by their names in the model."""
 
-    def __init__(self, split: Split, semantics: Semantics, trained: Collection[str], function: LossFunction | None = None) -> None:
-        """`trained`: names of trained parameters; `function`: a user's loss, required if the objective is one."""
-        self.objective, self.function = semantics.objective, function or known_loss(semantics.objective)
-        self._split, self._trained = split, trained
+    def __init__(self, chain: LayerChain, semantics: Semantics, trained: Collection[str], loss: LossFunction | None = None) -> None:
+        """`trained`: names of trained parameters; `loss`: a user's, required if the objective is one."""
+        self.objective, self.function = semantics.objective, loss or known_loss(semantics.objective)
+        self._chain, self._trained = chain, trained
         self._is_online, self._n_rows = semantics.loss == "online", semantics.loss_tile_tokens
-        self.weight, self._prefix = f"{split.head_name}.weight", f"{split.norm_name}."
-        self._names = [f"{split.head_name}.{name}" for name in ("weight", "bias") if getattr(split.head, name, None) is not None]
+        self.weight, self._prefix = f"{chain.head_name}.weight", f"{chain.norm_name}."
+        self._names = [f"{chain.head_name}.{name}" for name in ("weight", "bias") if getattr(chain.head, name, None) is not None]
         if semantics.norm == "fused":
-            use_fused_norm(split.norm)
+            use_fused_norm(chain.norm)
 
     def loss(
         self,
@@ -52,7 +52,7 @@ class OutputHead:
         norm_weights = {n: w.detach().requires_grad_(self._prefix + n in self._trained) for n, w in own.items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
-            normed_BTD = functional_call(self._split.norm, norm_weights, (self._split.last(hidden_BTD),), strict=True)
+            normed_BTD = functional_call(self._chain.norm, norm_weights, (self._chain.norm_input(hidden_BTD),), strict=True)
         normed_ND, head = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), self._head(weights)
         sums = {} if head_gradient_VD is None else {self.weight: head_gradient_VD}
         by = self._by_scores if self.objective.n_labels is not None else self._by_tiles
@@ -197,16 +197,16 @@ class OutputHead:
         return {name: weights[name] for name in self._names}
 
     def _of_norm(self, weights: Weights) -> Weights:
-        return {name.removeprefix(self._prefix): weights[name] for name in self._split.after}
+        return {name.removeprefix(self._prefix): weights[name] for name in self._chain.epilogue_parameters}
 
     def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
-        return functional_call(self._split.norm, self._of_norm(weights), (self._split.last(hidden),), strict=True)  # type: ignore[no-any-return]
+        return functional_call(self._chain.norm, self._of_norm(weights), (self._chain.norm_input(hidden),), strict=True)  # type: ignore[no-any-return]
 
     def _tiles(self, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(of.split(self._n_rows) for of in of_rows), strict=True)
 
     def _logits(self, head: Weights, normed_ND: Tensor) -> Tensor:
-        return self._split.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
+        return self._chain.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
 
     def _answers(self, targets_BT: Tensor, extras: Extras) -> Answers:
         return Answers(targets_BT, extras.get(ANSWER), self.objective.rows_each)

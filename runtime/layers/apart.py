@@ -22,8 +22,8 @@ from penstock.runtime.plan import Semantics
 
 from .cut_down import cut_down
 from .documents import attending, embed_packed
+from .layer_chain import Call, LayerChain
 from .meta_models import meta_model, read_config
-from .split import Call, Split
 
 DOCUMENTS = ((5, 11, 1), (17,))  # lengths in two sequences, above and below the window of cut-down models
 TOLERANCE = 1e-5  # relative to the largest result: fp32 rounding of differently shaped products; leaks are 1,000 times larger
@@ -56,16 +56,16 @@ class _Proof:
         small = cut_down(config, seq_len=seq_len)
         self.attention, self.seq_len = attention, seq_len
         semantics: Any = Semantics(1, 1, 1, compute_dtype="fp32", attention=attention)  # type: ignore[arg-type]
-        self.split = Split(meta_model(small, semantics))
-        self.split.look()
-        self.split.make_buffers("cpu", of_layers=True)
-        self.split.model.eval()
+        self.chain = LayerChain(meta_model(small, semantics))
+        self.chain.trace()
+        self.chain.make_buffers("cpu", of_layers=True)
+        self.chain.model.eval()
         self.generator = torch.Generator().manual_seed(0)
         self.made: dict[int, nn.Parameter] = {}  # by id, because tied weights have two owners
-        for part in self.split._outside():
+        for part in self.chain._outside():
             self._make(part)
         self.n_tokens = sum(DOCUMENTS[0])
-        n_ids = self.split.head.weight.shape[0]
+        n_ids = self.chain.head.weight.shape[0]
         self.tokens_BT = torch.randint(n_ids, (len(DOCUMENTS), self.n_tokens), generator=self.generator)
 
     def _make(self, part: nn.Module) -> None:
@@ -78,28 +78,28 @@ class _Proof:
                 part._parameters[name] = self.made[id(p)]
 
     def _of(self, tokens_BT: Tensor) -> tuple[Tensor, list[Call]]:
-        self.split.around(None, input_ids=tokens_BT, use_cache=False)
-        return self.split.noted()
+        self.chain.run_body(None, input_ids=tokens_BT, use_cache=False)
+        return self.chain.take_calls()
 
     def refusal(self) -> str | None:
         if not self._places_are_the_documents():
             return "positions depend on how long other documents are"
         plain = self._of(self.tokens_BT)[1]
-        packed_BTD, packed = embed_packed(self.split, None, self.tokens_BT, positions_of(DOCUMENTS), plain, DOCUMENTS)
+        packed_BTD, packed = embed_packed(self.chain, None, self.tokens_BT, positions_of(DOCUMENTS), plain, DOCUMENTS)
         alone = [(at, *self._of(self.tokens_BT[at])) for at in _places()]
         if not all(_alike(packed_BTD[at], hidden_BTD) for at, hidden_BTD, _ in alone):
             return "what comes before its layers does not know documents by their positions"
-        kinds = {self.split.kind(layer, call): i for i, (layer, call) in enumerate(zip(self.split.layers, plain, strict=True))}
+        kinds = {self.chain.kind(layer, call): i for i, (layer, call) in enumerate(zip(self.chain.layers, plain, strict=True))}
         for i in kinds.values():
             if not self._is_apart(i, packed[i], [(at, calls[i]) for at, _, calls in alone], packed_BTD.shape):
-                return f"{type(self.split.layers[i]).__name__} lets tokens meet outside of transformers' attention interface"
+                return f"{type(self.chain.layers[i]).__name__} lets tokens meet outside of transformers' attention interface"
         return None
 
     def _places_are_the_documents(self) -> bool:
         """True if layers get equal tensors for the first positions with and without a sequence of the last positions."""
         last, first, tokens = [max(0, self.seq_len - 2), self.seq_len - 1], [0, 1], torch.zeros(2, 2, dtype=torch.long)
         both, alone = (
-            embed_packed(self.split, None, tokens[: len(at)], torch.tensor(at), self._of(tokens[: len(at)])[1], ())[1]
+            embed_packed(self.chain, None, tokens[: len(at)], torch.tensor(at), self._of(tokens[: len(at)])[1], ())[1]
             for at in ([last, first], [first])
         )
         found = zip((t for call in both for t in call.leaves), (t for call in alone for t in call.leaves), strict=True)
@@ -107,7 +107,7 @@ class _Proof:
 
     def _is_apart(self, i: int, packed: Call, alone: list[tuple[Any, Call]], shape: Sequence[int]) -> bool:
         """True if a layer's output for each packed document equals its output for the document alone."""
-        layer = self.split.layers[i]
+        layer = self.chain.layers[i]
         for part in layer.modules():
             self._make(part)
         for held in layer.buffers():  # values of checkpoint files are missing

@@ -22,8 +22,8 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
 from .kernels import EAGER_ATTENTION
+from .layer_chain import Call, Documents, LayerChain, is_view_of_all
 from .recompute import unnoticed
-from .split import Call, Documents, Split, is_seen
 from .views import Weights
 
 
@@ -54,17 +54,17 @@ def attending(call: Call, attention: str, window: int | None) -> Iterator[None]:
 
 
 def embed_packed(
-    split: Split, weights: Weights | None, tokens_BT: Tensor, positions_BT: Tensor, plain: Sequence[Call], documents: Documents
+    chain: LayerChain, weights: Weights | None, tokens_BT: Tensor, positions_BT: Tensor, plain: Sequence[Call], documents: Documents
 ) -> tuple[Tensor, list[Call]]:
     """First layer's input (B, T, D) of packed sequences, and each layer's call. Positions count from each document's start. Masks
     are those of unpacked sequences, taken from `plain`: the model gets a placeholder, which transformers passes on unchanged."""
     no_mask = torch.zeros(1, 1, 1, 1, device=tokens_BT.device)
-    split.around(weights, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=no_mask, use_cache=False)
-    hidden_BTD, calls = split.noted()
+    chain.run_body(weights, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=no_mask, use_cache=False)
+    hidden_BTD, calls = chain.take_calls()
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
         raise WorkloadError("its layers are given other things with positions than without")
     for i, (call, other) in enumerate(zip(calls, plain, strict=True)):
-        leaves = tuple(p if is_seen(t, no_mask) else t for t, p in zip(call.leaves, other.leaves, strict=True))
+        leaves = tuple(p if is_view_of_all(t, no_mask) else t for t, p in zip(call.leaves, other.leaves, strict=True))
         calls[i] = replace(call, leaves=leaves, documents=documents)
     return hidden_BTD, calls
 

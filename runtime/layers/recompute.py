@@ -29,13 +29,13 @@ CALLS_SAVED = {Saved.INPUT: frozenset[str](), Saved.ATTENTION: FUSED_ATTENTION, 
 
 @dataclass(slots=True)
 class Graph:
-    """Autograd graph of a forward. `edge`: of the output, which it does not keep alive. `sides`: of a layer, leaf indices of its
-    differentiable arguments; of the embedding, edges of these by (layer, index)."""
+    """Autograd graph of a forward. `edge`: of the output, which it does not keep alive. `grad_arguments`: leaf indices of a
+    layer's differentiable arguments; of the embedding, their edges by (layer, index)."""
 
     edge: GradientEdge
     inputs: list[torch.Tensor]
     names: list[str]  # of weights, the last inputs
-    sides: dict[Any, Any]
+    grad_arguments: dict[Any, Any]
 
 
 class Replay:

@@ -54,8 +54,8 @@ MAY_IMPORT = {
     },
     # Outlines of models that are not shipped are recorded from the modules that the runtime trains
     "planner.model": {
-        *("hwprofiles.schema", "runtime.plan", "runtime.layers.kernels", "runtime.layers.meta_models", "runtime.layers.split"),
-        *("runtime.errors", "runtime.files"),
+        *(f"runtime.layers.{name}" for name in ("kernels", "layer_chain", "meta_models")),
+        *("hwprofiles.schema", "runtime.plan", "runtime.errors", "runtime.files"),
     },
     "hwprofiles": GROUND,
     # What is timed is the runtime's own work, on the cores that it would use.
@@ -97,7 +97,7 @@ HOME = {
     "numba": {"runtime/compiled.py", "runtime/host/loops.py"},
     "llvmlite": {"runtime/host/loops.py"},
     "transformers": {
-        *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "meta_models", "split")),
+        *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "layer_chain", "meta_models")),
         "penstock/checkpoint/conversion.py",
         *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents")),
     },

@@ -141,7 +141,7 @@ def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
     ("model_type", "why"),
     [
         ("hy_v4", "given what another layer made"),
-        ("openai-gpt", "not known what follows its layers"),
+        ("openai-gpt", "computation after the layers is not supported"),
         ("megatron-bert", "the head is no single product"),
         ("jetmoe", "cannot be recorded by layers"),
     ],

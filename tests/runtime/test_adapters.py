@@ -22,8 +22,8 @@ from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.executor import execute
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, _adapted_linear, adapt, initial_factors
+from penstock.runtime.layers.layer_chain import shared_inputs
 from penstock.runtime.layers.packed_weights import pack, unpack_into
-from penstock.runtime.layers.split import shared_inputs
 from penstock.runtime.plan import Policy, Semantics, saves
 from penstock.runtime.plan.packed import Base
 from penstock.runtime.plan.train import TARGETS, Lora, Train

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -38,40 +38,40 @@ class Carried:
     @property
     def sizes(self) -> list[int]:
         """Elements per token of the hidden state and of each tensor; their sum is D + E."""
-        return [self.width, *(n * width for of in self.heads.values() for n, width in of)]
+        return [self.width, *(n * width for shapes in self.heads.values() for n, width in shapes)]
 
-    def begun(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+    def padded(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Pad the first layer's input with zeros for keys and values."""
         return nn.functional.pad(self._joined(hidden_BTD), (0, sum(self.sizes) - self.width))
 
     def _joined(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.streams is None or hidden.dim() < 4 else hidden.movedim(self.streams[1], 2).flatten(2)
 
-    def own(self, x: torch.Tensor) -> torch.Tensor:
+    def hidden_state(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden state in the model's shape."""
         hidden = x[..., : self.width]
         if self.streams is not None:
             hidden = hidden.unflatten(-1, (self.streams[0], -1)).movedim(2, self.streams[1])
         return hidden.contiguous()
 
-    def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
+    def hidden_and_states(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
         """Hidden state; keys and values (B, H, T, W) by key."""
-        left = iter(x.split(self.sizes, -1)[1:])
-        states = {key: tuple(next(left).unflatten(-1, one).transpose(1, 2) for one in of) for key, of in self.heads.items()}
-        return self.own(x), states
+        parts = iter(x.split(self.sizes, -1)[1:])
+        states = {key: tuple(next(parts).unflatten(-1, dims).transpose(1, 2) for dims in each) for key, each in self.heads.items()}
+        return self.hidden_state(x), states
 
-    def together(self, hidden_BTD: torch.Tensor, states: Mapping[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    def concatenated(self, hidden_BTD: torch.Tensor, states: Mapping[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
         return torch.cat([self._joined(hidden_BTD), *(t.transpose(1, 2).flatten(2) for key in self.heads for t in states[key])], -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of a layer, without the hidden state. `at`, `out_at`: its leaf index in the arguments and in the result."""
+    """Arguments of a layer without the hidden state. `hidden_index`, `output_index`: its leaf index in arguments and result."""
 
     leaves: tuple[Any, ...]
     spec: Any
-    at: int
-    out_at: int
+    hidden_index: int
+    output_index: int
     carried: Carried | None = None
     documents: Documents | None = None  # None: not packed
 
@@ -79,44 +79,44 @@ class Call:
         """Next hidden state (B, T, D)."""
         leaves = list(self.leaves)
         if self.carried is None:
-            leaves[self.at] = hidden_BTD
+            leaves[self.hidden_index] = hidden_BTD
         else:
-            leaves[self.at], states = self.carried.apart(hidden_BTD)
+            leaves[self.hidden_index], states = self.carried.hidden_and_states(hidden_BTD)
             shared = next((type(t)(states) for t in leaves if isinstance(t, UserDict)), UserDict(states))
-            # also holds zeros for keys of later layers; `_form` has run the layer without these
+            # also holds zeros for keys of later layers; `_layer_result` has run the layer without these
             leaves = [shared if isinstance(t, UserDict) else t for t in leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.out_at]
-        return out_BTD if self.carried is None else self.carried.together(out_BTD, shared)
+        out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.output_index]
+        return out_BTD if self.carried is None else self.carried.concatenated(out_BTD, shared)
 
     @property
-    def sides(self) -> dict[int, torch.Tensor]:
+    def grad_arguments(self) -> dict[int, torch.Tensor]:
         """Differentiable arguments, by leaf index."""
         return {j: t for j, t in enumerate(self.leaves) if isinstance(t, torch.Tensor) and t.requires_grad}
 
-    def with_leaves(self, others: Mapping[int, Any]) -> "Call":
-        return replace(self, leaves=tuple(others.get(j, t) for j, t in enumerate(self.leaves))) if others else self
+    def with_leaves(self, replacements: Mapping[int, Any]) -> "Call":
+        return replace(self, leaves=tuple(replacements.get(j, t) for j, t in enumerate(self.leaves))) if replacements else self
 
     def window(self, seq_len: int) -> int | None:
         """Smallest attention window among the masks, in tokens; None if every mask is fully causal."""
         masks = (t for t in self.leaves if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[-2:] == (seq_len, seq_len))
-        seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
-        return min((n for n in seen if n < seq_len), default=None)
+        n_visible = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
+        return min((n for n in n_visible if n < seq_len), default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _LayerResult:
     """Leaves of a layer's result, index of the hidden state among them, and keys and values for later layers."""
 
     leaves: list[Any]
     spec: Any
-    at: int
-    left: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    hidden_index: int
+    states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     shared_inputs: tuple[tuple[str, ...], ...] = ()
 
 
-_BESIDE_KIND = ("layer_idx", "training")
-_UNREAD = "what another layer made, and this one does not read"
+_NOT_IN_KIND = ("layer_idx", "training")
+_UNREAD = "unread output of another layer"
 _LAST_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", "embedding_norm")
 
 
@@ -132,36 +132,36 @@ class _Output(BaseModelOutputWithPast):
 
 
 @contextmanager
-def _instead(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Temporarily replace the `forward` of these modules; all other attributes stay."""
-    own = {part: vars(part).get("forward") for part in forwards}
+def _replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Temporarily replace the `forward` of these modules, and no other attribute."""
+    originals = {part: vars(part).get("forward") for part in forwards}
     for part, forward in forwards.items():
         vars(part)["forward"] = forward
     try:
         yield
     finally:
-        for part, before in own.items():
-            vars(part).pop("forward") if before is None else vars(part).update(forward=before)
+        for part, original in originals.items():
+            vars(part).pop("forward") if original is None else vars(part).update(forward=original)
 
 
 @contextmanager
 def shared_inputs(layer: nn.Module) -> Iterator[list[tuple[str, ...]]]:
     """Collect names of linear modules that have one parent and the same input, and are called once within the context.
     Example: [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")]."""
-    calls, groups, alike = list[tuple[str, Any]](), list[tuple[str, ...]](), dict[tuple[str, int], list[str]]()
+    calls, groups, by_input = list[tuple[str, Any]](), list[tuple[str, ...]](), dict[tuple[str, int], list[str]]()
     linear = {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
-    notes = {name: lambda _, inputs, name=name: calls.append((name, inputs)) for name in linear}
-    handles = [part.register_forward_pre_hook(notes[name]) for name, part in linear.items()]
+    hooks = {name: lambda _, inputs, name=name: calls.append((name, inputs)) for name in linear}
+    handles = [part.register_forward_pre_hook(hooks[name]) for name, part in linear.items()]
     yield groups
     for handle in handles:
         handle.remove()
     for name, inputs in calls:
-        if inputs and sum(name == other for other, _ in calls) == 1:
-            alike.setdefault((name.rpartition(".")[0], id(inputs[0])), []).append(name)
-    groups += (tuple(names) for names in alike.values() if len(names) > 1)
+        if inputs and sum(name == called for called, _ in calls) == 1:
+            by_input.setdefault((name.rpartition(".")[0], id(inputs[0])), []).append(name)
+    groups += (tuple(names) for names in by_input.values() if len(names) > 1)
 
 
-class Split:
+class LayerChain:
     """Prologue, layers and epilogue of a model with layers on the meta device. Names are those in the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -184,16 +184,16 @@ class Split:
         self.norm: nn.Module = getattr(owner, norms[0]) if len(norms) == 1 else Epilogue(self)
         self.norm_name = names.get(id(self.norm), self._owner_name)
         self._forwards = [layer.forward for layer in self.layers]
-        self._forms: dict[int, _Form] = {}  # by layer
-        of = model.config
-        self._forms_of_kinds = _forms_of(type(model).__name__, of.to_json_string(use_diff=False), of._attn_implementation)
-        self._left: dict[str, tuple[torch.Tensor, ...]] = {}  # keys and values for later layers, on the meta device
+        self._results: dict[int, _LayerResult] = {}  # by layer
+        config = model.config.to_json_string(use_diff=False)
+        self._results_by_kind = _results_of(type(model).__name__, config, model.config._attn_implementation)
+        self._states: dict[str, tuple[torch.Tensor, ...]] = {}  # keys and values for later layers, on the meta device
         self.carried: Carried | None = None
         self.calls: list[Call] = []
-        self.sides: list[tuple[int, ...]] = []  # leaf indices of differentiable arguments, by layer
-        self._made: list[tuple[nn.Module, str]] = []  # buffers missing from checkpoint files
+        self.grad_arguments: list[tuple[int, ...]] = []  # leaf indices of differentiable arguments, by layer
+        self._created: list[tuple[nn.Module, str]] = []  # buffers missing from checkpoint files
 
-    def _fail(self, why: str) -> Any:
+    def _fail(self, why: str) -> NoReturn:
         raise WorkloadError(f"{type(self.model).__name__} cannot be trained by layers: {why}")
 
     def _refuse_shared(self) -> None:
@@ -209,119 +209,117 @@ class Split:
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         return [m for m in self.model.modules() if id(m) not in inside]
 
-    def met(self, i: int, /, *args: Any, **kwargs: Any) -> Any:
+    def _record(self, i: int, /, *args: Any, **kwargs: Any) -> Any:
         """Record a layer's arguments, and return its hidden state unchanged."""
         leaves, spec = tree_flatten((args, kwargs))
         if i != len(self.calls):
             self._fail(f"layer {i} runs where layer {len(self.calls)} should")
         if i == 0:
-            at = next(j for j, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.is_floating_point())
-            self._passed, self._version = leaves[at], leaves[at]._version
-            self.hidden_BTD = self._passed if self.carried is None else self.carried.begun(self._passed)
+            index = next(j for j, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.is_floating_point())
+            self._hidden, self._version = leaves[index], leaves[index]._version
+            self.hidden_BTD = self._hidden if self.carried is None else self.carried.padded(self._hidden)
         else:
-            found = [j for j, t in enumerate(leaves) if is_seen(t, self._passed)]
-            at = found[0] if found else self._fail(f"between layers {i - 1} and {i} it computes something")
-        if self._passed._version != self._version:
+            matches = [j for j, t in enumerate(leaves) if is_view_of_all(t, self._hidden)]
+            index = matches[0] if matches else self._fail(f"between layers {i - 1} and {i} it computes something")
+        if self._hidden._version != self._version:
             self._fail(f"before layer {i} the hidden state is changed in place")
-        leaves = [_UNREAD if id(t) in self._others else t for t in leaves]
-        if i not in self._forms:
-            self._forms[i] = self._form(i, leaves, spec, at)
-            self._left |= self._forms[i].left
-        form, leaves[at] = self._forms[i], None
-        self.calls.append(Call(tuple(leaves), spec, at, form.at, self.carried))
+        leaves = [_UNREAD if id(t) in self._unread else t for t in leaves]
+        if i not in self._results:
+            self._results[i] = self._layer_result(i, leaves, spec, index)
+            self._states |= self._results[i].states
+        result, leaves[index] = self._results[i], None
+        self.calls.append(Call(tuple(leaves), spec, index, result.hidden_index, self.carried))
         if i == len(self.layers) - 1:
-            if self._handed is None:
+            if self._last_BTD is None:
                 raise _Stop
-            self._passed, self._version = self._handed, self._handed._version
-        out = [torch.empty(0) if isinstance(t, torch.Tensor) else t for t in form.leaves]
-        self._others |= {id(t): t for t in out if isinstance(t, torch.Tensor)}
-        out[form.at] = self._passed
-        return tree_unflatten(out, form.spec)
+            self._hidden, self._version = self._last_BTD, self._last_BTD._version
+        out = [torch.empty(0) if isinstance(t, torch.Tensor) else t for t in result.leaves]
+        self._unread |= {id(t): t for t in out if isinstance(t, torch.Tensor)}
+        out[result.hidden_index] = self._hidden
+        return tree_unflatten(out, result.spec)
 
-    def _form(self, i: int, leaves: list[Any], spec: Any, at: int) -> "_Form":
-        others = tuple(None if j == at else t for j, t in enumerate(leaves))
-        key = self.kind(self.layers[i], Call(others, spec, at, 0), by_place=False)
-        if key not in self._forms_of_kinds:
-            shared = UserDict(self._left)
+    def _layer_result(self, i: int, leaves: list[Any], spec: Any, index: int) -> _LayerResult:
+        arguments = tuple(None if j == index else t for j, t in enumerate(leaves))
+        key = self.kind(self.layers[i], Call(arguments, spec, index, 0), by_identity=False)
+        if key not in self._results_by_kind:
+            shared = UserDict(self._states)
 
-            def narrow(t: Any) -> Any:
+            def on_meta(t: Any) -> Any:
                 if isinstance(t, torch.Tensor):  # bf16: grouped_mm on the meta device takes no other float
                     return t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype)
                 return shared if isinstance(t, UserDict) else t
 
-            args, kwargs = tree_unflatten(list(map(narrow, leaves)), spec)
-            with _instead({self.layers[i]: self._forwards[i]}):
+            args, kwargs = tree_unflatten(list(map(on_meta, leaves)), spec)
+            with _replaced_forwards({self.layers[i]: self._forwards[i]}):
                 layer = copy.deepcopy(self.layers[i]).bfloat16()
             try:
-                with torch.no_grad(), shared_inputs(layer) as shared_by:
+                with torch.no_grad(), shared_inputs(layer) as groups:
                     out_leaves, out_spec = tree_flatten(layer(*args, **kwargs))
             except (AttributeError, TypeError):
                 if _UNREAD not in map(str, leaves):
                     raise
-                self._fail(f"layer {i} is given what another layer made, beside the hidden state")
+                self._fail(f"layer {i} reads an output of another layer other than the hidden state")
             if len(tree_leaves((args, kwargs))) != len(leaves):
-                self._fail("a layer leaves something for others in what it is given")
-            shape = leaves[at].shape
-            out_at = next((j for j, t in enumerate(out_leaves) if isinstance(t, torch.Tensor) and t.shape == shape), None)
-            left = {name: of for name, of in shared.items() if of is not self._left.get(name)}
-            if any(t.dim() != 4 or (t.shape[0], t.shape[2]) != self._size for of in left.values() for t in of):
-                self._fail("a layer leaves something for others that is no keys and values")
-            form = _Form(out_leaves, out_spec, self._fail("a layer returns no hidden state") if out_at is None else out_at)
-            self._forms_of_kinds[key] = replace(form, left=left, shared_inputs=tuple(shared_by))
-        return self._forms_of_kinds[key]
+                self._fail("a layer stores values for later layers in its arguments")
+            shape = leaves[index].shape
+            output_index = next((j for j, t in enumerate(out_leaves) if isinstance(t, torch.Tensor) and t.shape == shape), None)
+            if output_index is None:
+                self._fail("a layer returns no hidden state")
+            states = {name: tensors for name, tensors in shared.items() if tensors is not self._states.get(name)}
+            if any(t.dim() != 4 or (t.shape[0], t.shape[2]) != self._size for tensors in states.values() for t in tensors):
+                self._fail("a layer stores values for later layers that are not keys and values")
+            self._results_by_kind[key] = _LayerResult(out_leaves, out_spec, output_index, states, tuple(groups))
+        return self._results_by_kind[key]
 
     def shared_inputs(self, i: int) -> tuple[tuple[str, ...], ...]:
         """Names of a layer's linear modules with the same input."""
-        return self._forms[i].shared_inputs
+        return self._results[i].shared_inputs
 
-    def around(self, weights: Mapping[str, torch.Tensor] | None, handed: Any = None, **batch: Any) -> Any:
-        """Run the body with recorders in place of its layers; `noted` returns their records. With `handed` as the last layer's
-        output, return the body's output; without, stop at the last layer. `weights`: by names in the body."""
-        self.calls, self._handed, self._size = [], handed, batch["input_ids"].shape
-        self._others: dict[int, torch.Tensor] = {}
-        with _instead({layer: partial(self.met, i) for i, layer in enumerate(self.layers)}), suppress(_Stop):
+    def run_body(self, weights: Mapping[str, torch.Tensor] | None, last_BTD: Any = None, **batch: Any) -> Any:
+        """Run the body with recorders in place of its layers (records: `take_calls`). With `last_BTD` as the last layer's output,
+        return the body's output; without, stop at the last layer. `weights`: by names in the body."""
+        self.calls, self._last_BTD, self._size = [], last_BTD, batch["input_ids"].shape
+        self._unread: dict[int, torch.Tensor] = {}
+        with _replaced_forwards({layer: partial(self._record, i) for i, layer in enumerate(self.layers)}), suppress(_Stop):
             out = self.body(**batch) if weights is None else functional_call(self.body, dict(weights), (), batch, strict=False)
         if len(self.calls) != len(self.layers):
             self._fail(f"{len(self.calls)} of {len(self.layers)} layers were run")
-        return handed if handed is None else out[0]
+        return last_BTD if last_BTD is None else out[0]
 
-    def noted(self) -> tuple[torch.Tensor, list[Call]]:
+    def take_calls(self) -> tuple[torch.Tensor, list[Call]]:
         """Return and clear the recorded input of the first layer and the call of each layer."""
         hidden_BTD, calls = self.hidden_BTD, self.calls
-        del self.hidden_BTD, self._passed
+        del self.hidden_BTD, self._hidden
         self.calls = []
-        self._others.clear()
+        self._unread.clear()
         return hidden_BTD, calls
 
-    def last(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+    def norm_input(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Input of the final norm, given the last layer's output."""
-        return hidden_BTD if self.carried is None else self.carried.own(hidden_BTD)
+        return hidden_BTD if self.carried is None else self.carried.hidden_state(hidden_BTD)
 
     def _is_norm(self, tokens_BT: torch.Tensor) -> bool:
         """True if the body's output is exactly norm(last hidden state)."""
-        met: list[tuple[Any, Any]] = []
-        handle = self.norm.register_forward_hook(lambda _, given, out: met.append((given[0], out)))
-        handed = torch.zeros_like(self.hidden_BTD)
-        try:
-            out = self.around(None, handed, input_ids=tokens_BT, use_cache=False)
-        finally:
-            handle.remove()
-        counts = len(met) == 1 or not list(self.norm.parameters())  # a norm without weights may run before the layers, too
-        return counts and bool(met) and met[-1][0] is handed and is_seen(out, met[-1][1])
+        calls: list[tuple[Any, Any]] = []
+        last_BTD = torch.zeros_like(self.hidden_BTD)
+        with self.norm.register_forward_hook(lambda _, inputs, out: calls.append((inputs[0], out))):
+            out = self.run_body(None, last_BTD, input_ids=tokens_BT, use_cache=False)
+        is_single = len(calls) == 1 or not list(self.norm.parameters())  # a norm without weights may run before the layers, too
+        return is_single and bool(calls) and calls[-1][0] is last_BTD and is_view_of_all(out, calls[-1][1])
 
     def _find_epilogue(self, tokens_BT: torch.Tensor) -> None:
         """Replace the norm by an `Epilogue` with the modules that get a gradient after the layers."""
-        handed, start = torch.zeros_like(self.hidden_BTD).requires_grad_(), f"{self._owner_name}."
+        last_BTD, start = torch.zeros_like(self.hidden_BTD).requires_grad_(), f"{self._owner_name}."
         try:
             with torch.enable_grad():
-                total = (out_BTD := self.around(None, handed, input_ids=tokens_BT[:, :1], use_cache=False)).sum()
+                total = (out_BTD := self.run_body(None, last_BTD, input_ids=tokens_BT[:, :1], use_cache=False)).sum()
         except RuntimeError:  # the epilogue depends on the number of tokens
-            self._fail("it is not known what follows its layers")
+            self._fail("its computation after the layers is not supported")
         weights = {n: p for n, p in self.model.named_parameters() if not p.is_meta}
-        of = torch.autograd.grad(total, [*weights.values(), handed], allow_unused=True)
-        used = [n for n, gradient in zip(weights, of, strict=False) if gradient is not None]
+        gradients = torch.autograd.grad(total, [*weights.values(), last_BTD], allow_unused=True)
+        used = [n for n, gradient in zip(weights, gradients, strict=False) if gradient is not None]
         if out_BTD.shape[:2] != tokens_BT.shape or not all(n.startswith(start) and "." in n.removeprefix(start) for n in used):
-            self._fail("it is not known what follows its layers")
+            self._fail("its computation after the layers is not supported")
         self.norm = Epilogue(self, {n.removeprefix(start).partition(".")[0] for n in used})
         self.norm_name = self._owner_name
 
@@ -329,119 +327,119 @@ class Split:
         """Logits of the model's own head, given the body's output; weights by names in the model."""
         batch = {"input_ids": torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device), "use_cache": False}
         parts = [self._whole_body, *self._whole_body.children()]  # some heads call a child
-        with _instead({part: lambda *_, **__: _Output(last_hidden_state=hidden_BTD) for part in parts}):
+        with _replaced_forwards({part: lambda *_, **__: _Output(last_hidden_state=hidden_BTD) for part in parts}):
             out = self.model(**batch) if weights is None else functional_call(self.model, dict(weights), (), batch, strict=False)
         return out.logits  # type: ignore[no-any-return]
 
     @property
-    def outside(self) -> dict[str, nn.Parameter]:
+    def prologue_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters before the layers, by names in the model."""
-        own = tuple(f"{name}." for name in (self.layers_name, self.head_name))
-        return {n: p for n, p in self.model.named_parameters() if not n.startswith(own) and n not in self.after}
+        excluded = tuple(f"{name}." for name in (self.layers_name, self.head_name))
+        return {n: p for n, p in self.model.named_parameters() if not n.startswith(excluded) and n not in self.epilogue_parameters}
 
     @property
-    def after(self) -> dict[str, nn.Parameter]:
+    def epilogue_parameters(self) -> dict[str, nn.Parameter]:
         return {f"{self.norm_name}.{name}": p for name, p in self.norm.named_parameters()}
 
     @contextmanager
-    def blank(self, device: torch.device | str = "cpu") -> Iterator[None]:
+    def zero_parameters(self, device: torch.device | str = "cpu") -> Iterator[None]:
         """Temporarily replace parameters outside the layers and the epilogue by expanded zero scalars, which take no memory."""
         epilogue = set(self.norm.modules()) if isinstance(self.norm, Epilogue) else set()
-        before = [(part, dict(part._parameters)) for part in self._outside() if part not in epilogue]
-        for part, own in before:
-            for name, p in own.items():
+        originals = [(part, dict(part._parameters)) for part in self._outside() if part not in epilogue]
+        for part, parameters in originals:
+            for name, p in parameters.items():
                 if p is not None:
                     part._parameters[name] = nn.Parameter(torch.zeros(1, dtype=p.dtype, device=device).expand(p.shape))
         try:
             yield
         finally:
-            for part, own in before:
-                part._parameters.update(own)
+            for part, parameters in originals:
+                part._parameters.update(parameters)
 
-    def look(self) -> None:
+    def trace(self) -> None:
         """Trace the layers in one forward pass, before adapters and kernels change them."""
         self.make_buffers("cpu")
-        with self.blank():
+        with self.zero_parameters():
             tokens_BT = torch.zeros(1, 2, dtype=torch.long)
-            self.around(None, input_ids=tokens_BT, use_cache=False)
+            self.run_body(None, input_ids=tokens_BT, use_cache=False)
             if isinstance(self.norm, Epilogue) or not self._is_norm(tokens_BT):
                 self._find_epilogue(tokens_BT)
-        hidden_BTD, calls = self.noted()
-        self.sides = [tuple(call.sides) for call in calls]
+        hidden_BTD, calls = self.take_calls()
+        self.grad_arguments = [tuple(call.grad_arguments) for call in calls]
         shape = hidden_BTD.shape
-        at = 2 if shape[:2] == self._size else 0
-        self.width = shape[-1] if len(shape) == 3 else shape[at] * shape[-1]  # of tensors between layers
-        if self._left or len(shape) > 3:
-            heads = {key: tuple((t.shape[1], t.shape[3]) for t in of) for key, of in self._left.items()}
-            self.carried = Carried(self.width, heads, (shape[at], at) if len(shape) > 3 else None)
+        dim = 2 if shape[:2] == self._size else 0
+        self.width = shape[-1] if len(shape) == 3 else shape[dim] * shape[-1]  # of tensors between layers
+        if self._states or len(shape) > 3:
+            heads = {key: tuple((t.shape[1], t.shape[3]) for t in tensors) for key, tensors in self._states.items()}
+            self.carried = Carried(self.width, heads, (shape[dim], dim) if len(shape) > 3 else None)
             self.width = sum(self.carried.sizes)
 
     @staticmethod
-    def kind(layer: nn.Module, call: Call, by_place: bool = True) -> object:
+    def kind(layer: nn.Module, call: Call, by_identity: bool = True) -> object:
         """A key that is equal for layers with the same computation: module types and scalar attributes, parameter shapes, argument
-        shapes. `by_place`: different masks of equal shape give different keys."""
+        shapes. `by_identity`: different masks of equal shape give different keys."""
         plain = int, float, str, bool, type(None)
         numbers = [
-            (name, type(m).__name__, *sorted((k, str(v)) for k, v in vars(m).items() if type(v) in plain and k not in _BESIDE_KIND))
+            (name, type(m).__name__, *sorted((k, str(v)) for k, v in vars(m).items() if type(v) in plain and k not in _NOT_IN_KIND))
             for name, m in layer.named_modules()
         ]
-        given = [
-            (id(t) if by_place and not t.requires_grad else 0, t.shape, t.dtype) if isinstance(t, torch.Tensor) else str(t)[:80]
+        arguments = [
+            (id(t) if by_identity and not t.requires_grad else 0, t.shape, t.dtype) if isinstance(t, torch.Tensor) else str(t)[:80]
             for t in call.leaves
         ]
-        return (*numbers, *((name, p.shape, p.dtype) for name, p in layer.named_parameters()), *given)
+        return (*numbers, *((name, p.shape, p.dtype) for name, p in layer.named_parameters()), *arguments)
 
     def make_buffers(self, device: torch.device | str, of_layers: bool = False) -> None:
         """Compute buffers missing from checkpoint files (frequencies, scales), outside of the layers or in the whole model."""
-        left = list[tuple[nn.Module, str]]()
+        unfilled = list[tuple[nn.Module, str]]()
         models = [m for m in self.model.modules() if isinstance(m, PreTrainedModel)]
         owner = {part: model for model in models for part in model.modules()}  # the innermost: `modules` yields it last
         for part in list(self.model.modules()) if of_layers else self._outside():
-            buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta or (part, n) in self._made}
+            buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta or (part, n) in self._created}
             for name, buffer in buffers.items():
-                unknown = torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device=device)  # until filled
-                part.register_buffer(name, unknown, name not in part._non_persistent_buffers_set)
-                self._made.append((part, name))
+                initial = torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device=device)  # until filled
+                part.register_buffer(name, initial, name not in part._non_persistent_buffers_set)
+                self._created.append((part, name))
             if buffers:
                 owner[part]._init_weights(part)
-            left += [(part, n) for n in buffers.keys() & part._non_persistent_buffers_set if part.get_buffer(n).isnan().any()]
-        if left:
+            unfilled += [(part, n) for n in buffers.keys() & part._non_persistent_buffers_set if part.get_buffer(n).isnan().any()]
+        if unfilled:
             self.model._init_weights(self.body)  # Falcon H1 fills buffers of its layers there
-        for part, name in left:
+        for part, name in unfilled:
             if part.get_buffer(name).isnan().any():
-                self._fail(f"{name} is computed when a module is made, and cannot be made again")
+                self._fail(f"buffer {name} is computed only when its module is created")
 
 
 class Epilogue(nn.Module):
     """Computation after the layers, if more than a norm: the body's forward on one token, then on the last layer's output."""
 
-    def __init__(self, split: Split, children: Collection[str] = ()) -> None:
+    def __init__(self, chain: LayerChain, children: Collection[str] = ()) -> None:
         super().__init__()
-        self.split = split
-        for name, part in split._owner.named_children():
+        self.chain = chain
+        for name, part in chain._owner.named_children():
             if name in children:
                 self.add_module(name, part)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         device = "cpu" if hidden.is_meta else hidden.device
-        with self.split.blank(device):
+        with self.chain.zero_parameters(device):
             one = torch.zeros(1, 1, dtype=torch.long, device=device)
-            out_BTD: torch.Tensor = self.split.around(None, hidden, input_ids=one, use_cache=False)
-        self.split.noted()
+            out_BTD: torch.Tensor = self.chain.run_body(None, hidden, input_ids=one, use_cache=False)
+        self.chain.take_calls()
         return out_BTD
 
 
 @lru_cache(maxsize=64)
-def _forms_of(*model: object) -> dict[object, _Form]:
+def _results_of(*model: object) -> dict[object, _LayerResult]:
     """Results of layers by kind, shared by equal models, because a run builds several."""
     return {}
 
 
-def is_seen(view: Any, of: torch.Tensor) -> bool:
+def is_view_of_all(view: Any, tensor: torch.Tensor) -> bool:
     """True if `view` is this tensor or a view of all of it."""
-    if view is of or not isinstance(view, torch.Tensor) or view.is_meta:
-        return view is of
-    return view.shape == of.shape and view.stride() == of.stride() and view.data_ptr() == of.data_ptr()
+    if view is tensor or not isinstance(view, torch.Tensor) or view.is_meta:
+        return view is tensor
+    return view.shape == tensor.shape and view.stride() == tensor.stride() and view.data_ptr() == tensor.data_ptr()
 
 
 def _layer_list(model: PreTrainedModel) -> nn.ModuleList:
@@ -450,5 +448,5 @@ def _layer_list(model: PreTrainedModel) -> nn.ModuleList:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     named = [m for m in lists if {type(layer).__name__ for layer in m} <= classes] or lists
     if not named:
-        raise WorkloadError(f"{type(model).__name__} cannot be trained by layers: it has no list of them")
+        raise WorkloadError(f"{type(model).__name__} cannot be trained by layers: it has no list of layers")
     return max(named, key=lambda m: sum(p.numel() for p in m.parameters()))
