@@ -371,7 +371,7 @@ def _data(
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
     from penstock.data.given import Given
-    from penstock.runtime.layers.apart import supports_documents
+    from penstock.runtime.layers.document_isolation import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     given = Given(

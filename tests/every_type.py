@@ -75,7 +75,7 @@ def unread_names(config: dict[str, Any]) -> list[str]:
 def meeting(model_type: str) -> str | None:
     """Why documents of a packed sequence are not kept apart in models of that type, in the words of a run; None: they are."""
     from penstock.planner.model.workload import supported_attention
-    from penstock.runtime.layers.apart import supports_documents
+    from penstock.runtime.layers.document_isolation import supports_documents
     from penstock.runtime.plan.workload import Model
     from tests.training import semantics_of
 

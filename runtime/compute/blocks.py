@@ -18,7 +18,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
-from penstock.runtime.layers.documents import attending, embed_packed
+from penstock.runtime.layers.documents import embed_packed, isolated_documents
 from penstock.runtime.layers.kernels import CALL_BY_CALL, gates_of, use_kernels
 from penstock.runtime.layers.layer_chain import Call, LayerChain
 from penstock.runtime.layers.meta_models import meta_model
@@ -99,7 +99,7 @@ class Templates:
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
         """Like `embed`, for packed documents. `plain`: calls without packing. Data readers check document isolation
-        (`layers/apart.py`)."""
+        (`layers/document_isolation.py`)."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
         how = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
@@ -113,9 +113,9 @@ class Templates:
         """Output (B, T, D) of layer `block` (from 1). With `again`, a recompute, the output of a tiled MLP is not computed."""
         own, layer = within(self._prefix(block), weights), self.layers[block - 1]
         attention = self.workload.blocks[block].attention
-        with attending(inputs, self.semantics.attention, None if attention is None else attention.window):
+        with isolated_documents(inputs, self.semantics.attention, None if attention is None else attention.window):
             if self._tiled:
-                self._tiled[block - 1].again = again
+                self._tiled[block - 1].graph_only = again
             return inputs.run(lambda *args, **kwargs: functional_call(layer, own, args, kwargs), hidden_BTD)
 
     def constants(self) -> Weights:

@@ -37,7 +37,7 @@ def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shar
         elif child == EXPERTS and getattr(part, "is_transposed", None) is not None:
             AdaptedExperts(part, lora)
         else:
-            raise WorkloadError(f"{name}: no adapter fits beside it; make the plan again")
+            raise WorkloadError(f"{name}: adapters do not support this module; make the plan again")
     for submodules in shared_inputs:
         parts = tuple(part for part in map(module.get_submodule, submodules) if isinstance(part, AdaptedLinear))
         for part in parts:
@@ -104,17 +104,17 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dropped, h_NS, *matrices = ctx.saved_tensors
-        n, scale, gradients_NO = len(gradients), ctx.scale, [rows(each) for each in gradients]
+        n, scale, gradients_NO = len(gradients), ctx.scale, [rows(g) for g in gradients]
         weights, a, b = matrices[:n], matrices[n : 2 * n], matrices[2 * n :]
         needed_x, _, _, *needed = ctx.needs_input_grad
         dh_NS = torch.empty_like(h_NS)
-        of_each = list(zip(gradients_NO, b, h_NS.split(len(a[0]), 1), dh_NS.split(len(a[0]), 1), strict=True))
-        for g_NO, b_OR, _, dh_NR in of_each:
+        projections = list(zip(gradients_NO, b, h_NS.split(len(a[0]), 1), dh_NS.split(len(a[0]), 1), strict=True))
+        for g_NO, b_OR, _, dh_NR in projections:
             dh_NR.addmm_(g_NO, b_OR, beta=0, alpha=scale)
         da: Sequence[Tensor | None] = (dh_NS.t() @ rows(dropped)).split(len(a[0])) if any(needed[2::4]) else [None] * n
         db = [
             torch.empty_like(b_OR).addmm_(g_NO.t(), h_NR, beta=0, alpha=scale) if needed_b else None
-            for (g_NO, b_OR, h_NR, _), needed_b in zip(of_each, needed[3::4], strict=True)
+            for (g_NO, b_OR, h_NR, _), needed_b in zip(projections, needed[3::4], strict=True)
         ]
         dx = d_dropped = None
         if needed_x:
@@ -125,7 +125,7 @@ class _Adapted(torch.autograd.Function):
                 for g_NO, weight_OI in zip(gradients_NO, weights, strict=True):
                     dx.addmm_(g_NO, weight_OI)
             dx = dx.view_as(dropped)
-        return dx, d_dropped, None, *(each for pair in zip(da, db, strict=True) for each in (None, None, *pair))
+        return dx, d_dropped, None, *(t for pair in zip(da, db, strict=True) for t in (None, None, *pair))
 
 
 class AdaptedExperts(nn.Module):
@@ -140,19 +140,19 @@ class AdaptedExperts(nn.Module):
             part.lora_A = Factor((n_experts * lora.rank, n_in), weight)
             part.lora_B = Factor((n_out, lora.rank * n_experts), weight)
         self.scale, self.is_aside = lora.scale, False
-        own: Any = grouped_mm_experts_forward
-        if "_grouped_linear" not in own.__code__.co_names:  # else adapters would be ignored silently
-            raise WorkloadError("this transformers computes experts by other products, which no adapter joins; train without them")
-        joined = FunctionType(own.__code__, own.__globals__ | {"_grouped_linear": partial(self._product, experts)}, own.__name__)
-        experts.forward = MethodType(joined, experts)
+        forward: Any = grouped_mm_experts_forward
+        if "_grouped_linear" not in forward.__code__.co_names:  # else adapters would be ignored silently
+            raise WorkloadError("adapters of experts do not support this version of transformers; train without them")
+        names = forward.__globals__ | {"_grouped_linear": partial(self._product, experts)}
+        experts.forward = MethodType(FunctionType(forward.__code__, names, forward.__name__), experts)
 
     def _product(
         self, experts: Any, x_NI: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False
     ) -> Tensor:
         """Grouped product of all experts with adapters, in place of transformers' `_grouped_linear`."""
         weight_EIO = weight if is_transposed else weight.transpose(-2, -1)
-        of: Any = experts if weight is experts.down_proj else self
-        factors = of.lora_A.weight, of.lora_B.weight
+        part: Any = experts if weight is experts.down_proj else self
+        factors = part.lora_A.weight, part.lora_B.weight
         if self.is_aside:
             y_NO = F.grouped_mm(x_NI, weight_EIO, offs=offs)
         else:
@@ -202,8 +202,8 @@ def _adapted_linear(
     """Outputs of projections with one input, and their concatenated low-rank products (N, S)."""
     x_NI, h_NS, outputs = rows(x), rows(dropped) @ _stacked(a).t(), []
     for weight_OI, bias_O, b_OR, h_NR in zip(weights, biases, b, h_NS.split(len(a[0]), 1), strict=True):
-        begun, beta = (x.new_empty(1), 0) if bias_O is None else (bias_O, 1)
-        y_NO = torch.addmm(begun, h_NR, b_OR.t(), beta=beta, alpha=scale).addmm_(x_NI, weight_OI.t())
+        bias, beta = (x.new_empty(1), 0) if bias_O is None else (bias_O, 1)
+        y_NO = torch.addmm(bias, h_NR, b_OR.t(), beta=beta, alpha=scale).addmm_(x_NI, weight_OI.t())
         outputs.append(y_NO.view(*x.shape[:-1], len(weight_OI)))
     return outputs, h_NS
 

@@ -23,29 +23,29 @@ from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
 from .kernels import EAGER_ATTENTION
 from .layer_chain import Call, Documents, LayerChain, is_view_of_all
-from .recompute import unnoticed
+from .recompute import unrecorded
 from .views import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Document lengths; masks and window of a layer. `own`: registered attention function; None: the module's eager attention."""
+    """Document lengths; masks and window of a layer. `attention`: registered function; None: the module's eager attention."""
 
     n_tokens: Documents
     masks: tuple[Tensor, ...]
     window: int | None
-    own: Any
+    attention: Any
 
 
 @contextmanager
-def attending(call: Call, attention: str, window: int | None) -> Iterator[None]:
+def isolated_documents(call: Call, attention: str, window: int | None) -> Iterator[None]:
     """Patch attention to run per document if the call has packed sequences. `attention`: its name in transformers' registry;
     `window`: most tokens that a token attends to; None: all."""
     if call.documents is None:
         yield
         return
-    masks, own = tuple(t for t in call.leaves if isinstance(t, Tensor) and t.dim() == 4), ALL_ATTENTION_FUNCTIONS.get(attention)
-    packed = _Packed(call.documents, masks, window, own)
+    masks = tuple(t for t in call.leaves if isinstance(t, Tensor) and t.dim() == 4)
+    packed = _Packed(call.documents, masks, window, ALL_ATTENTION_FUNCTIONS.get(attention))
     ALL_ATTENTION_FUNCTIONS[attention] = partial(_by_document, packed)
     try:
         yield
@@ -62,9 +62,9 @@ def embed_packed(
     chain.run_body(weights, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=no_mask, use_cache=False)
     hidden_BTD, calls = chain.take_calls()
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
-        raise WorkloadError("its layers are given other things with positions than without")
-    for i, (call, other) in enumerate(zip(calls, plain, strict=True)):
-        leaves = tuple(p if is_view_of_all(t, no_mask) else t for t, p in zip(call.leaves, other.leaves, strict=True))
+        raise WorkloadError("its layers get other arguments if positions are passed")
+    for i, (call, unpacked) in enumerate(zip(calls, plain, strict=True)):
+        leaves = tuple(p if is_view_of_all(t, no_mask) else t for t, p in zip(call.leaves, unpacked.leaves, strict=True))
         calls[i] = replace(call, leaves=leaves, documents=documents)
     return hidden_BTD, calls
 
@@ -78,33 +78,33 @@ def _by_document(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers' registry, (B, H, T, E) to (B, T, H, E)."""
-    given = query_BHTE, key_BHTE, value_BHTE
-    places = {mask.untyped_storage().data_ptr() for mask in packed.masks}  # a layer may pass a view
-    if attention_mask is not None and attention_mask.untyped_storage().data_ptr() not in places:
-        raise WorkloadError("its attention makes masks of its own")
+    operands = query_BHTE, key_BHTE, value_BHTE
+    mask_pointers = {mask.untyped_storage().data_ptr() for mask in packed.masks}  # a layer may pass a view
+    if attention_mask is not None and attention_mask.untyped_storage().data_ptr() not in mask_pointers:
+        raise WorkloadError("its attention computes other masks")
     n_of_all = [n for of_sequence in packed.n_tokens for n in of_sequence]
-    seen = 0  # longest document that needs no mask other than the causal one
-    if packed.own is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
-        seen = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
-    usual = others.get("is_causal", True) and all(others.get(name) is None for name in ("position_bias", "softcap"))
-    if max(n_of_all) <= seen and usual and dropout == 0.0 and _is_fused(*given):
-        return _Attention.apply(*given, n_of_all, scaling), None  # type: ignore[no-untyped-call]
-    attend = packed.own or type(module).forward.__globals__[EAGER_ATTENTION]
-    done = list[Tensor]()
+    n_unmasked = 0  # longest document that needs no mask other than the causal one
+    if packed.attention is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
+        n_unmasked = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
+    is_plain = options.get("is_causal", True) and all(options.get(name) is None for name in ("position_bias", "softcap"))
+    if max(n_of_all) <= n_unmasked and is_plain and dropout == 0.0 and _is_fused(*operands):
+        return _Attention.apply(*operands, n_of_all, scaling), None  # type: ignore[no-untyped-call]
+    attend = packed.attention or type(module).forward.__globals__[EAGER_ATTENTION]
+    rows = list[Tensor]()
     # `split`, because the gradient of each slice would have the size of the whole tensor
-    for row, (n_tokens, *sequence) in enumerate(zip(packed.n_tokens, *(x.split(1) for x in given), strict=True)):
-        of_row = []
+    for row, (n_tokens, *sequence) in enumerate(zip(packed.n_tokens, *(x.split(1) for x in operands), strict=True)):
+        outputs = []
         for part in zip(*(x.split(list(n_tokens), 2) for x in sequence), strict=True):
             n, mask = part[0].shape[2], attention_mask
             if mask is not None:
-                mask = None if n <= seen else mask[row if len(mask) > 1 else 0, None, ..., :n, :n]
-            with unnoticed():  # recomputed, because no slot fits many small results
-                of_row.append(attend(module, *part, mask, dropout=dropout, scaling=scaling, **others)[0])
-        done.append(torch.cat(of_row, 1))
-    return torch.cat(done), None
+                mask = None if n <= n_unmasked else mask[row if len(mask) > 1 else 0, None, ..., :n, :n]
+            with unrecorded():  # recomputed, because no slot fits many small results
+                outputs.append(attend(module, *part, mask, dropout=dropout, scaling=scaling, **options)[0])
+        rows.append(torch.cat(outputs, 1))
+    return torch.cat(rows), None
 
 
 def _is_fused(query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> bool:
@@ -123,21 +123,21 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor, n_tokens: list[int], scale: float | None
     ) -> Tensor:
-        given = query_BHTE, key_BHTE, value_BHTE
-        out_BTHE, sums_BTH = torch.ops.penstock.attention_by_document(*given, n_tokens, scale)
+        operands = query_BHTE, key_BHTE, value_BHTE
+        out_BTHE, sums_BTH = torch.ops.penstock.attention_by_document(*operands, n_tokens, scale)
         ctx.n_tokens, ctx.scale = n_tokens, scale
-        ctx.save_for_backward(*given, out_BTHE, sums_BTH)
+        ctx.save_for_backward(*operands, out_BTHE, sums_BTH)
         return out_BTHE  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *given, out_BTHE, sums_BTH = ctx.saved_tensors
-        inputs = (gradients[0].transpose(1, 2), *given, out_BTHE.transpose(1, 2), sums_BTH.transpose(1, 2))
-        found = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in given]
-        for row, tokens, n_computed in _turns(given[0], ctx.n_tokens):
-            places = [x[row, :, tokens] for x in found]
-            _put(places, _attend_backward([_padded(x[row, :, tokens], n_computed) for x in inputs], ctx.scale))
-        return (*found, None, None)
+        *operands, out_BTHE, sums_BTH = ctx.saved_tensors
+        inputs = (gradients[0].transpose(1, 2), *operands, out_BTHE.transpose(1, 2), sums_BTH.transpose(1, 2))
+        results = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in operands]
+        for row, tokens, n_computed in _document_slices(operands[0], ctx.n_tokens):
+            targets = [x[row, :, tokens] for x in results]
+            _copy_results(targets, _attend_backward([_padded(x[row, :, tokens], n_computed) for x in inputs], ctx.scale))
+        return (*results, None, None)
 
 
 def _attention_by_document(
@@ -148,27 +148,27 @@ def _attention_by_document(
     inputs, (n_sequences, n_heads, seq_len, width) = (query_BHTE, key_BHTE, value_BHTE), query_BHTE.shape
     out_BTHE = query_BHTE.new_empty(n_sequences, seq_len, n_heads, width)
     sums_BTH = query_BHTE.new_empty(n_sequences, seq_len, n_heads, dtype=torch.float32)
-    for row, tokens, n_computed in _turns(query_BHTE, n_tokens):
-        places = [x[row, tokens].transpose(1, 2) for x in (out_BTHE, sums_BTH)]
-        _put(places, _attend([_padded(x[row, :, tokens], n_computed) for x in inputs], scale))
+    for row, tokens, n_computed in _document_slices(query_BHTE, n_tokens):
+        targets = [x[row, tokens].transpose(1, 2) for x in (out_BTHE, sums_BTH)]
+        _copy_results(targets, _attend([_padded(x[row, :, tokens], n_computed) for x in inputs], scale))
     return out_BTHE, sums_BTH
 
 
-def _turns(query_BHTE: Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
+def _document_slices(query_BHTE: Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
     """(sequence, tokens, number of computed tokens) of each document. In bf16 on a CPU, a document shorter than its sequence is
     padded to a length class, because PyTorch compiles and caches code for each shape."""
-    seq_len, at = query_BHTE.shape[2], 0
+    seq_len, offset = query_BHTE.shape[2], 0
     compiles = query_BHTE.device.type == "cpu" and query_BHTE.dtype is not torch.float32
     for n in n_tokens:
-        row, first = divmod(at, seq_len)
+        row, first = divmod(offset, seq_len)
         yield slice(row, row + 1), slice(first, first + n), padded_tokens(n) if compiles and n < seq_len else n
-        at += n
+        offset += n
 
 
-def _put(outputs: list[Tensor], made: Sequence[Tensor]) -> None:
+def _copy_results(outputs: list[Tensor], results: Sequence[Tensor]) -> None:
     """Copy the results of a padded document without its padding."""
-    for place, x in zip(outputs, made, strict=True):
-        place.copy_(x[:, :, : place.shape[2]])
+    for out, x in zip(outputs, results, strict=True):
+        out.copy_(x[:, :, : out.shape[2]])
 
 
 def _attend(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
@@ -183,12 +183,12 @@ def _attend(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
 def _attend_backward(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
     """Gradients of queries, keys and values. `inputs`: output gradient, query, key, value, output, log-sum-exps."""
     aten: Any = torch.ops.aten
-    *others, sums_BHT = inputs
+    *tensors, sums_BHT = inputs
     if not sums_BHT.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)  # type: ignore[no-any-return]
     n_tokens, no_random_numbers = sums_BHT.shape[2], sums_BHT.new_empty(0, dtype=torch.int64)
     rest = sums_BHT.contiguous(), None, None, n_tokens, n_tokens, 0.0, True, no_random_numbers, no_random_numbers
-    return aten._scaled_dot_product_flash_attention_backward(*others, *rest, scale=scale)  # type: ignore[no-any-return]
+    return aten._scaled_dot_product_flash_attention_backward(*tensors, *rest, scale=scale)  # type: ignore[no-any-return]
 
 
 def _padded(x: Tensor, n_tokens: int) -> Tensor:

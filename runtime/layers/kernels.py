@@ -23,7 +23,7 @@ from penstock.runtime.errors import PlanError, WorkloadError
 from penstock.runtime.plan.policy import LibraryKernel, Semantics
 
 from .pointwise import GATES, Function, Pointwise, several
-from .recompute import unnoticed
+from .recompute import unrecorded
 
 CALL_BY_CALL = Pointwise()
 NORM_ROWS = 1024  # of an fp32 chunk in a CPU's norm
@@ -39,16 +39,16 @@ LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
 _DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
 
 
-def _drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     """Return random tensors from a new generator with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def _made(function: Callable[..., Any], *given: Any) -> Any:
+def _result(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of transformers; None if it takes other arguments, or reads other attributes of a module."""
     try:
-        return function(*given)
+        return function(*arguments)
     except Exception:
         return None
 
@@ -56,14 +56,14 @@ def _made(function: Callable[..., Any], *given: Any) -> Any:
 @cache
 def rotates(function: Callable[..., Any]) -> bool:
     """True if a function of transformers computes the rotary embedding of `rotary`."""
-    q, k, cos, sin = _drawn((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
-    found, turn = _made(function, q, k, cos, sin), (cos.unsqueeze(1), sin.unsqueeze(1))
-    return found is not None and all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), found, strict=True))
+    q, k, cos, sin = _random((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
+    results, turn = _result(function, q, k, cos, sin), (cos.unsqueeze(1), sin.unsqueeze(1))
+    return results is not None and all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), results, strict=True))
 
 
-def turns_whole(args: tuple[Any, ...], others: dict[str, Any]) -> bool:
+def is_rotary_call(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """True if the arguments of a rotary embedding are those of `rotary`, for whole heads."""
-    return len(args) == 4 and not others and args[0].shape[-1] == args[2].shape[-1]
+    return len(args) == 4 and not options and args[0].shape[-1] == args[2].shape[-1]
 
 
 def gate_of(part: nn.Module) -> str | None:
@@ -71,22 +71,22 @@ def gate_of(part: nn.Module) -> str | None:
     if {name for name, _ in part.named_children()} != PLAIN_MLP or not _is_gated(type(part).forward):
         return None
     act: Any = part.act_fn
-    (x,) = _drawn((256,))
-    y = _made(act, x) if type(act) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
+    (x,) = _random((256,))
+    y = _result(act, x) if type(act) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
     return next((name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256)))), None)
 
 
 def gates_of(layers: Iterable[nn.Module]) -> tuple[str, ...]:
-    found = (gate_of(part) for layer in layers for part in layer.modules())
-    return tuple(sorted({gate for gate in found if gate is not None}))
+    gates = (gate_of(part) for layer in layers for part in layer.modules())
+    return tuple(sorted({gate for gate in gates if gate is not None}))
 
 
 @cache
 def _is_gated(forward: Callable[..., Any]) -> bool:
-    x, gate, up, down = _drawn((3, 4), (6, 4), (6, 4), (4, 6))
+    x, gate, up, down = _random((3, 4), (6, 4), (6, 4), (4, 6))
     products = {name: partial(F.linear, weight=w) for name, w in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))}
-    found = _made(forward, SimpleNamespace(**products, act_fn=F.silu), x)
-    return found is not None and torch.equal(found, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
+    result = _result(forward, SimpleNamespace(**products, act_fn=F.silu), x)
+    return result is not None and torch.equal(result, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
 
 
 def is_rms_norm(part: nn.Module) -> bool:
@@ -98,10 +98,10 @@ def is_rms_norm(part: nn.Module) -> bool:
 
 @cache
 def _is_rms_norm(forward: Callable[..., Any]) -> bool:
-    x, weight = _drawn((3, 8), (8,))
-    found = _made(forward, SimpleNamespace(weight=weight, variance_epsilon=0.1, eps=0.1), x)
-    is_like = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype)
-    return is_like and torch.allclose(found, F.rms_norm(x, (8,), weight, 0.1), rtol=1e-5)
+    x, weight = _random((3, 8), (8,))
+    result = _result(forward, SimpleNamespace(weight=weight, variance_epsilon=0.1, eps=0.1), x)
+    has_shape = isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (x.shape, x.dtype)
+    return has_shape and torch.allclose(result, F.rms_norm(x, (8,), weight, 0.1), rtol=1e-5)
 
 
 def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
@@ -112,10 +112,10 @@ def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = C
         if semantics.pointwise == "fused":
             if (gate := gate_of(part)) is not None:
                 part.forward = partial(gated_mlp, part, pointwise.gate(gate))
-            _rotate_at_once(part, pointwise)
+            _use_rotary(part, pointwise)
         if semantics.library_kernels:
-            named = {n: f for n, f in _with_fallback(part).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
-            _call_instead(part, named)
+            named = {n: f for n, f in _replaced_functions(part).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
+            _replace_globals(part, named)
 
 
 def use_fused_norm(norm: Any) -> None:
@@ -128,11 +128,11 @@ def use_fused_norm(norm: Any) -> None:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`torch.nn.functional.rms_norm`: computed in fp32 and rounded once, weight included."""
     if x.device.type == "cpu":
-        return _NormOfACpu.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+        return _CpuRmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-class _NormOfACpu(torch.autograd.Function):
+class _CpuRmsNorm(torch.autograd.Function):
     """RMS norm on a CPU, which saves input and weight alone, like a GPU's kernel; PyTorch's CPU norm saves fp32 intermediates.
     Chunks of rows bound fp32 memory. The weight's gradient is the fp32 sum over chunks in order, rounded once."""
 
@@ -147,18 +147,18 @@ class _NormOfACpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), of_weight = ctx.saved_tensors, ctx.needs_input_grad[1]
-        towards, sum_D = torch.empty(x.shape, dtype=x.dtype), torch.zeros(weight.shape)
-        for rows_ND, gradient_ND, out_ND in zip(*(_rows(each, weight) for each in (x, gradients[0], towards)), strict=True):
+        (x, weight), needs_weight = ctx.saved_tensors, ctx.needs_input_grad[1]
+        dx, sum_D = torch.empty(x.shape, dtype=x.dtype), torch.zeros(weight.shape)
+        for rows_ND, gradient_ND, out_ND in zip(*(_rows(tensor, weight) for tensor in (x, gradients[0], dx)), strict=True):
             wide_ND, gradient_ND = rows_ND.float(), gradient_ND.float()
             scale_N1 = torch.rsqrt(wide_ND.square().mean(-1, keepdim=True) + ctx.eps)
             normed_ND = wide_ND * scale_N1
-            if of_weight:
+            if needs_weight:
                 sum_D += (gradient_ND * normed_ND).sum(0)
             gradient_ND = gradient_ND * weight.float()
             along_N1 = (gradient_ND * normed_ND).mean(-1, keepdim=True)
             out_ND.copy_((gradient_ND - normed_ND * along_N1) * scale_N1)
-        return towards, sum_D.to(weight.dtype) if of_weight else None, None
+        return dx, sum_D.to(weight.dtype) if needs_weight else None, None
 
 
 def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -168,39 +168,39 @@ def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def gated_mlp(mlp: Any, functions: tuple[Function, Function], x: torch.Tensor) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) of an MLP of transformers. `functions`: forward and backward of its gated activation."""
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    activation = _AtOnce.apply(*functions, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
+    activation = _OneNode.apply(*functions, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
     return mlp.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
 
 
-def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
+def _use_rotary(attention: nn.Module, pointwise: Pointwise) -> None:
     """Replace the rotary embedding in this module's forward."""
-    own: Any = type(attention).forward
-    eager = getattr(own, "__globals__", {}).get(ROTARY)
-    if eager is None or ROTARY not in own.__code__.co_names or not rotates(eager):
+    forward: Any = type(attention).forward
+    eager = getattr(forward, "__globals__", {}).get(ROTARY)
+    if eager is None or ROTARY not in forward.__code__.co_names or not rotates(eager):
         return
 
-    def turned(*args: Any, **others: Any) -> Any:
-        return rotary(pointwise, *args) if turns_whole(args, others) else eager(*args, **others)
+    def rotary_or_eager(*args: Any, **options: Any) -> Any:
+        return rotary(pointwise, *args) if is_rotary_call(args, options) else eager(*args, **options)
 
-    _call_instead(attention, {ROTARY: turned})
+    _replace_globals(attention, {ROTARY: rotary_or_eager})
 
 
-def _call_instead(part: nn.Module, instead: Mapping[str, Any]) -> None:
+def _replace_globals(part: nn.Module, replacements: Mapping[str, Any]) -> None:
     """Replace global names in this module's forward, without effect on other modules."""
-    if instead:
-        own: Any = inspect.unwrap(part.forward)
-        own = getattr(own, "__func__", own)
-        forward = FunctionType(own.__code__, own.__globals__ | instead, own.__name__, own.__defaults__, own.__closure__)
-        forward.__kwdefaults__ = own.__kwdefaults__
+    if replacements:
+        f: Any = inspect.unwrap(part.forward)
+        f = getattr(f, "__func__", f)
+        forward = FunctionType(f.__code__, f.__globals__ | replacements, f.__name__, f.__defaults__, f.__closure__)
+        forward.__kwdefaults__ = f.__kwdefaults__
         part.forward = MethodType(forward, part)
 
 
-def _with_fallback(part: nn.Module) -> dict[str, Any]:
+def _replaced_functions(part: nn.Module) -> dict[str, Any]:
     """Functions in a module's forward, by name, that transformers replaces if other packages are installed."""
-    own: Any = inspect.unwrap(type(part).forward)
-    found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
-    free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in found.items()}
-    return {name: f for name, f in found.items() if "torch_function" in free[name]}
+    forward: Any = inspect.unwrap(type(part).forward)
+    functions = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
+    free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in functions.items()}
+    return {name: f for name, f in functions.items() if "torch_function" in free[name]}
 
 
 def _plain(function: Any) -> Any:
@@ -211,7 +211,7 @@ def _plain(function: Any) -> Any:
 def use_own_calls(model: nn.Module) -> None:
     """Make a model use PyTorch calls even if other packages with kernels for it are installed."""
     for part in model.modules():
-        _call_instead(part, {name: inspect.unwrap(_plain(f)) for name, f in _with_fallback(part).items()})
+        _replace_globals(part, {name: inspect.unwrap(_plain(f)) for name, f in _replaced_functions(part).items()})
 
 
 def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
@@ -235,11 +235,11 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of queries and keys, like `apply_rotary_pos_emb` of transformers."""
     functions, turn = (pointwise.rotate, pointwise.rotate_back), (cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1))
-    q, k = (_AtOnce.apply(*functions, x, *turn) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
+    q, k = (_OneNode.apply(*functions, x, *turn) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
     return q, k
 
 
-class _AtOnce(torch.autograd.Function):
+class _OneNode(torch.autograd.Function):
     """Function as one autograd node. It saves its last two inputs, and `backward` computes gradients of the first inputs from the
     output's gradient and these."""
 
@@ -247,11 +247,11 @@ class _AtOnce(torch.autograd.Function):
     def forward(ctx: Any, function: Function, backward: Function, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*inputs[-2:])
         ctx.backward_function, ctx.n_inputs = backward, len(inputs)
-        with unnoticed():
+        with unrecorded():
             return function(*inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with unnoticed():
+        with unrecorded():
             results = several(ctx.backward_function(gradients[0], *ctx.saved_tensors))
         return None, None, *results, *[None] * (ctx.n_inputs - len(results))

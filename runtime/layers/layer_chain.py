@@ -56,9 +56,9 @@ class Carried:
 
     def hidden_and_states(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
         """Hidden state; keys and values (B, H, T, W) by key."""
-        parts = iter(x.split(self.sizes, -1)[1:])
-        states = {key: tuple(next(parts).unflatten(-1, dims).transpose(1, 2) for dims in each) for key, each in self.heads.items()}
-        return self.hidden_state(x), states
+        t = iter(x.split(self.sizes, -1)[1:])
+        heads = self.heads.items()
+        return self.hidden_state(x), {key: tuple(next(t).unflatten(-1, n).transpose(1, 2) for n in shapes) for key, shapes in heads}
 
     def concatenated(self, hidden_BTD: torch.Tensor, states: Mapping[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
         return torch.cat([self._joined(hidden_BTD), *(t.transpose(1, 2).flatten(2) for key in self.heads for t in states[key])], -1)

@@ -48,10 +48,10 @@ PROBE_SHAPES: dict[Base, tuple[tuple[int, ...], ...]] = {
 
 def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, Tensor]:
     """Return views (codes, scales) of a packed weight of this shape. Codes are flat if two share a byte, else of this shape."""
-    of = layout(shape, base)
-    assert packed.shape == (of.n_bytes,), (packed.shape, shape, base)
-    codes, rest = packed[: of.code_bytes], packed[of.scales_at :].view(torch.uint8 if base == "mxfp4" else torch.float32)
-    scales = rest[: torch.Size(of.scales).numel()].view(of.scales)
+    sizes = layout(shape, base)
+    assert packed.shape == (sizes.n_bytes,), (packed.shape, shape, base)
+    codes, rest = packed[: sizes.code_bytes], packed[sizes.scales_at :].view(torch.uint8 if base == "mxfp4" else torch.float32)
+    scales = rest[: torch.Size(sizes.scales).numel()].view(sizes.scales)
     if base in ("nf4", "mxfp4"):
         return codes, scales
     return codes.view(torch.int8 if base == "int8" else torch.float8_e4m3fn).view(shape), scales
@@ -63,7 +63,7 @@ def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
     assert out.is_contiguous()
     assert out.dtype in (torch.bfloat16, torch.float32)
     if (kernel := unpack_kernel(out.device, base, out.dtype)) is not None:
-        unpack_at_once(packed, out, base, kernel)
+        unpack_by_kernel(packed, out, base, kernel)
     else:
         unpack_by_calls(packed, out, base)
 
@@ -102,9 +102,9 @@ def unpack_kernel(device: torch.device, base: Base, dtype: torch.dtype) -> Kerne
     return None
 
 
-def kernel_of(base: Base, dtype: torch.dtype, by: Callable[..., Kernel]) -> Kernel:
+def kernel_of(base: Base, dtype: torch.dtype, compiler: Callable[..., Kernel]) -> Kernel:
     """Compile the kernel for weights of this base with a function of file, kernel name and macros."""
-    return by("unpack.cu", "unpack", OUT=ELEMENT[dtype], BASE=_CODE[base])
+    return compiler("unpack.cu", "unpack", OUT=ELEMENT[dtype], BASE=_CODE[base])
 
 
 def unpacking_fault(kernel: Kernel, device: torch.device, base: Base, dtype: torch.dtype) -> str:
@@ -119,28 +119,26 @@ def unpacking_fault(kernel: Kernel, device: torch.device, base: Base, dtype: tor
         else:
             exponents = torch.randint(-44, 38, scales.shape, generator=generator)
             scales.copy_(torch.randn(scales.shape, generator=generator) * 10.0**exponents)
-        there = packed.to(device)
-        ours, theirs = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-        unpack_at_once(there, ours, base, kernel)
-        unpack_by_calls(there, theirs, base)
-        if n_wrong := int((bits(ours) != bits(theirs)).sum()):
-            return f"{n_wrong} of its kernel's {ours.numel()} numbers differ"
+        on_device = packed.to(device)
+        results, expected = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        unpack_by_kernel(on_device, results, base, kernel)
+        unpack_by_calls(on_device, expected, base)
+        if n_wrong := int((bits(results) != bits(expected)).sum()):
+            return f"{n_wrong} of its kernel's {results.numel()} numbers differ"
     return ""
 
 
-def unpack_at_once(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, most: int = MOST_ELEMENTS) -> None:
-    """Unpack by one launch of a kernel, or one per `most` elements, because it counts in 32 bits."""
+def unpack_by_kernel(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, limit: int = MOST_ELEMENTS) -> None:
+    """Unpack by one launch of a kernel, or one per `limit` elements, because it counts in 32 bits."""
     codes, scales = parts(packed, tuple(out.shape), base)
     n_rows, n_columns = (out.numel() // NF4_BLOCK, NF4_BLOCK) if base == "nf4" else out.shape[-2:]
     if base == "int8":
         n_rows = out.numel() // n_columns
     block = {"fp8": FP8_BLOCK, "mxfp4": MXFP4_BLOCK}.get(base, 1)  # rows per scale
     out_MRC = out.view(-1, n_rows, n_columns)
-    codes_MRC, scales_MG = (
-        codes.view(torch.uint8).view(len(out_MRC), n_rows, -1),
-        scales.view(len(out_MRC), -(-n_rows // block), -1),
-    )
-    matrices, rows = max(most // (n_rows * n_columns), 1), max(most // (n_columns * block), 1) * block
+    codes_MRC = codes.view(torch.uint8).view(len(out_MRC), n_rows, -1)
+    scales_MG = scales.view(len(out_MRC), -(-n_rows // block), -1)
+    matrices, rows = max(limit // (n_rows * n_columns), 1), max(limit // (n_columns * block), 1) * block
     for m in range(0, len(out_MRC), matrices):
         for r in range(0, n_rows, rows):
             part = out_MRC[m : m + matrices, r : r + rows]
@@ -172,13 +170,13 @@ def _scratch(out: Tensor) -> Tensor:
 
 def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
     wide, (pairs,) = _scratch(out_N), prepare(out_N.device, "nf4", torch.float32)
-    for at in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
-        part = out_N[at : at + UNPACK_CHUNK_ELEMENTS]
+    for start in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
+        part = out_N[start : start + UNPACK_CHUNK_ELEMENTS]
         n = len(part)
         indices = part.view(torch.int32)[: n // 2]  # in the output's memory
-        indices.copy_(codes[at // 2 : (at + n) // 2])
+        indices.copy_(codes[start // 2 : (start + n) // 2])
         torch.index_select(pairs, 0, indices, out=wide[:n].view(torch.int64))
-        scale = scales[at // NF4_BLOCK : (at + n) // NF4_BLOCK, None]
+        scale = scales[start // NF4_BLOCK : (start + n) // NF4_BLOCK, None]
         torch.mul(wide[:n].view(-1, NF4_BLOCK), scale, out=part.view(-1, NF4_BLOCK))
 
 
@@ -202,14 +200,14 @@ def _unpack_fp8(codes_RC: Tensor, scales_GH: Tensor, out_RC: Tensor) -> None:
 def _unpack_mxfp4(codes: Tensor, scales_GC: Tensor, out_RC: Tensor) -> None:
     (pairs, powers), n_columns, scratch = prepare(out_RC.device, "mxfp4", out_RC.dtype), out_RC.shape[1], None
     for rows in _chunks_of_rows(out_RC, MXFP4_BLOCK):
-        part, of = out_RC[rows], scales_GC[rows.start // MXFP4_BLOCK : rows.stop // MXFP4_BLOCK].reshape(-1)
-        n, at = part.numel() // 2, rows.start * n_columns // 2
+        part, scale = out_RC[rows], scales_GC[rows.start // MXFP4_BLOCK : rows.stop // MXFP4_BLOCK].reshape(-1)
+        n, start = part.numel() // 2, rows.start * n_columns // 2
         if scratch is None:  # the first chunk is the largest
-            scratch = torch.empty(n + 2 * len(of), dtype=torch.int32, device=part.device)
-        indices, wide, power = scratch[:n], scratch[n:][: len(of)], scratch[n + len(of) :].view(part.dtype)[: len(of)]
-        indices.copy_(codes[at : at + n])
+            scratch = torch.empty(n + 2 * len(scale), dtype=torch.int32, device=part.device)
+        indices, wide, power = scratch[:n], scratch[n:][: len(scale)], scratch[n + len(scale) :].view(part.dtype)[: len(scale)]
+        indices.copy_(codes[start : start + n])
         torch.index_select(pairs, 0, indices, out=part.view(-1).view(pairs.dtype))
-        wide.copy_(of)
+        wide.copy_(scale)
         torch.index_select(powers, 0, wide, out=power)
         part.view(-1, MXFP4_BLOCK, n_columns).mul_(power.view(-1, 1, n_columns))
 
@@ -238,13 +236,13 @@ def pack(weight: Tensor, base: Base) -> Tensor:
 
 def _pack_nf4(weight_N: Tensor, codes: Tensor, scales: Tensor) -> None:
     edges = _NF4_EDGES.to(weight_N.device)
-    for at in range(0, len(weight_N), UNPACK_CHUNK_ELEMENTS):
-        wide = weight_N[at : at + UNPACK_CHUNK_ELEMENTS].float().view(-1, NF4_BLOCK)
+    for start in range(0, len(weight_N), UNPACK_CHUNK_ELEMENTS):
+        wide = weight_N[start : start + UNPACK_CHUNK_ELEMENTS].float().view(-1, NF4_BLOCK)
         largest = wide.abs().amax(1)
         scaled = wide * (1.0 / largest.clamp(min=_SMALLEST))[:, None]
         code = torch.bucketize(scaled, edges, out_int32=True).to(torch.uint8).view(-1, 2)
-        codes[at // 2 :][: len(code)] = code[:, 0] << 4 | code[:, 1]
-        scales[at // NF4_BLOCK :][: len(largest)] = largest
+        codes[start // 2 :][: len(code)] = code[:, 0] << 4 | code[:, 1]
+        scales[start // NF4_BLOCK :][: len(largest)] = largest
 
 
 def _pack_int8(weight_RC: Tensor, codes_RC: Tensor, scales_R: Tensor) -> None:
@@ -260,12 +258,12 @@ def _pack_mxfp4(weight_RC: Tensor, codes: Tensor, scales_GC: Tensor) -> None:
     n_columns, edges = weight_RC.shape[1], _E2M1_EDGES.to(weight_RC.device)
     _, powers = prepare(weight_RC.device, "mxfp4", torch.float32)
     for rows in _chunks_of_rows(weight_RC, MXFP4_BLOCK):
-        wide, at = weight_RC[rows].float().unflatten(0, (-1, MXFP4_BLOCK)), rows.start // MXFP4_BLOCK
+        wide, start = weight_RC[rows].float().unflatten(0, (-1, MXFP4_BLOCK)), rows.start // MXFP4_BLOCK
         scale = (wide.abs().amax(1).frexp().exponent + (_E8M0_BIAS - 3)).clamp_(0, 254)  # 6 is 3/4 of 2^3
         code = torch.bucketize(wide.abs() / powers[scale][:, None], edges, out_int32=True).to(torch.uint8)
         code = (code | wide.signbit() << 3).view(-1, 2)
         codes[rows.start * n_columns // 2 :][: len(code)] = code[:, 0] | code[:, 1] << 4
-        scales_GC[at : at + len(scale)] = scale
+        scales_GC[start : start + len(scale)] = scale
 
 
 def _pack_fp8(weight_RC: Tensor, codes_RC: Tensor, scales_GH: Tensor) -> None:
@@ -283,7 +281,7 @@ def _chunks_of_rows(matrix_RC: Tensor, step: int) -> Iterator[slice]:
     """Slices of a multiple of `step` rows: at most UNPACK_CHUNK_ELEMENTS elements, or `step` rows."""
     n_rows, n_columns = matrix_RC.shape
     n = max(UNPACK_CHUNK_ELEMENTS // (n_columns * step), 1) * step
-    yield from (slice(at, min(at + n, n_rows)) for at in range(0, n_rows, n))
+    yield from (slice(start, min(start + n, n_rows)) for start in range(0, n_rows, n))
 
 
 def _matrices(a: Tensor, b: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -306,8 +304,8 @@ def _blocks(matrix_RC: Tensor, scales_GH: Tensor) -> Iterator[tuple[Tensor, Tens
 
 def _spans(n: int) -> Iterator[tuple[slice, int]]:
     """(slice, block size) of the whole blocks in n rows or columns, and of the remainder."""
-    whole = n // FP8_BLOCK * FP8_BLOCK
-    if whole:
-        yield slice(0, whole), FP8_BLOCK
-    if n > whole:
-        yield slice(whole, n), n - whole
+    n_whole = n // FP8_BLOCK * FP8_BLOCK
+    if n_whole:
+        yield slice(0, n_whole), FP8_BLOCK
+    if n > n_whole:
+        yield slice(n_whole, n), n - n_whole

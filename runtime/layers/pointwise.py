@@ -33,8 +33,8 @@ def _gated(name: str, activation: Function, backward: Function) -> tuple[Functio
         return activation(gate_N) * up_N  # type: ignore[no-any-return]
 
     def gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> Operands:
-        towards_up_N = gradient_N * activation(gate_N)
-        return backward(gradient_N * up_N, gate_N), towards_up_N
+        d_up_N = gradient_N * activation(gate_N)
+        return backward(gradient_N * up_N, gate_N), d_up_N
 
     gated.__name__, gradients.__name__ = name, f"{name}_gradients"
     return gated, gradients
@@ -109,12 +109,12 @@ def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = 
     return Pointwise(**chosen)
 
 
-def kernel_of(name: str, dtype: torch.dtype, by: Callable[..., Kernel]) -> Kernel:
+def kernel_of(name: str, dtype: torch.dtype, compiler: Callable[..., Kernel]) -> Kernel:
     """Compile the kernel of the function of this name with a function of file, kernel name and macros."""
     gate = name.removesuffix("_gradients")
     if gate not in GATES:
-        return by("pointwise.cu", name, ELEMENT=ELEMENT[dtype])
-    return by("pointwise.cu", "gated" if name == gate else "gated_gradients", ELEMENT=ELEMENT[dtype], ACTIVATION=GATES[gate])
+        return compiler("pointwise.cu", name, ELEMENT=ELEMENT[dtype])
+    return compiler("pointwise.cu", "gated" if name == gate else "gated_gradients", ELEMENT=ELEMENT[dtype], ACTIVATION=GATES[gate])
 
 
 def _warn(function: Function, device: torch.device, dtype: torch.dtype, fault: str) -> None:
@@ -127,10 +127,9 @@ class OneKernel:
     """Function computed by a kernel. Falls back to the function for operands that the kernel does not support (mixed dtypes, not
     contiguous), and for all operands after a call with wrong elements."""
 
-    def __init__(self, function: Function, kernel: Kernel, most: int = MOST_ELEMENTS, dtype: torch.dtype | None = None) -> None:
-        """`most`: limit of an operand's span in elements per launch, which counts in 32 bits. `dtype`: of supported operands;
-        None: any single dtype."""
-        self._function, self._kernel, self._most, self._dtype = function, kernel, most, dtype
+    def __init__(self, function: Function, kernel: Kernel, limit: int = MOST_ELEMENTS, dtype: torch.dtype | None = None) -> None:
+        """`limit`: span of an operand in elements per launch, which counts in 32 bits. `dtype`: supported one; None: any."""
+        self._function, self._kernel, self._limit, self._dtype = function, kernel, limit, dtype
         self._is_rotary = function in (rotate, rotate_back)
         self._n_results = 2 if function.__name__.endswith("_gradients") else 1
         self._compared = set[tuple[Any, ...]]()  # shapes, strides and alignments
@@ -172,8 +171,8 @@ class OneKernel:
 
     def _launches(self, operands: Operands) -> Iterator[Operands]:
         if self._is_rotary:
-            return cuts([x.expand(operands[0].shape) for x in operands], self._most)
-        return zip(*(x.view(-1).split(self._most) for x in operands), strict=True)
+            return cuts([x.expand(operands[0].shape) for x in operands], self._limit)
+        return zip(*(x.view(-1).split(self._limit) for x in operands), strict=True)
 
     def _launch(self, operands: Operands) -> None:
         x = operands[0]
@@ -195,21 +194,21 @@ class OneKernel:
                 part = [_window(x, is_last) for x in operands]
                 expected = several(self._function(*part[:n_inputs]))
                 for a, b, like in zip(expected, part[n_inputs:], self._results(part[0]), strict=True):
-                    is_alike = _strides(a) == _strides(like)
-                    counts.append((bits(a) != bits(b)).sum() if is_alike else torch.tensor(a.numel(), device=a.device))
+                    has_strides = _strides(a) == _strides(like)
+                    counts.append((bits(a) != bits(b)).sum() if has_strides else torch.tensor(a.numel(), device=a.device))
         return int(torch.stack(counts).sum())
 
 
-def cuts(operands: list[torch.Tensor], most: int) -> Iterator[Operands]:
-    """Split tensors of one shape, in dimensions other than the last, into parts that span less than `most` elements."""
+def cuts(operands: list[torch.Tensor], limit: int) -> Iterator[Operands]:
+    """Split tensors of one shape, in dimensions other than the last, into parts that span less than `limit` elements."""
     spans = [[(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)] for x in operands]
     widest = max(spans, key=sum)
-    if sum(widest) < most or max(operands[0].shape[:-1]) == 1:
+    if sum(widest) < limit or max(operands[0].shape[:-1]) == 1:
         yield tuple(operands)
         return
     dim = max(range(len(widest) - 1), key=lambda d: (operands[0].shape[d] > 1, widest[d]))
     for half in zip(*(x.tensor_split(2, dim) for x in operands), strict=True):
-        yield from cuts(list(half), most)
+        yield from cuts(list(half), limit)
 
 
 def _window(x: torch.Tensor, is_last: bool) -> torch.Tensor:
@@ -218,18 +217,18 @@ def _window(x: torch.Tensor, is_last: bool) -> torch.Tensor:
     return x[tuple(slice(max(n - few, 0), n) if is_last else slice(few) for n, few in sizes)]
 
 
-def _fault(function: Function, other: Function, device: torch.device, dtype: torch.dtype) -> str | None:
+def _fault(function: Function, replacement: Function, device: torch.device, dtype: torch.dtype) -> str | None:
     """Difference between a function and its replacement; None if they are bitwise identical."""
     for inputs in probes(function, device, dtype):
         try:
-            results = several(other(*inputs))
+            results = several(replacement(*inputs))
         except RuntimeError as error:  # any failure of a driver
             return f"its kernel does not run ({on_one_line(str(error), 120)})"
         pairs = list(zip(several(function(*inputs)), results, strict=True))
         if any(_strides(a) != _strides(b) for a, b in pairs):
             return "its kernel stores the result in another order"
-        if n_other := sum(int((bits(a) != bits(b)).sum()) for a, b in pairs):
-            return f"{n_other} of its kernel's {sum(t.numel() for t in results)} numbers differ"
+        if n_wrong := sum(int((bits(a) != bits(b)).sum()) for a, b in pairs):
+            return f"{n_wrong} of its kernel's {sum(t.numel() for t in results)} numbers differ"
     return None
 
 
@@ -251,8 +250,8 @@ def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iter
             yield rows.transpose(1, 2).contiguous(), cos, sin
             yield rows.transpose(1, 2), cos[:1].expand_as(cos), sin[:1].expand_as(sin)
         return
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    gate = every[torch.isfinite(every)].repeat(TEST_REPEATS).to(device, dtype)
+    all_bf16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = all_bf16[torch.isfinite(all_bf16)].repeat(TEST_REPEATS).to(device, dtype)
     partners = [random(len(gate)) for _ in range(2)]
     operands = (partners[0], gate, partners[1]) if function.__name__.endswith("_gradients") else (gate, partners[0])
     yield operands

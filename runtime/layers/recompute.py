@@ -43,10 +43,10 @@ class Replay:
     on the backward's thread, stream and random state. It takes results of the tier's saved calls from the first run, and ends with
     the last tensor that autograd needs."""
 
-    def __init__(self, saved: Saved, again: Callable[[], object], shelf: Shelf | None = None) -> None:
-        """`again`: repeats the forward in grad mode, with equal random numbers, on current weights and input. `shelf`: memory for
+    def __init__(self, saved: Saved, forward: Callable[[], object], shelf: Shelf | None = None) -> None:
+        """`forward`: repeats the forward in grad mode, with equal random numbers, on current weights and input. `shelf`: memory for
         saved results; None: they are not copied."""
-        self.calls, self._again, self.shelf = CALLS_SAVED[saved], again, shelf
+        self.calls, self._forward, self.shelf = CALLS_SAVED[saved], forward, shelf
         self._n_saved = 0  # tensors, in the first run
         self._values: dict[int, torch.Tensor] | None = None  # saved tensors of the second run, until backward reads them
         self.results: deque[tuple[Any, int]] = deque()  # results of saved calls, with bytes used on the shelf before each
@@ -54,17 +54,17 @@ class Replay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        with saved_tensors_hooks(self._leave_empty, self._filled), self._mode(_Recording):
+        with saved_tensors_hooks(self._pack, self._unpack), self._mode(_Recording):
             yield
         while len(self.results) > self._n_results_needed:
             _, shelf_bytes = self.results.pop()
             if self.shelf is not None:
                 self.shelf.n_bytes = shelf_bytes
         if self.shelf is not None:
-            for noted, _ in self.results:
-                tree_map(self.shelf.found, noted)
+            for result, _ in self.results:
+                tree_map(self.shelf.restored, result)
 
-    def notes(self, func: Any, args: Sequence[Any]) -> bool:
+    def is_saved(self, func: Any, args: Sequence[Any]) -> bool:
         """True if a call's results are saved. Attention with queries wider or narrower than values is not saved, because a CPU and
         the planner's trace compute it by other calls."""
         name = func.overloadpacket.__name__
@@ -74,12 +74,12 @@ class Replay:
     def _mode(self, mode: "type[_Recording | _Replaying]") -> AbstractContextManager[object]:
         return mode(self) if self.calls else nullcontext()
 
-    def _leave_empty(self, tensor: torch.Tensor) -> int:
+    def _pack(self, tensor: torch.Tensor) -> int:
         self._n_results_needed = len(self.results)
         self._n_saved += 1
         return self._n_saved - 1
 
-    def _filled(self, place: int) -> torch.Tensor:
+    def _unpack(self, place: int) -> torch.Tensor:
         if self._values is None:
             self._values = self._run_again()
         return self._values.pop(place)
@@ -90,21 +90,21 @@ class Replay:
         def fill(tensor: torch.Tensor) -> None:
             values[len(values)] = tensor.detach()
             if len(values) == self._n_saved:
-                raise _Enough
+                raise _Complete
 
-        with suppress(_Enough), saved_tensors_hooks(fill, _no_backward), self._mode(_Replaying), torch.enable_grad():
-            self._again()
-        assert len(values) == self._n_saved, f"a forward saves {len(values)} tensors when it runs again, not {self._n_saved}"
-        assert not self.results, "a forward that runs again makes fewer results"
+        with suppress(_Complete), saved_tensors_hooks(fill, _no_backward), self._mode(_Replaying), torch.enable_grad():
+            self._forward()
+        assert len(values) == self._n_saved, f"a recompute saves {len(values)} tensors, not {self._n_saved}"
+        assert not self.results, "a recompute has fewer results"
         return values
 
 
-class _Enough(Exception):
+class _Complete(Exception):
     """Ends the second run when all saved tensors are recomputed."""
 
 
 def _no_backward(_: object) -> torch.Tensor:
-    raise AssertionError("the second run of a forward only makes tensors: the first one's graph goes back")
+    raise AssertionError("backward uses the graph of the first forward, not of its recompute")
 
 
 class _Recording(TorchDispatchMode):
@@ -113,15 +113,15 @@ class _Recording(TorchDispatchMode):
         self.replay = replay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.replay.notes(func, args):
+        if not self.replay.is_saved(func, args):
             return func(*args, **(kwargs or {}))
         if (shelf := self.replay.shelf) is None:
             out, before_bytes = func(*args, **(kwargs or {})), 0
-            noted = tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # autograd attaches a graph to `out` next
+            result = tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # autograd attaches a graph to `out` next
         else:
             before_bytes = shelf.n_bytes
-            out, noted = shelf.computed(func, args, kwargs or {})
-        self.replay.results.append((noted, before_bytes))
+            out, result = shelf.computed(func, args, kwargs or {})
+        self.replay.results.append((result, before_bytes))
         return out
 
 
@@ -129,13 +129,13 @@ class _Replaying(_Recording):
     """Return recorded results of saved calls, in order, instead of computing them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.replay.notes(func, args):
+        if not self.replay.is_saved(func, args):
             return func(*args, **(kwargs or {}))
-        noted, _ = self.replay.results.popleft()
-        return noted if self.replay.shelf is None else tree_map(self.replay.shelf.found, noted)
+        result, _ = self.replay.results.popleft()
+        return result if self.replay.shelf is None else tree_map(self.replay.shelf.restored, result)
 
 
-def unnoticed() -> AbstractContextManager[object]:
+def unrecorded() -> AbstractContextManager[object]:
     """Suspend recording and replay of results."""
     return _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), _Recording) else nullcontext()
 
