@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.layers.adapters import adapt
 from penstock.runtime.layers.kernels import use_kernels
-from penstock.runtime.layers.split import Call, shared_inputs
+from penstock.runtime.layers.layer_chain import Call, shared_inputs
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import Block, Model
 

@@ -20,7 +20,7 @@ from penstock.planner.model.workload import read_model
 from penstock.run_config import RunConfigError
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
 from penstock.runtime.host.slabs import give_back_freed
-from penstock.runtime.layers.apart import supports_documents
+from penstock.runtime.layers.document_isolation import supports_documents
 from penstock.runtime.layers.meta_models import difference
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan

@@ -19,8 +19,8 @@ from torch import nn
 
 from penstock.runtime.errors import PenstockError, WorkloadError
 from penstock.runtime.layers.kernels import LIBRARY_KERNELS
+from penstock.runtime.layers.layer_chain import Call, Epilogue, LayerChain
 from penstock.runtime.layers.meta_models import meta_model
-from penstock.runtime.layers.split import Call, Epilogue, Split
 from penstock.runtime.plan import Semantics
 
 from . import trace_cache
@@ -47,11 +47,11 @@ def about(config: str) -> dict[str, list[str]]:
 
 
 @lru_cache(maxsize=8)
-def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
+def split_of(config: str, attention: str) -> tuple[LayerChain, dict[str, Any]]:
     """Build a configuration's model on the meta device; return its layer chain and the model-level fields of its trace."""
     semantics = Semantics(1, 1, 1, attention=attention)  # type: ignore[arg-type]
     with _watched(config):
-        split = Split(meta_model(json.loads(config), semantics))
+        split = LayerChain(meta_model(json.loads(config), semantics))
         embedding: Any = split.model.get_submodule(split.embedding_name)
         head = split.head
         names = {"layers": split.layers_name, "head": split.head_name, "embedding": split.embedding_name}
@@ -62,7 +62,7 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
             "vocab": head.weight.shape[0],
             "logits": _logit_calls(split, head.weight.shape[1]),
         }
-        split.look()
+        split.trace()
         names["norm"] = split.norm_name
         split.make_buffers("cpu", of_layers=True)  # raises for a model that cannot be run
         for layer in split.layers:
@@ -114,9 +114,9 @@ def polynomials(config: str, attention: str) -> dict[str, Any]:
 def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any]:
     split, about = split_of(config, how.attention)
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
-    with _watched(config), split.blank():
+    with _watched(config), split.zero_parameters():
         embedding = _trace_embedding(split, tokens_BT)
-        first_BTD, calls = split.noted()  # moves the masks out of the layer chain
+        first_BTD, calls = split.take_calls()  # moves the masks out of the layer chain
         hidden = first_BTD.detach().to("meta")
         kinds: dict[object, int] = {}
         trees, layers = list[dict[str, Any]](), list[int]()
@@ -133,7 +133,7 @@ def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[
     }  # fmt: skip
 
 
-def _trace_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
+def _trace_embedding(split: LayerChain, tokens_BT: torch.Tensor) -> dict[str, Any]:
     """Trace the model up to the first layer, restricted to calls with a backward.
 
     `handed`: elements and bytes of layer arguments that require grad, and of each of their gradients; `needed`: weights that the
@@ -147,12 +147,12 @@ def _trace_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
     sides = [t for call in split.calls for t in call.leaves if isinstance(t, torch.Tensor) and t.requires_grad]
     tensors = tree["made"] if sides or "needed" in tree else []
     optional = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
-    parameters = {name: list(p.shape) for name, p in split.outside.items()}
+    parameters = {name: list(p.shape) for name, p in split.prologue_parameters.items()}
     return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": tensors} | optional
 
 
-def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
-    split.around(None, input_ids=tokens_BT, use_cache=False)
+def _prologue(split: LayerChain, tokens_BT: torch.Tensor) -> Any:
+    split.run_body(None, input_ids=tokens_BT, use_cache=False)
     return split.hidden_BTD
 
 
@@ -171,13 +171,13 @@ def _trace_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: in
     return tree
 
 
-def _trace_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
+def _trace_norm(split: LayerChain, hidden: torch.Tensor) -> dict[str, Any]:
     x = hidden.detach().requires_grad_()
     norm = split.norm if isinstance(split.norm, Epilogue) else copy.deepcopy(split.norm).to("meta")
-    return record(norm, lambda: norm(split.last(x)), x, list(norm.buffers()))
+    return record(norm, lambda: norm(split.norm_input(x)), x, list(norm.buffers()))
 
 
-def _logit_calls(split: Split, width: int) -> list[int]:
+def _logit_calls(split: LayerChain, width: int) -> list[int]:
     """Return the head's calls in addition to its matrix product, and the number of later outputs that autograd saves."""
     rows = torch.empty(1, 8, width, device="meta", dtype=split.model.dtype, requires_grad=True)
     tree = record(split.model, lambda: split.logits(None, rows), rows, [])

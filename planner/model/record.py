@@ -25,8 +25,8 @@ from penstock.runtime.layers.kernels import (
     ROTARY,
     gate_of,
     is_rms_norm,
+    is_rotary_call,
     rotates,
-    turns_whole,
 )
 
 from .trace import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Group, LibraryCall, TensorInfo
@@ -114,7 +114,7 @@ class _Recorder(TorchDispatchMode):
             if kind in LIBRARY_KERNELS.values():
                 operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
                 return self.at_once(kind, operands, lambda: original(*args, **kwargs))
-            if kind == "rotary" and not turns_whole(args, kwargs):
+            if kind == "rotary" and not is_rotary_call(args, kwargs):
                 return original(*args, **kwargs)
             if kind == "attention":
                 self.attends(*args[1:4])

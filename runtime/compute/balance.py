@@ -1,8 +1,8 @@
-"""The loss of routers: how unevenly a micro-batch's tokens are spread over experts (`load_balancing_loss_func` of transformers).
+"""Load-balancing loss of routers (`load_balancing_loss_func` of transformers).
 
-E sum_e (C_e / N) (P_e / N): C counts how often expert e was chosen, P sums its probabilities, both over N rows, those of all layers
-with a router. Its gradient with P is the same for every layer, and known when the last one has routed: forwards note their sums,
-the head makes the loss of them, and a layer's backward adds to its router's logits what the loss gives these.
+E sum_e (C_e / N) (P_e / N): C counts selections of expert e, P sums its probabilities, over the N rows of all layers with a router.
+dL/dP is equal for all layers, and known after the last router. Therefore forwards record their sums, the head computes the loss,
+and each layer's backward adds the loss's gradient to that of its router's logits.
 """
 
 # N rows, E experts
@@ -17,11 +17,11 @@ from penstock.runtime.errors import WorkloadError
 
 
 class Balance:
-    """Sums of the micro-batches under way. A forward is to say which it is, by `at`: its micro-batch and its block."""
+    """Sums of micro-batches in progress. Set `at` to (micro-batch, block) before each forward."""
 
     def __init__(self, model: Any, layers: list[nn.Module], weight: float, n_micro_batches: int) -> None:
-        """`weight`: of the loss, beside the mean over tokens; `n_micro_batches`: of a step. WorkloadError for a model whose own
-        forward has no such loss."""
+        """`weight`: coefficient relative to the mean token loss; `n_micro_batches`: per step. WorkloadError if the model's own
+        forward has no load-balancing loss."""
         recorders = [getattr(part, "_can_record_outputs", None) or {} for part in (model, model.base_model)]
         self._recorder: Any = next((found["router_logits"] for found in recorders if "router_logits" in found), None)
         is_known = "load_balancing_loss_func" in unwrap(type(model).forward).__globals__
@@ -38,7 +38,7 @@ class Balance:
                     part.register_forward_hook(self._routed)
 
     def _routed(self, part: nn.Module, given: Any, out: Any) -> Any:
-        """Forward hook of a router: its output, through which a gradient reaches its logits too."""
+        """Forward hook of a router: connect its output to the logits in the autograd graph."""
         if self.at is None:
             return None
         found = list(out) if isinstance(out, tuple) else [out]
@@ -58,7 +58,7 @@ class Balance:
         self._sums[m][block] = counts_E.float(), weights_NE.float().sum(0), len(logits_NE)
 
     def close(self, m: int) -> Tensor:
-        """The loss of a micro-batch whose layers have all routed, with its weight; fp64."""
+        """Weighted fp64 loss of a micro-batch after its last router."""
         counts_E, sums_E, n = (sum(each) for each in zip(*(of for _, of in sorted(self._sums.pop(m).items())), strict=True))
         with torch.enable_grad():
             sums_E = sums_E.requires_grad_()
@@ -67,7 +67,7 @@ class Balance:
         return loss.detach().double()
 
     def gradient(self, m: int, logits_NE: Tensor) -> Tensor:
-        """Gradient of the loss with respect to a layer's logits."""
+        """Gradient of the loss with respect to the logits of a layer."""
         weights_NE = torch.softmax(logits_NE, -1)
         slopes_NE = self._slopes[m].expand(weights_NE.shape).to(weights_NE.dtype)
         return torch.ops.aten._softmax_backward_data(slopes_NE, weights_NE, -1, weights_NE.dtype)  # type: ignore[no-any-return]
@@ -79,7 +79,7 @@ class Balance:
 
 
 class _Noted(torch.autograd.Function):
-    """A tensor as it is. Its backward adds the gradient of the routers' loss to the logits'."""
+    """Identity on a tensor. Its backward also returns the load-balancing gradient of the logits."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, logits_NE: Tensor, balance: Balance) -> Tensor:

@@ -1,6 +1,6 @@
-"""Templates of blocks: transformers' own modules on the meta device, computed with weights that are views of a slot.
+"""Stateless templates of blocks: transformers' modules on the meta device, called with weights that are views of slots.
 
-The model's own forward is run around its layers (`layers/split.py`), so every architecture keeps its own mathematics.
+The model's forward runs with recorders in place of layers (`layers/layer_chain.py`), so no architecture is reimplemented.
 """
 
 # B sequences, T tokens, D width
@@ -18,11 +18,11 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
-from penstock.runtime.layers.documents import attending, embed_packed
+from penstock.runtime.layers.documents import embed_packed, isolated_documents
 from penstock.runtime.layers.kernels import CALL_BY_CALL, gates_of, use_kernels
+from penstock.runtime.layers.layer_chain import Call, LayerChain
 from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.pointwise import fastest
-from penstock.runtime.layers.split import Call, Split
 from penstock.runtime.layers.tiles import TiledMlp
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Policy, Semantics
@@ -35,7 +35,7 @@ from .losses import LossFunction
 
 
 class Templates:
-    """Stateless templates of every block of one model. Only one thread at a time may use them."""
+    """Stateless templates of all blocks of a model. Not thread-safe."""
 
     def __init__(
         self,
@@ -46,17 +46,16 @@ class Templates:
         device: torch.device | None = None,
         loss: LossFunction | None = None,
     ) -> None:
-        """Build the modules; WorkloadError when they do not have the parameters the workload counted. `policy`: what tiles of an
-        MLP save of their forward; default: nothing. Buffers that the model computes (frequencies) are on `device`, by default the
-        CPU. `loss`: a program's own, if the objective is one."""
+        """Build the modules. WorkloadError if their parameters differ from the workload's. `policy`: checkpointing of MLP tiles;
+        default: full. `device`: of computed buffers (frequencies); default: CPU. `loss`: a user's, if the objective is one."""
         self.workload, self.semantics, self.device = workload, semantics, device or torch.device("cpu")
-        self.split = Split(meta_model(config, semantics))
-        self.split.look()
-        self.model, self.layers = self.split.model, self.split.layers
-        self.head = OutputHead(self.split, semantics, {p.name for block in workload.blocks for p in block.trained}, loss)
+        self.chain = LayerChain(meta_model(config, semantics))
+        self.chain.trace()
+        self.model, self.layers = self.chain.model, self.chain.layers
+        self.head = OutputHead(self.chain, semantics, {p.name for block in workload.blocks for p in block.trained}, loss)
         for block, layer in enumerate(self.layers, start=1):
             if semantics.train.lora is not None:
-                shared_inputs = self.split.shared_inputs(block - 1)
+                shared_inputs = self.chain.shared_inputs(block - 1)
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora, shared_inputs)
         self._refuse_surprises()
         pointwise = CALL_BY_CALL
@@ -66,13 +65,13 @@ class Templates:
             use_kernels(layer, semantics, pointwise)
         n_micro_batches = semantics.n_micro_batches * semantics.ranks
         self.balance = Balance(self.model, self.layers, semantics.router_loss, n_micro_batches) if semantics.router_loss else None
-        self._tiled: list[TiledMlp] = []  # of each layer, where the semantics have tiles, and one would not hold all tokens
+        self._tiled: list[TiledMlp] = []  # by layer; empty without tiles, or if one holds all tokens
         if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
             self._tiled = [TiledMlp(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
-        self.split.make_buffers(self.device, of_layers=True)
+        self.chain.make_buffers(self.device, of_layers=True)
 
     def _prefix(self, block: int) -> str:
-        return f"{self.split.layers_name}.{block - 1}."
+        return f"{self.chain.layers_name}.{block - 1}."
 
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -82,46 +81,45 @@ class Templates:
             raise WorkloadError(f"the installed transformers builds other parameters {first}")
 
     def _adapters(self, block: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of a block's adapters, which no file of the model's has, by name."""
+        """Shapes of a block's adapters by name."""
         lora = self.semantics.train.lora
         trained = self.workload.blocks[block].trained
         return {p.name: p.shape for p in trained if is_adapter(p.name)} if lora is not None else {}
 
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
-        """The first layer's input (B, T, D), with its autograd graph in grad mode, and each layer's call."""
-        self.split.around(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
-        return self.split.noted()
+        """First layer's input (B, T, D), with an autograd graph in grad mode, and the call of each layer."""
+        self.chain.run_body(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
+        return self.chain.take_calls()
 
     def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding's table (B, T, D), by its own module."""
-        own = within(f"{self.split.embedding_name}.", weights)
+        """Rows of the embedding table (B, T, D), by the model's embedding module."""
+        own = within(f"{self.chain.embedding_name}.", weights)
         rows_BTD = functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))
-        return rows_BTD if self.split.carried is None else self.split.carried.begun(rows_BTD)
+        return rows_BTD if self.chain.carried is None else self.chain.carried.padded(rows_BTD)
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
-        """The same for packed documents; `plain`: calls without packing. Readers of data check that the model isolates documents
-        (`layers/apart.py`)."""
+        """Like `embed`, for packed documents. `plain`: calls without packing. Data readers check document isolation
+        (`layers/document_isolation.py`)."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
         how = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
-        return embed_packed(self.split, self._of_body(weights), *how)
+        return embed_packed(self.chain, self._of_body(weights), *how)
 
     def _of_body(self, weights: Weights) -> Weights:
-        """Weights before the layers, by their names in the body."""
-        return {name.removeprefix(f"{self.split.body_name}."): weight for name, weight in weights.items()}
+        """Weights before the layers, by names in the body."""
+        return {name.removeprefix(f"{self.chain.body_name}."): weight for name, weight in weights.items()}
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, again: bool = False) -> torch.Tensor:
-        """Output (B, T, D) of decoder layer `block` (1 is the first). With `again` only its graph counts: the MLP's output may be
-        left out."""
+        """Output (B, T, D) of layer `block` (from 1). With `again`, a recompute, the output of a tiled MLP is not computed."""
         own, layer = within(self._prefix(block), weights), self.layers[block - 1]
         attention = self.workload.blocks[block].attention
-        with attending(inputs, self.semantics.attention, None if attention is None else attention.window):
+        with isolated_documents(inputs, self.semantics.attention, None if attention is None else attention.window):
             if self._tiled:
-                self._tiled[block - 1].again = again
+                self._tiled[block - 1].graph_only = again
             return inputs.run(lambda *args, **kwargs: functional_call(layer, own, args, kwargs), hidden_BTD)
 
     def constants(self) -> Weights:
-        """Buffers of layers that files hold, by their names in the model."""
+        """Buffers of layers that are stored in files, by names in the model."""
         layers = [layer.state_dict(prefix=self._prefix(i), keep_vars=True) for i, layer in enumerate(self.layers, start=1)]
         return {name: t for layer in layers for name, t in sorted(layer.items()) if not isinstance(t, nn.Parameter)}
 
@@ -154,14 +152,14 @@ class Templates:
                 part.is_aside = False
 
     def initial_weights(self, block: int, seed: int) -> Weights:
-        """A block's own random weights as transformers makes them, and adapters as PEFT does, fp32; the same for a seed."""
-        split = self.split
+        """Random fp32 weights of a block as in transformers, and adapters as in PEFT. Deterministic for a seed."""
+        chain = self.chain
         if block == 0:
-            names = list(dict.fromkeys(name.rpartition(".")[0] for name in split.outside))
+            names = list(dict.fromkeys(name.rpartition(".")[0] for name in chain.prologue_parameters))
         elif block <= len(self.layers):
             names = [self._prefix(block)[:-1]]
         else:
-            names = [*dict.fromkeys(name.rpartition(".")[0] for name in split.after), split.head_name]
+            names = [*dict.fromkeys(name.rpartition(".")[0] for name in chain.epilogue_parameters), chain.head_name]
         torch.default_generator.manual_seed(op_seed(seed, 0, 0, block))
         weights: Weights = {}
         for prefix in names:
@@ -177,6 +175,6 @@ class Templates:
 
 
 def op_seed(run_seed: int, step: int, micro_batch: int, block: int) -> int:
-    """Seed of an op's generator: the same for its recompute, different for every other op."""
+    """Seed of an op's generator: equal for its recompute, different for other ops."""
     digest = hashlib.blake2b(f"{run_seed} {step} {micro_batch} {block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""Compute on the device: forward, loss and backward of one block, and what autograd keeps between them."""
+"""Forward, loss and backward ops of blocks on the device, and their autograd graphs."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +10,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from penstock.runtime.batch import Batch, PreparedBatches, positions_of
 from penstock.runtime.host.memory import Arenas
+from penstock.runtime.layers.layer_chain import Call
 from penstock.runtime.layers.recompute import Graph, Replay
-from penstock.runtime.layers.split import Call
 from penstock.runtime.layers.views import Shelf, Spot, Views, Weights
 from penstock.runtime.plan import Op, Plan, Slot
 from penstock.runtime.plan.workload import Saved
@@ -21,17 +21,17 @@ from .blocks import Templates, op_seed
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Losses of a step, summed on the device. The host reads none of them before the step is over."""
+    """Losses of a step, summed on the device. The host reads them after the step."""
 
     n_supervised: int
-    n_losses: int  # of which the step's is the mean
+    n_losses: int  # divisor of the step's mean loss
     total: torch.Tensor  # fp64
-    each: list[torch.Tensor]  # of every micro-batch, where there are other ranks to tell
+    each: list[torch.Tensor]  # by micro-batch; empty with a single rank
 
 
 @dataclass(frozen=True, slots=True)
 class LastHidden:
-    """A micro-batch after the last layer. Its tensors are views of slots: copy what must outlive them."""
+    """Micro-batch after the last layer. Tensors are views of slots, valid during the op."""
 
     templates: Templates
     weights: Weights  # the head's
@@ -42,11 +42,11 @@ class LastHidden:
     extras: Mapping[str, torch.Tensor]
 
 
-Head = Callable[[LastHidden], None]  # called on the thread of the lane that computes, in its stream
+Head = Callable[[LastHidden], None]  # called on the gpu lane's thread and stream
 
 
 class Compute:
-    """The ops of the gpu lane that compute. Only that lane's thread may use it."""
+    """Compute ops of the gpu lane; used by that lane's thread alone."""
 
     def __init__(
         self,
@@ -58,25 +58,24 @@ class Compute:
         rank: int = 0,
         head: Head | None = None,
     ) -> None:
-        """`batches` gives this rank's tokens of a step on the device. `head`: called with the last layer's output, for a forward
-        plan, which has no backward."""
+        """`batches`: returns a step's tokens for this rank. `head`: called with the last hidden states in forward plans."""
         self._head, self._head_block = head, len(plan.workload.blocks) - 1
         self._first_trained = plan.workload.first_trained if head is None else len(plan.workload.blocks)
-        self._first = rank * plan.semantics.n_micro_batches  # micro-batch of the step that is this rank's first
+        self._first = rank * plan.semantics.n_micro_batches  # this rank's first micro-batch in the step
         self.plan, self.arenas, self.seed = plan, arenas, seed
-        # What dropout draws from. Seeding it is the host's own affair: no device is waited for
+        # Generator of dropout. Seeding it does not synchronise with the device
         on = templates.device
         self._generator = torch.default_generator if on.type == "cpu" else torch.cuda.default_generators[on.index]
-        self.losses: dict[int, Losses] = {}  # of the steps that have begun, until they are taken
-        self.templates, self._views, self.inputs = templates, Views(plan, arenas, templates.split.width), Inputs(templates, batches)
-        self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
-        self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, likewise
-        self._of_sides: dict[int, dict[tuple[int, int], torch.Tensor]] = {}  # gradients that go back to a micro-batch's embedding
+        self.losses: dict[int, Losses] = {}  # by step, until read
+        self.templates, self._views, self.inputs = templates, Views(plan, arenas, templates.chain.width), Inputs(templates, batches)
+        self._shelves: dict[tuple[int, int], Shelf] = {}  # offloaded activations, by (block, micro-batch)
+        self._graphs: dict[tuple[int, int], Graph] = {}  # until backward, by (block, micro-batch)
+        self._of_sides: dict[int, dict[tuple[int, int], torch.Tensor]] = {}  # gradients for the embedding, by micro-batch
         self.unpack = self._views.unpack
-        self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: the slots of weights and input
+        self._site: tuple[Slot, Slot] | None = None  # slots of weights and input of the running backward
 
     def at_work(self) -> AbstractContextManager[None]:
-        """Context of all ops of a run. Drops what a run that failed within a step has left."""
+        """Context of the ops of a run. Clears the state of a run that failed within a step."""
         self.inputs.batch = None
         self.losses.clear()
         if (balance := self.templates.balance) is not None:
@@ -107,7 +106,7 @@ class Compute:
     def forward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         m, weight_slot, has_backward = op.micro_batch, op["weights"], op.block >= self._first_trained
-        if self._head is None:  # else nothing is drawn
+        if self._head is None:  # a forward plan has no dropout
             self._seed(step, op)
         elif op.block == self._head_block:
             batch, hidden_BTD = self.inputs.of(m), self._at(op, op["x"])
@@ -135,25 +134,26 @@ class Compute:
         inputs = self.inputs.passed[m][op.block - 1]
         with torch.enable_grad():
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, inputs)
-        self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD, *inputs.sides.values()], weights, dict.fromkeys(inputs.sides))
+        arguments = inputs.grad_arguments
+        self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD, *arguments.values()], weights, dict.fromkeys(arguments))
         return output_BTD
 
     def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
-        """Hooks for a layer's forward; None if its graph is kept already."""
+        """Saved-tensor hooks for a layer's forward; None if its graph exists."""
         saved = self.plan.policy.saved(op.block)
-        if (op.block, op.micro_batch) in self._graphs:  # of a boundary that was dropped and is computed again
+        if (op.block, op.micro_batch) in self._graphs:  # recompute of a dropped boundary
             return None
         if saved is Saved.ALL:
             return self._keeping(op.block, weight_slot)
         shelf = None
         if (slot := op.get("saved")) is not None:
-            moved = self.plan.recompute(op.block, op.micro_batch).slot_bytes  # of the slot, which may be larger; the rest stays
+            moved = self.plan.recompute(op.block, op.micro_batch).slot_bytes  # offloaded bytes; the slot may be larger
             shelf = self._shelves[op.block, op.micro_batch or 0] = Shelf(self.arenas.raw(slot)[:moved])
         return Replay(saved, lambda: self._again(op, step), shelf).recording()
 
     def _keeping(self, block: int, weight_slot: Slot) -> AbstractContextManager[None]:
-        """Hooks under which autograd saves a weight as its spot, to be found in whichever slot holds the block at backward."""
-        copies = dict[int, torch.Tensor]()  # of the embedding's weights, which are not there in its backward
+        """Saved-tensor hooks that save a weight as its spot, read from the slot of the block's weights in backward."""
+        copies = dict[int, torch.Tensor]()  # of the embedding's weights, because its backward has no slot of them
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Spot:
             offset_bytes = self.arenas.offset_in(weight_slot, tensor)
@@ -170,7 +170,7 @@ class Compute:
         return saved_tensors_hooks(pack, unpack)
 
     def _again(self, op: Op, step: int) -> None:
-        """Recompute a layer's forward during its backward, with weights and input in their slots of that time."""
+        """Recompute a layer's forward in its backward, from the backward's slots of weights and input."""
         assert self._site is not None
         self._seed(step, op)
         weights = self._views.leaves(op.block, self._site[0], op.get("trained"))
@@ -185,9 +185,9 @@ class Compute:
             self._shelves.pop((op.block, op.micro_batch)).slot = self.arenas.raw(slot)
         graph = self._graphs.pop((op.block, op.micro_batch))
         sides = self._of_sides.setdefault(op.micro_batch, {})
-        # In the embedding's the last layer's first, as autograd adds what several layers make of one
+        # Last layer first, which is autograd's order of summing gradients from several layers
         keys = [] if op.block else sorted(sides, reverse=True)
-        edges, of_edges = [graph.edge, *(graph.sides[key] for key in keys)], [self._at(op, op["y"]), *map(sides.pop, keys)]
+        edges, of_edges = [graph.edge, *(graph.grad_arguments[key] for key in keys)], [self._at(op, op["y"]), *map(sides.pop, keys)]
         gradients = torch.autograd.grad(edges, graph.inputs, of_edges, allow_unused=True)
         del of_edges
         self._site = None
@@ -196,8 +196,8 @@ class Compute:
         if op.block:
             assert gradients[0] is not None
             self._at(op, op["x"]).copy_(gradients[0])
-            sides |= {(op.block, j): g for j, g in zip(graph.sides, gradients[1:], strict=False) if g is not None}
-            gradients = gradients[1 + len(graph.sides) :]
+            sides |= {(op.block, j): g for j, g in zip(graph.grad_arguments, gradients[1:], strict=False) if g is not None}
+            gradients = gradients[1 + len(graph.grad_arguments) :]
         of_weights = {name: gradient for name, gradient in zip(graph.names, gradients, strict=True) if gradient is not None}
         self._add(op, *self._running(op), of_weights)
 
@@ -209,7 +209,7 @@ class Compute:
         running, begins = self._running(op)
         name = self.templates.head.weight
         head = running.get(name)
-        # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
+        # Tiles are summed within the micro-batch: in a separate tensor if the running sum holds earlier micro-batches
         own = head if head is None or begins else torch.zeros_like(head)
         if head is not None and begins:
             head.zero_()
@@ -226,8 +226,7 @@ class Compute:
         self._add(op, running, begins, found, in_place={name} if begins else ())
 
     def _running(self, op: Op) -> tuple[Weights, bool]:
-        """The running sum of a micro-batch's gradients, and True if they begin it at zero; a single micro-batch's sum is its
-        gradient. An unused weight (of an expert without tokens) has gradient zero."""
+        """Running sum of gradients, and True if this micro-batch begins it. The sum of a single micro-batch is its gradient."""
         plan, total = self.plan, op.get("sum")
         begins = total is None or plan.semantics.begins_sum(op.micro_batch or 0)
         if (slot := total or op.get("gradient")) is None:
@@ -236,8 +235,9 @@ class Compute:
         return self._views.gradients(op.block, slot, dtype), begins
 
     def _add(self, op: Op, running: Weights, begins: bool, found: Weights, in_place: Collection[str] = ()) -> None:
-        """Add gradients to the running sum, and it to the sums `into`; the last sum is rounded into `gradient`. A first gradient is
-        added to zero in one pass, which turns -0.0 into +0.0. Gradients `in_place` are there already."""
+        """Add gradients to the running sum, and this to the sums `into`; round the last sum into `gradient`. A first gradient is
+        added to zero in one pass, which turns -0.0 into +0.0. Weights without gradient (experts without tokens) have gradient zero.
+        `in_place`: names of gradients that are already in the running sum."""
         assert found.keys() <= running.keys()
         for name, view in running.items():
             if name in found:
@@ -255,39 +255,38 @@ class Compute:
                 view.copy_(running[name])
 
 
-def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights, sides: dict[Any, Any]) -> Graph:
+def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights, grad_arguments: dict[Any, Any]) -> Graph:
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained), sides)
+    return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained), grad_arguments)
 
 
 class Inputs:
-    """Tokens of a step; and masks and positions, recorded with the embedding and used by each layer. The model's own forward makes
-    masks and positions and reads them on the host, which on a GPU waits for all issued work. It runs for the first two
-    micro-batches of a shape; if these are equal, and the embedding is a lookup, the others only look up. Packed documents have
-    positions of their own."""
+    """Tokens of a step, and the layers' masks and positions, recorded in the embedding's forward. The model's forward computes
+    masks and positions and reads them on the host, which synchronises with a GPU. It runs for the first two micro-batches of a
+    shape. If their masks and positions are equal, and the embedding is a lookup, other micro-batches only look up rows."""
 
     def __init__(self, templates: Templates, batches: PreparedBatches) -> None:
         self.templates, self._batches, self.prepare = templates, batches, batches.prepare
         self._micro_batch = templates.semantics.micro_batch
-        self.batch: tuple[int, Batch] | None = None  # of the step at work
-        self.first: dict[int, list[Call]] = {}  # by sequences: what the first such micro-batch's layers were passed
-        self.alike: set[int] = set()  # of which the second one's were the same, and its embedding no more than the weight's rows
-        self.passed: dict[int, list[Call]] = {}  # by micro-batch, until it is done
+        self.batch: tuple[int, Batch] | None = None  # with its step
+        self.first: dict[int, list[Call]] = {}  # calls of the first micro-batch, by number of sequences
+        self.alike: set[int] = set()  # numbers of sequences with equal calls and an embedding that only looks up rows
+        self.passed: dict[int, list[Call]] = {}  # calls by micro-batch, until its last use
 
     def begin(self, step: int) -> Batch | None:
-        """The batch of a step that begins now; None if it has begun."""
+        """Start a step and return its batch; None if it has been started."""
         if self.batch is not None and self.batch[0] == step:
             return None
         self.batch = (step, self._batches(step))
         return self.batch[1]
 
     def of(self, m: int) -> Batch:
-        """The sequences of a micro-batch of the step that has begun."""
+        """Sequences of a micro-batch of the current step."""
         assert self.batch is not None
         return self.batch[1].part(slice(m * self._micro_batch, (m + 1) * self._micro_batch))
 
     def embed(self, weights: Weights, m: int) -> torch.Tensor:
-        """The first layer's input; records the layers' other arguments."""
+        """Compute the first layer's input, and record the layers' other arguments."""
         batch = self.of(m)
         tokens_BT, n_sequences = batch.input_ids, len(batch.input_ids)
         if batch.document_tokens is not None:
@@ -311,19 +310,20 @@ class Inputs:
         return hidden_BTD
 
     def _shared(self, n_sequences: int, passed: list[Call]) -> list[Call]:
-        """Calls of layers, with equal tensors replaced by those of the first such micro-batch, of which all but what depends on its
-        tokens is kept."""
+        """Replace tensors of calls by equal ones of the first micro-batch with this shape. Differentiable arguments, which depend
+        on tokens, are not shared."""
         if n_sequences not in self.first:
-            of_tokens = self.templates.split.sides
+            of_tokens = self.templates.chain.grad_arguments
             self.first[n_sequences] = [call.with_leaves(dict.fromkeys(at)) for call, at in zip(passed, of_tokens, strict=True)]
         firsts = zip(passed, self.first[n_sequences], strict=True)
         return [new.with_leaves({j: t for j, t in enumerate(old.leaves) if _same(new.leaves[j], t)}) for new, old in firsts]
 
     def cut(self, m: int) -> dict[tuple[int, int], GradientEdge]:
-        """Gradient edges of layers' differentiable arguments, by layer and index; the layers get autograd leaves instead."""
-        calls = self.passed[m]
-        self.passed[m] = [call.with_leaves({j: t.detach().requires_grad_() for j, t in call.sides.items()}) for call in calls]
-        return {(i, j): get_gradient_edge(t) for i, call in enumerate(calls, start=1) for j, t in call.sides.items()}
+        """Replace differentiable arguments of layers by autograd leaves; return their gradient edges by (layer, index)."""
+        calls, tensors = self.passed[m], [call.grad_arguments for call in self.passed[m]]
+        leaves = [{j: t.detach().requires_grad_() for j, t in row.items()} for row in tensors]
+        self.passed[m] = [call.with_leaves(row) for call, row in zip(calls, leaves, strict=True)]
+        return {(i, j): get_gradient_edge(t) for i, row in enumerate(tensors, start=1) for j, t in row.items()}
 
 
 def _same(new: Any, old: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Cross entropy by online softmax (`loss: online`): its definition, a GPU's kernel, and the product that sums a weight's gradient.
+"""Cross entropy by online softmax (`loss: online`): reference implementation, GPU kernel, and accumulation of weight gradients.
 
 For each row z, in fp32: top = max z, total = sum of exp(z - top), loss = log(total) + top - z[target]. The gradient of `each`
-times the loss is exp(z - top) * (each / total), less `each` at the target; rounded once. Rows without a target have 0 of both.
+times the loss is exp(z - top) * (each / total), minus `each` at the target, rounded once. Both are 0 for rows without a target.
 """
 
 # N rows, V vocabulary, L lanes, D width
@@ -15,19 +15,19 @@ from penstock.runtime.cuda.nvrtc import ELEMENT, Kernel, compiled_kernel
 from penstock.runtime.plan.workload import LOSS_SCRATCH_ELEMENTS, loss_lanes
 from penstock.runtime.units import on_one_line
 
-FEW_DIGITS = 5e-7  # relative: by as much may exp and log of two libraries differ
-LOWEST = torch.finfo(torch.float32).min  # a maximum before the first logit: no difference of two is then undefined
+FEW_DIGITS = 5e-7  # relative tolerance for exp and log of two libraries
+LOWEST = torch.finfo(torch.float32).min  # initial maximum: finite, so that differences of maxima are defined
 
 
 def row_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None = None) -> Tensor:
-    """Cross entropy of each row (N,), fp32; 0 where the target is negative. With `each_N` (fp32), the gradient of each row's loss
-    times `each_N` overwrites the logits."""
+    """Cross entropy of each row (N,), fp32; 0 for negative targets. With `each_N` (fp32), overwrite the logits by the gradient of
+    each row's loss times `each_N`."""
     kernel = loss_kernel(logits_NV.device, logits_NV.dtype, logits_NV.shape[1])
     return defined_losses(logits_NV, targets_N, each_N) if kernel is None else launched(kernel, logits_NV, targets_N, each_N)
 
 
 def defined_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
-    """Losses of some rows at a time, and with `each_N` their gradients, in the order of the kernel: that of a row alone."""
+    """Reference implementation of `row_losses`, by chunks of rows. Sums each row in the kernel's order."""
     n = max(1, LOSS_SCRATCH_ELEMENTS // loss_lanes(logits_NV.shape[1]))
     shares = targets_N if each_N is None else each_N
     return torch.cat([
@@ -51,13 +51,13 @@ def _of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, has_gradient:
 
 
 def _top_and_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum (N, 1) of each row, and the sum of exponentials relative to it, first by lanes, relative to their running maxima."""
+    """Maximum (N, 1) of each row, and sum of exponentials relative to it; first per lane, relative to its running maximum."""
     width = loss_lanes(logits_NV.shape[1])
     tops_NL = torch.full((len(logits_NV), width), LOWEST, device=logits_NV.device)
     sums_NL = torch.zeros_like(tops_NL)
     for part in logits_NV.split(width, dim=1):
         x, top, total = part.float(), tops_NL[:, : part.shape[1]], sums_NL[:, : part.shape[1]]
-        e, is_new = (x - top).abs_().neg_().exp_(), x > top  # of the two factors one is 1, the other exp of less than 0
+        e, is_new = (x - top).abs_().neg_().exp_(), x > top  # one of the two factors is 1, the other is e
         total.copy_(torch.where(is_new, total * e, total).add_(torch.where(is_new, 1.0, e)))
         torch.maximum(top, x, out=top)
     top_N1 = tops_NL.amax(dim=1, keepdim=True)
@@ -66,14 +66,14 @@ def _top_and_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _added_by_halves(x: Tensor) -> Tensor:
-    """Sum over the last dimension, a power of two, of size 1 then."""
+    """Tree-reduce the last dimension, a power of two, to size 1."""
     while (n := x.shape[-1]) > 1:
         x = x[..., : n // 2] + x[..., n // 2 :]
     return x
 
 
 def launched(kernel: Kernel, logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
-    """`defined_losses` by the kernel: a block of threads for each row."""
+    """Launch the kernel for `defined_losses`, with one thread block per row."""
     n, vocab = logits_NV.shape
     losses_N = torch.empty(n, device=logits_NV.device)
     shares_N = losses_N if each_N is None else each_N.contiguous()
@@ -86,7 +86,7 @@ def launched(kernel: Kernel, logits_NV: Tensor, targets_N: Tensor, each_N: Tenso
 
 @lru_cache(maxsize=8)
 def loss_kernel(device: torch.device, dtype: torch.dtype, vocab: int) -> Kernel | None:
-    """Kernel that computes what is defined, for this vocabulary; None for a CPU, and with a warning where a GPU has none."""
+    """Kernel for this vocabulary size. None on a CPU; None with a warning if it does not compile or its results differ."""
     if device.type == "cpu":
         return None
     try:
@@ -95,7 +95,7 @@ def loss_kernel(device: torch.device, dtype: torch.dtype, vocab: int) -> Kernel 
         if is_as_defined(kernel, device, dtype, vocab):
             return kernel
         cause = "its kernel computes other numbers"
-    except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+    except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler
         cause = on_one_line(str(error), 120)
     slower = "moves more than three times the bytes of each logit, up to a tenth of a step"
     warnings.warn(f"the loss runs call by call on {device.type} ({cause}): {slower}", RuntimeWarning, stacklevel=2)
@@ -103,8 +103,8 @@ def loss_kernel(device: torch.device, dtype: torch.dtype, vocab: int) -> Kernel 
 
 
 def is_as_defined(kernel: Kernel, device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
-    """True if the kernel and the definition agree on that device, but for a few last digits of exp and log: on rows of small and of
-    large logits, with logits of -inf, with a target at either end, and without one."""
+    """True if the kernel and the reference agree to the tolerance of exp and log. Rows have small and large logits, logits of -inf,
+    targets at both ends, and no target."""
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(8, vocab, generator=generator) * torch.tensor([0.1, 1, 3, 10, 100, 1e4, 3, 3])[:, None]
     logits_NV[6, 1::3] = -torch.inf
@@ -119,14 +119,14 @@ def is_as_defined(kernel: Kernel, device: torch.device, dtype: torch.dtype, voca
 
 
 def add_product(sum_VD: Tensor, gradient_NV: Tensor, rows_ND: Tensor) -> None:
-    """Add gradient^T x rows to an fp32 sum, which the product accumulates onto: nothing is rounded between tiles."""
+    """Accumulate gradient^T x rows onto an fp32 sum without rounding between tiles."""
     if sum_VD.is_cuda and gradient_NV.dtype is not torch.float32:
         try:
             torch.addmm(sum_VD, gradient_NV.t(), rows_ND, out_dtype=torch.float32, out=sum_VD)
             return
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # of a shape that the library does not take, which is always the same
+        except RuntimeError as error:  # unsupported shape; deterministic
             how = f"the output matrix's gradient is a product of fp32 on {sum_VD.device.type} ({on_one_line(str(error), 120)})"
             warnings.warn(f"{how}: up to ten times slower, a quarter of a step of a large vocabulary", RuntimeWarning, stacklevel=2)
     n, wide_ND = max(1, LOSS_SCRATCH_ELEMENTS // len(gradient_NV)), rows_ND.float()

@@ -1,4 +1,4 @@
-"""The head of a model: the norm after its layers, its output matrix, and the loss, a tile of logits at a time."""
+"""Output head: final norm, output matrix and loss, by tiles of logits (chunked loss)."""
 
 # B sequences, T tokens, N = B * T or a tile of it, D width, V vocabulary, C labels
 from collections.abc import Callable, Collection, Iterator
@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.layers.kernels import use_fused_norm
-from penstock.runtime.layers.split import Split
+from penstock.runtime.layers.layer_chain import LayerChain
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.objective import ANSWER, LAST, Of
@@ -19,22 +19,22 @@ from .answers import Answers
 from .cross_entropy import add_product, row_losses
 from .losses import Extras, LossFunction, known_loss, top_and_rest
 
-Loss = Callable[[Weights, Tensor], tuple[Tensor, Tensor]]  # of the head's weights and rows: the sum, and what is differentiated
-Gradients = tuple[Tensor, Tensor, Weights]  # the sum; the gradients of rows, and of what is trained of the head
+Loss = Callable[[Weights, Tensor], tuple[Tensor, Tensor]]  # (head weights, rows) to (summed loss, differentiated loss)
+Gradients = tuple[Tensor, Tensor, Weights]  # summed loss; gradients of rows and of trained weights
 
 
 class OutputHead:
-    """What comes after a model's layers, without weights of its own. Weights are by their names in the model."""
+    """Stateless modules after a model's layers. Weights are passed by their names in the model."""
 
-    def __init__(self, split: Split, semantics: Semantics, trained: Collection[str], function: LossFunction | None = None) -> None:
-        """`trained`: the names of what is; `function`: a program's own loss, where the objective is that."""
-        self.objective, self.function = semantics.objective, function or known_loss(semantics.objective)
-        self._split, self._trained = split, trained
+    def __init__(self, chain: LayerChain, semantics: Semantics, trained: Collection[str], loss: LossFunction | None = None) -> None:
+        """`trained`: names of trained parameters; `loss`: a user's, required if the objective is one."""
+        self.objective, self.function = semantics.objective, loss or known_loss(semantics.objective)
+        self._chain, self._trained = chain, trained
         self._is_online, self._n_rows = semantics.loss == "online", semantics.loss_tile_tokens
-        self.weight, self._prefix = f"{split.head_name}.weight", f"{split.norm_name}."
-        self._names = [f"{split.head_name}.{name}" for name in ("weight", "bias") if getattr(split.head, name, None) is not None]
+        self.weight, self._prefix = f"{chain.head_name}.weight", f"{chain.norm_name}."
+        self._names = [f"{chain.head_name}.{name}" for name in ("weight", "bias") if getattr(chain.head, name, None) is not None]
         if semantics.norm == "fused":
-            use_fused_norm(split.norm)
+            use_fused_norm(chain.norm)
 
     def loss(
         self,
@@ -45,14 +45,14 @@ class OutputHead:
         head_gradient_VD: Tensor | None,
         extras: Extras = MappingProxyType({}),
     ) -> Gradients:
-        """Forward and backward of the head: at most one tile of logits exists. Adds the output matrix's gradient, if wanted, to
-        `head_gradient_VD` (fp32) in tile order. Returns the summed loss (fp64, on the device), and gradients of the mean of
-        `n_losses`, of the hidden state and the head's other trained parameters."""
+        """Forward and backward of the head; at most one tile of logits exists. Accumulate the output matrix's gradient, if wanted,
+        onto `head_gradient_VD` (fp32) in tile order. Return the summed loss (fp64, on the device), and gradients of the mean over
+        `n_losses` with respect to the hidden state and other trained parameters of the head."""
         own = self._of_norm(weights)
         norm_weights = {n: w.detach().requires_grad_(self._prefix + n in self._trained) for n, w in own.items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
-            normed_BTD = functional_call(self._split.norm, norm_weights, (self._split.last(hidden_BTD),), strict=True)
+            normed_BTD = functional_call(self._chain.norm, norm_weights, (self._chain.norm_input(hidden_BTD),), strict=True)
         normed_ND, head = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), self._head(weights)
         sums = {} if head_gradient_VD is None else {self.weight: head_gradient_VD}
         by = self._by_scores if self.objective.n_labels is not None else self._by_tiles
@@ -66,7 +66,7 @@ class OutputHead:
     def _by_scores(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
     ) -> tuple[Tensor, Tensor]:
-        """Summed loss of sequences' scores, and the gradient of the normed rows; the head's gradient is added to `sums`."""
+        """Summed loss of scores, and gradient of the normed rows. Accumulate the head's gradient onto `sums`."""
         answers = self._answers(targets_BT, extras)
 
         def of_scores(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,8 @@ class OutputHead:
     def _by_tiles(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
     ) -> tuple[Tensor, Tensor]:
-        """The same for losses of tokens, and of sequences' sums over them. Adds sums of a trained bias."""
+        """Summed loss of tokens or sequences, and gradient of the normed rows. Accumulate the head's gradients onto `sums`, with a
+        new entry for a trained bias."""
         loss_sum, of_rows = self._of_sequences(head, normed_ND, targets_BT, n_losses, extras)
         others = [name for name in self._names if name != self.weight and name in self._trained]
         sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in others}
@@ -95,7 +96,7 @@ class OutputHead:
                 loss, out_ND[:], of_head = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), of_tile)
                 for name in sums:
                     sums[name] += of_head[name]
-                del of_head  # or two tiles' would be alive at a time
+                del of_head  # before the next tile's gradients
             if not self.objective.has_first_pass:
                 loss_sum += loss
         return loss_sum, gradient_ND
@@ -103,7 +104,7 @@ class OutputHead:
     def _of_sequences(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, extras: Extras
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The first pass: the loss of whole sequences, and by name each row's inputs besides its target."""
+        """First pass: summed loss of whole sequences, and inputs of each row by name (extras, or the slope of its sequence)."""
         n_tokens, answers = targets_BT.shape[1], self._answers(targets_BT, extras)
         if not self.objective.has_first_pass:
             own = {name: extras[name] if extras[name].dim() > 1 else extras[name][:, None] for name in self.objective.extras}
@@ -127,7 +128,7 @@ class OutputHead:
         of_rows: Weights,
         out_ND: Tensor,
     ) -> Tensor:
-        """Summed loss of a tile; its rows' gradient goes to `out_ND`, and the weight's is added to its sum, if there is one."""
+        """Return the summed loss of a tile. Write the gradient of its rows to `out_ND`; accumulate the weight's onto `sums`."""
         supervised_N, slope_N = targets_N != UNSUPERVISED, of_rows.get("slope")
         each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
         logits_NV = nn.functional.linear(normed_ND, weight_VD)
@@ -140,8 +141,8 @@ class OutputHead:
     def _tile(
         self, head: Weights, normed_ND: Tensor, targets_N: Tensor, n_losses: int, trained: Collection[str], of_rows: Weights
     ) -> Gradients:
-        """Summed loss of a tile; gradients, of its share of the step's mean, of its rows and of trained weights. After a first pass
-        over sequences the gradient of each row's log-probability is its slope, and the sum is unused."""
+        """Summed loss of a tile; gradients of its share of the step's mean, for its rows and trained weights. After a first pass
+        over sequences, each row's log-probability has its slope as gradient, and the summed loss is unused."""
         slope_N = of_rows.get("slope") if self.objective.has_first_pass else None
 
         def of_tile(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,7 @@ class OutputHead:
         return _differentiated(of_tile, head, normed_ND, trained)
 
     def summed_losses(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """The summed cross entropy (fp64, on the device), by tiles, with the bits of `loss` if that is cross entropy."""
+        """Summed cross entropy by tiles (fp64, on the device), bitwise identical to `loss` if that is cross entropy."""
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         for rows_ND, targets_N in self._tiles(normed_ND, targets_BT.reshape(-1)):
@@ -165,7 +166,7 @@ class OutputHead:
         return loss_sum
 
     def divergence(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> Tensor:
-        """The sum of a loss of tokens (fp64, on the device)."""
+        """Summed loss of tokens (fp64, on the device)."""
         assert self.function is not None
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
         total, of_rows = self._of_sequences(head, normed_ND, targets_BT, 1, extras)
@@ -174,9 +175,9 @@ class OutputHead:
         return total
 
     def log_probabilities(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        """(B,) fp64, packed (B, K): sums over each sequence's targets, with the bits of a loss of sequences; and target counts.
-        Loss of tokens with a reference: (B, T) fp32 of each target; with a teacher: (B, T, 3 K + 1) int16, a row for each position;
-        head of its own: the scores."""
+        """Summed log-probabilities of each sequence's targets, (B,) fp64, packed (B, K), bitwise identical to those of a loss of
+        sequences; and target counts. Instead of sums: (B, T) fp32 per target, for a loss of tokens with a reference;
+        (B, T, 3 K + 1) int16 per position (`top_and_rest`), with a teacher; scores, for a head with labels."""
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
         answers = self._answers(targets_BT, extras)
         if self.objective.n_labels is not None:
@@ -196,22 +197,22 @@ class OutputHead:
         return {name: weights[name] for name in self._names}
 
     def _of_norm(self, weights: Weights) -> Weights:
-        return {name.removeprefix(self._prefix): weights[name] for name in self._split.after}
+        return {name.removeprefix(self._prefix): weights[name] for name in self._chain.epilogue_parameters}
 
     def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
-        return functional_call(self._split.norm, self._of_norm(weights), (self._split.last(hidden),), strict=True)  # type: ignore[no-any-return]
+        return functional_call(self._chain.norm, self._of_norm(weights), (self._chain.norm_input(hidden),), strict=True)  # type: ignore[no-any-return]
 
     def _tiles(self, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(of.split(self._n_rows) for of in of_rows), strict=True)
 
     def _logits(self, head: Weights, normed_ND: Tensor) -> Tensor:
-        return self._split.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
+        return self._chain.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
 
     def _answers(self, targets_BT: Tensor, extras: Extras) -> Answers:
         return Answers(targets_BT, extras.get(ANSWER), self.objective.rows_each)
 
     def _scores(self, head: Weights, normed_ND: Tensor, answers: Answers, extras: Extras) -> Tensor:
-        """Of each sequence (B,) fp64, or of several labels (B, C), packed (B, K, C): of its last token, or of the mean over all."""
+        """Fp64 scores (B,) of the last token or of the mean over tokens; for several labels (B, C), packed (B, K, C)."""
         if self.objective.numbers["mean"]:
             last_B = extras[LAST].long()
             normed_BTD = normed_ND.view(len(last_B), -1, normed_ND.shape[1])
@@ -223,7 +224,7 @@ class OutputHead:
         return scores_BC.squeeze(-1) if self.objective.n_labels == 1 else scores_BC
 
     def _cross_entropy(self, head: Weights, normed_ND: Tensor, targets_N: Tensor, reduction: str = "none") -> Tensor:
-        """Of each row, 0 where it is not supervised, or their `sum`; fp32."""
+        """Cross entropy (fp32) per row, 0 for unsupervised ones; or their `sum`."""
         if self._is_online:
             losses_N = row_losses(nn.functional.linear(normed_ND, head[self.weight]), targets_N)
             return losses_N.sum() if reduction == "sum" else losses_N
@@ -231,7 +232,7 @@ class OutputHead:
         return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction=reduction)
 
     def _each(self, head: Weights, normed_ND: Tensor, targets_BT: Tensor) -> Tensor:
-        """The log-probability of each target (B, T) fp32, 0 where it is not supervised."""
+        """Log-probabilities of targets, (B, T) fp32, 0 for unsupervised ones."""
         losses_N = torch.empty(len(normed_ND), device=normed_ND.device)
         with torch.no_grad():
             for rows_ND, targets_N, out_N in self._tiles(normed_ND, targets_BT.reshape(-1), losses_N):
@@ -240,7 +241,7 @@ class OutputHead:
 
 
 def _differentiated(of: Loss, head: Weights, normed_ND: Tensor, trained: Collection[str]) -> Gradients:
-    """Value of a function of head and rows, and gradients of rows and of trained weights."""
+    """Value of a function of head and rows, with gradients of rows and trained weights."""
     head, normed_ND = {n: w.detach().requires_grad_(n in trained) for n, w in head.items()}, normed_ND.detach().requires_grad_()
     with torch.enable_grad():
         loss, share = of(head, normed_ND)
@@ -249,5 +250,5 @@ def _differentiated(of: Loss, head: Weights, normed_ND: Tensor, trained: Collect
 
 
 def within(prefix: str, weights: Weights) -> Weights:
-    """Those of a part of the model, by the names that it gives them."""
+    """Weights with this prefix, by names without it."""
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}

@@ -1,18 +1,18 @@
-"""Losses: numbers for each position of a tile of logits, or for each sequence or pair of log-probabilities.
+"""Loss functions of logits per position, or of log-probabilities per sequence or pair.
 
-What a function is given is told by the names of its parameters, so that a loss of one's own is a plain function:
+Arguments are selected by parameter names, so that a user's loss is a plain function:
 
-    tokens      logits (N, V) fp32, targets (N,)                    of some positions; each extra is (N,)
-    sequences   logps, n_tokens (B,) fp64                           of whole sequences, summed over tokens; each extra is (B,)
-    pairs       chosen, rejected, n_chosen, n_rejected (P,) fp64    two sequences each; an extra `e` comes as e_chosen, e_rejected
-    answers     own, other and the like (A,) fp64                   likewise; the other one is of the same prompt, and not learned
+    tokens      logits (N, V) fp32, targets (N,)                    positions of a tile; each extra is (N,)
+    sequences   logps, n_tokens (B,) fp64                           sums over the tokens of a sequence; each extra is (B,)
+    pairs       chosen, rejected, n_chosen, n_rejected (P,) fp64    two sequences; an extra `e` is passed as e_chosen, e_rejected
+    answers     own, other, n_own, n_other (A,) fp64                likewise; `other` has the same prompt, and is not trained
 
-For losses of this file `gain_chosen` and the like are log-probabilities less the reference's. A function returns a number for each
-item; items without a supervised token are left out. For sequences and pairs the gradient with respect to `logps` weighs the
-gradients of their tokens in a second pass over the tiles.
+In this file `gain_chosen` etc. are differences of log-probabilities to the reference's. A function returns one loss per item; items
+without supervised tokens are excluded. For sequences and pairs, the gradient with respect to `logps` scales the gradients of their
+tokens in a second pass over the tiles.
 """
 
-# B sequences, P pairs, T tokens, N = B * T or a tile of it, V vocabulary, K ids that a teacher says most of, and the rest
+# B sequences, P pairs, T tokens, N = B * T or a tile of it, V vocabulary, K likeliest ids of a teacher
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -31,18 +31,18 @@ from penstock.runtime.plan.objective import REFERENCE, Objective, Of
 from .answers import in_order
 
 Extras = Mapping[str, Tensor]
-MOST_AHEAD = 20.0  # of the logarithm of a ratio, whose gradient is 0 above
-LEAST = 1e-30  # of a probability whose logarithm is taken
-HALVES = {Of.PAIRS: ("chosen", "rejected"), Of.ANSWERS: ("own", "other")}  # of two sequences that follow each other
+MOST_AHEAD = 20.0  # upper clamp of log-ratios, with gradient 0 above
+LEAST = 1e-30  # lower clamp of probabilities before their logarithm
+HALVES = {Of.PAIRS: ("chosen", "rejected"), Of.ANSWERS: ("own", "other")}  # names of two consecutive sequences
 
 
 def label_smoothing(logits: Tensor, targets: Tensor, epsilon: float) -> Tensor:
-    """Cross entropy with a target of which `epsilon` is spread over the vocabulary (Szegedy et al., arXiv 1512.00567)."""
+    """Cross entropy with `epsilon` of the target distributed over the vocabulary (Szegedy et al., arXiv 1512.00567)."""
     return F.cross_entropy(logits, targets, ignore_index=UNSUPERVISED, reduction="none", label_smoothing=epsilon)
 
 
 def z_loss(logits: Tensor, targets: Tensor, weight: float) -> Tensor:
-    """Cross entropy, and the square of the logarithm of the sum of exponentials (PaLM, arXiv 2204.02311)."""
+    """Cross entropy plus `weight` times the squared log-sum-exp (PaLM, arXiv 2204.02311)."""
     losses = F.cross_entropy(logits, targets, ignore_index=UNSUPERVISED, reduction="none")
     return losses + weight * logits.logsumexp(dim=-1).square()
 
@@ -57,9 +57,9 @@ def grpo(
     beta: float,
     reference: Tensor | None = None,
 ) -> Tensor:
-    """The clipped objective of PPO, each bound for itself (GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476), and `beta` times the k3
-    estimate of the divergence from a reference. `old`, `reference`: log-probabilities of the targets, of which no ratio is
-    above exp(MOST_AHEAD): an infinite one, times 0, would be a gradient that is no number."""
+    """Clipped objective of PPO with separate bounds (GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476), plus `beta` times the k3
+    estimate of the KL divergence from a reference. `old`, `reference`: log-probabilities of the targets. Ratios are clamped to
+    exp(MOST_AHEAD), because an infinite ratio times 0 would be NaN in the gradient."""
     logps = -F.cross_entropy(logits, targets, ignore_index=UNSUPERVISED, reduction="none")
     ratio = (logps - old).clamp(max=MOST_AHEAD).exp()
     losses = -torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantage)
@@ -70,34 +70,34 @@ def grpo(
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    """Binary cross entropy of a preference that is wrong with that probability."""
+    """Binary cross entropy of a preference that is wrong with probability `label_smoothing`."""
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
 def dpo(gain_chosen: Tensor, gain_rejected: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """Direct preference optimization (arXiv 2305.18290); with label smoothing, cDPO."""
+    """Direct preference optimization (arXiv 2305.18290); cDPO with label smoothing."""
     return _smoothed(beta * (gain_chosen - gain_rejected), label_smoothing)
 
 
 def robust(gain_chosen: Tensor, gain_rejected: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """DPO without the bias of labels that are flipped with that probability (rDPO, arXiv 2403.00409)."""
+    """DPO, unbiased if labels are flipped with probability `label_smoothing` (rDPO, arXiv 2403.00409)."""
     margin = beta * (gain_chosen - gain_rejected)
     flipped = label_smoothing * F.logsigmoid(-margin)
     return (flipped - (1 - label_smoothing) * F.logsigmoid(margin)) / (1 - 2 * label_smoothing)
 
 
 def hinge(gain_chosen: Tensor, gain_rejected: Tensor, beta: float) -> Tensor:
-    """A margin of at least 1 (SLiC as RSO has it, arXiv 2309.06657)."""
+    """Hinge loss with margin 1 (SLiC as in RSO, arXiv 2309.06657)."""
     return F.relu(1 - beta * (gain_chosen - gain_rejected))
 
 
 def ipo(gain_chosen: Tensor, gain_rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor, beta: float) -> Tensor:
-    """Identity preference optimization (arXiv 2310.12036), of means over the tokens of each answer, as its authors corrected it."""
+    """Identity preference optimization (arXiv 2310.12036) of means over tokens, as corrected by its authors."""
     return (gain_chosen / n_chosen - gain_rejected / n_rejected - 1 / (2 * beta)).square()
 
 
 def orpo(chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor, beta: float) -> Tensor:
-    """Odds ratio preference optimization (arXiv 2403.07691): the chosen answer's mean cross entropy, and odds against the other."""
+    """Odds ratio preference optimization (arXiv 2403.07691): mean cross entropy of the chosen response, plus an odds-ratio term."""
     better, worse = chosen / n_chosen, rejected / n_rejected
     odds = (better - worse) - (torch.log1p(-better.exp()) - torch.log1p(-worse.exp()))
     return -better - beta * F.logsigmoid(odds)
@@ -106,7 +106,7 @@ def orpo(chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor,
 def simpo(
     chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor, beta: float, gamma: float, label_smoothing: float
 ) -> Tensor:
-    """Simple preference optimization (arXiv 2405.14734): means over tokens, no reference, a margin of `gamma`."""
+    """Simple preference optimization (arXiv 2405.14734): means over tokens, no reference, margin `gamma`."""
     return _smoothed(beta * (chosen / n_chosen - rejected / n_rejected) - gamma, label_smoothing)
 
 
@@ -119,26 +119,25 @@ def kto(
     undesirable_weight: float,
     group: float,
 ) -> Tensor:
-    """Kahneman-Tversky optimization (arXiv 2402.01306), its baseline the mean over a group of the log-ratios of other answers."""
+    """Kahneman-Tversky optimization (arXiv 2402.01306). Baseline: mean log-ratio of the `other` responses in a group."""
     kl = gain_other.detach().view(-1, int(group)).mean(dim=1).clamp(min=0).repeat_interleave(int(group))
     gain = beta * (gain_own - kl)
     return torch.where(label_own > 0, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
 
 
 def reward(chosen: Tensor, rejected: Tensor, center: float) -> Tensor:
-    """Bradley and Terry's model of preferences, of scores; and `center` times the square of their sum, which keeps them about 0
-    (arXiv 2312.09244)."""
+    """Bradley-Terry loss of scores, plus `center` times the square of their sum, which centres them at 0 (arXiv 2312.09244)."""
     return center * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)
 
 
 def classify(scores: Tensor, label: Tensor) -> Tensor:
-    """Cross entropy of labels, of scores (B, C)."""
+    """Cross entropy of labels with scores (B, C)."""
     return F.cross_entropy(scores, label.long(), reduction="none")
 
 
 class _TopAndRest(torch.autograd.Function):
-    """Log-probabilities (N, K + 1) of some ids of each row, and of all its others together: of few passes over logits, and exact
-    where the others have next to nothing, of which 1 less the sum would be rounding alone."""
+    """Log-probabilities (N, K + 1) of K ids in each row and of the remaining ids together. Takes few passes over the logits. Exact
+    for a remainder near 0, because it is summed rather than subtracted from 1."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, ids_NK: Tensor, temperature: float) -> Tensor:
@@ -160,8 +159,8 @@ class _TopAndRest(torch.autograd.Function):
 
 
 def top_and_rest(logits_NV: Tensor, k: int, temperature: float) -> Tensor:
-    """A teacher's row (N, 3 k + 1) int16, as in files: the `k` likeliest ids, two words each, then fp16 log-probabilities of these
-    and of all others together."""
+    """Rows of a teacher as in files, (N, 3 k + 1) int16: the `k` likeliest ids (int32, two words each), then fp16 log-probabilities
+    of these and of the remaining ids together."""
     ids_NK = logits_NV.topk(k, dim=-1).indices
     of_NK = _TopAndRest.apply(logits_NV, ids_NK, temperature)  # type: ignore[no-untyped-call]
     return torch.cat([ids_NK.int().view(torch.int16), of_NK.half().view(torch.int16)], dim=1)
@@ -173,11 +172,11 @@ def _kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
 
 
 def distill(logits: Tensor, targets: Tensor, teacher: Tensor, k: float, beta: float, temperature: float) -> Tensor:
-    """The generalised Jensen-Shannon divergence of student and teacher (GKD, arXiv 2306.13649): 0 is KL(teacher || student), 1 is
-    KL(student || teacher). Of the teacher's likeliest ids, and of all others as a single one."""
+    """Generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649). `beta` 0: KL(teacher || student), 1: KL(student || teacher).
+    It covers the teacher's likeliest ids, and the remaining ids as a single one."""
     n = int(k)
     ids_NK, theirs_NK = teacher[:, : 2 * n].contiguous().view(torch.int32).long(), teacher[:, 2 * n :].contiguous()
-    theirs_NK = theirs_NK.view(torch.float16).float().clamp(min=math.log(LEAST)).log_softmax(dim=1)  # add up to 1 again
+    theirs_NK = theirs_NK.view(torch.float16).float().clamp(min=math.log(LEAST)).log_softmax(dim=1)  # renormalise
     own_NK = _TopAndRest.apply(logits, ids_NK, temperature)  # type: ignore[no-untyped-call]
     if beta in (0, 1):
         return _kl(own_NK, theirs_NK) if beta else _kl(theirs_NK, own_NK)
@@ -201,7 +200,7 @@ class LossFunction:
         return tuple(p.name for p in parameters if p.default is p.empty or p.name in self.objective.extras)
 
     def each(self, first: Tensor, second: Tensor, extras: Extras) -> Tensor:
-        """Loss of each item, given logits and targets, or log-probabilities and numbers of tokens."""
+        """Loss per item. `first`, `second`: logits and targets, or log-probabilities and token counts."""
         arguments: dict[str, Tensor]
         match self.objective.of:
             case Of.TOKENS:
@@ -217,16 +216,16 @@ class LossFunction:
         return self.function(**{name: known[name] for name in self._asked})
 
     def of_tile(self, logits_NV: Tensor, targets_N: Tensor, extras: Extras) -> Tensor:
-        """The sum over a tile's supervised positions, with the tile's extras."""
-        is_left_out = targets_N == UNSUPERVISED  # taken before anybody's function sees them
+        """Sum over the supervised positions of a tile."""
+        is_left_out = targets_N == UNSUPERVISED  # computed before a user's function may change the targets
         losses_N = self.each(logits_NV, targets_N, extras)
-        if self.objective.per is Of.SEQUENCES:  # of which this sums up a mean over tokens, or over as many as were said
+        if self.objective.per is Of.SEQUENCES:  # the sum over tokens is a mean
             losses_N = losses_N / self.objective.numbers.get("max_completion_length", extras["n_tokens"])
         return losses_N.masked_fill(is_left_out, 0.0).sum()
 
     def values(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> Tensor:
-        """Of each sequence, pair or answer, 0 where one has no supervised token; as a function of `logps_B`, or scores (B, C).
-        Packed they are (B, K), and (B, K, C)."""
+        """Loss per sequence, pair or answer, 0 without supervised tokens. `logps_B`: log-probabilities (packed: (B, K)), or scores
+        (B, C) (packed: (B, K, C))."""
         rows_each = self.objective.rows_each
         extras = {n: in_order(x, rows_each, n_tokens_B) for n, x in extras.items() if n in self.objective.extras}
         logps_B, n_tokens_B = (in_order(x, rows_each, n_tokens_B) for x in (logps_B, n_tokens_B))
@@ -234,12 +233,12 @@ class LossFunction:
         if self.objective.of in HALVES:
             is_counted = is_counted[0::2] & is_counted[1::2]
         is_there_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
-        # Not 0, whose slope may be infinite; and 0 times that would be a gradient that is no number. What is absent gains nothing
+        # Absent items: a value with a finite slope (0 may have an infinite one, and NaN gradients), or with log-ratio 0
         logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is Of.ANSWERS else -1.0)
         return torch.where(is_counted, self.each(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
 
     def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        """The sum over all, and its gradient towards the log-probability of each sequence; both fp64."""
+        """Summed loss, and its gradient with respect to the log-probability of each sequence; both fp64."""
         logps_B = logps_B.detach().requires_grad_()
         with torch.enable_grad():
             total = self.values(logps_B, n_tokens_B, extras).sum()
@@ -248,7 +247,7 @@ class LossFunction:
 
 
 def known_loss(objective: Objective) -> LossFunction | None:
-    """What computes a loss that has a name; None: the built-in cross entropy. PlanError for a function that was not given."""
+    """Loss function of a named objective; None for the built-in cross entropy. PlanError for a user's function."""
     if objective.sha256 is not None:
         raise PlanError(f"the plan's loss is a function of its maker's own; name it with --loss {objective.name[:80]}")
     return None if objective.is_default else LossFunction(objective, FUNCTIONS[objective.name])

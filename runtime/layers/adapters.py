@@ -1,8 +1,8 @@
-"""Adapters (LoRA): a frozen linear layer plus a trained low-rank product; or all experts of a layer, each plus its own.
+"""LoRA adapters: a frozen linear layer, or all experts of a layer, with trained low-rank products.
 
-y = x W^T + b + s (dropout(x) A^T) B^T with a frozen weight W, never merged. The narrow product comes first, h = dropout(x) A^T and
-y = s h B^T + b, each rounded once. The frozen product is accumulated onto y, rounded once. So y is read in the epilogue of a large
-product, where the memory is idle. The gradient of x is computed in the same order: dh A, then g W accumulated onto it.
+y = x W^T + b + s (dropout(x) A^T) B^T with a frozen weight W, never merged. First h = dropout(x) A^T and y = s h B^T + b, each
+rounded once; then the frozen product is accumulated onto y and rounded once. This reads y in the epilogue of a large product, when
+memory is idle. The gradient of x is computed in the same order: dh A, then g W accumulated onto it.
 
 Projections that get the same input (q, k, v; gate, up) are one autograd node without dropout: one product with their stacked A, one
 for the gradient of the stack, and one sum for the gradient of x. Example with three projections of rank 16: A is (48, I).
@@ -27,7 +27,7 @@ from .documents import LIBRARY
 
 
 def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shared_inputs: Iterable[Sequence[str]] = ()) -> None:
-    """Put adapters into a module, given the names of their factors, which begin with the prefix. WorkloadError where none fits.
+    """Insert adapters into a module. `names`: of their factors, with the prefix. WorkloadError for a submodule without support.
     `shared_inputs`: names of submodules with the same input, e.g. [("mlp.gate_proj", "mlp.up_proj")] (`split.shared_inputs`)."""
     for name in dict.fromkeys(name.rsplit(".", 2)[0].removesuffix(".base_layer") for name in names):
         parent, _, child = name.removeprefix(prefix).rpartition(".")
@@ -37,7 +37,7 @@ def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shar
         elif child == EXPERTS and getattr(part, "is_transposed", None) is not None:
             AdaptedExperts(part, lora)
         else:
-            raise WorkloadError(f"{name}: no adapter fits beside it; make the plan again")
+            raise WorkloadError(f"{name}: adapters do not support this module; make the plan again")
     for submodules in shared_inputs:
         parts = tuple(part for part in map(module.get_submodule, submodules) if isinstance(part, AdaptedLinear))
         for part in parts:
@@ -45,7 +45,7 @@ def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shar
 
 
 def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """An adapter as it begins, fp32, as PEFT makes it: B zero, so that it does nothing yet, A uniform; the same for a seed."""
+    """Initial fp32 factors as in PEFT: B zero, A Kaiming-uniform. Deterministic for a seed."""
     generator = torch.Generator().manual_seed(seed)
     factors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for name, factor in factors.items():
@@ -55,7 +55,7 @@ def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, 
 
 
 class Factor(nn.Module):
-    """A matrix of an adapter, under the name that files give it. No `nn.Linear`: transformers would initialise that."""
+    """Matrix of an adapter, named as in files. Not an `nn.Linear`, because transformers would initialise that."""
 
     def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
         super().__init__()
@@ -64,8 +64,7 @@ class Factor(nn.Module):
 
 class AdaptedLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
-        """The layer's own weights stay what they are."""
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # keeps the layer's weight and bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.lora_A = Factor((lora.rank, linear.in_features), linear.weight)
@@ -92,7 +91,7 @@ class AdaptedLinear(nn.Linear):
 
 
 class _Adapted(torch.autograd.Function):
-    """Projections with one input. Operands of each: weight, bias, A and B. Saves the input, h and the matrices."""
+    """Projections with one input. `operands`: weight, bias, A and B of each. Saves the input, h and the matrices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: float, *operands: Tensor | None) -> tuple[Tensor, ...]:
@@ -105,17 +104,17 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dropped, h_NS, *matrices = ctx.saved_tensors
-        n, scale, gradients_NO = len(gradients), ctx.scale, [rows(each) for each in gradients]
+        n, scale, gradients_NO = len(gradients), ctx.scale, [rows(g) for g in gradients]
         weights, a, b = matrices[:n], matrices[n : 2 * n], matrices[2 * n :]
         needed_x, _, _, *needed = ctx.needs_input_grad
         dh_NS = torch.empty_like(h_NS)
-        of_each = list(zip(gradients_NO, b, h_NS.split(len(a[0]), 1), dh_NS.split(len(a[0]), 1), strict=True))
-        for g_NO, b_OR, _, dh_NR in of_each:
+        projections = list(zip(gradients_NO, b, h_NS.split(len(a[0]), 1), dh_NS.split(len(a[0]), 1), strict=True))
+        for g_NO, b_OR, _, dh_NR in projections:
             dh_NR.addmm_(g_NO, b_OR, beta=0, alpha=scale)
         da: Sequence[Tensor | None] = (dh_NS.t() @ rows(dropped)).split(len(a[0])) if any(needed[2::4]) else [None] * n
         db = [
             torch.empty_like(b_OR).addmm_(g_NO.t(), h_NR, beta=0, alpha=scale) if needed_b else None
-            for (g_NO, b_OR, h_NR, _), needed_b in zip(of_each, needed[3::4], strict=True)
+            for (g_NO, b_OR, h_NR, _), needed_b in zip(projections, needed[3::4], strict=True)
         ]
         dx = d_dropped = None
         if needed_x:
@@ -126,34 +125,34 @@ class _Adapted(torch.autograd.Function):
                 for g_NO, weight_OI in zip(gradients_NO, weights, strict=True):
                     dx.addmm_(g_NO, weight_OI)
             dx = dx.view_as(dropped)
-        return dx, d_dropped, None, *(each for pair in zip(da, db, strict=True) for each in (None, None, *pair))
+        return dx, d_dropped, None, *(t for pair in zip(da, db, strict=True) for t in (None, None, *pair))
 
 
 class AdaptedExperts(nn.Module):
-    """Adapters of a layer's experts: those of the first stack; those of the last one are in the module of experts, as in PEFT."""
+    """Adapters of experts' `gate_up_proj`. Those of `down_proj` are in the module of experts, as in PEFT."""
 
     def __init__(self, experts: Any, lora: Lora) -> None:
-        """Put them into the module of experts, whose products they join. Its weights stay what they are."""
+        """Insert both into the module of experts, and replace its grouped products."""
         super().__init__()
         experts.base_layer = self
-        for part, weight in ((experts, experts.down_proj), (self, experts.gate_up_proj)):  # nested as PEFT nests them
+        for part, weight in ((experts, experts.down_proj), (self, experts.gate_up_proj)):  # names as in PEFT
             n_experts, n_in, n_out = (weight if experts.is_transposed else weight.transpose(1, 2)).shape
             part.lora_A = Factor((n_experts * lora.rank, n_in), weight)
             part.lora_B = Factor((n_out, lora.rank * n_experts), weight)
         self.scale, self.is_aside = lora.scale, False
-        own: Any = grouped_mm_experts_forward
-        if "_grouped_linear" not in own.__code__.co_names:  # adapters would be left out without a word
-            raise WorkloadError("this transformers computes experts by other products, which no adapter joins; train without them")
-        joined = FunctionType(own.__code__, own.__globals__ | {"_grouped_linear": partial(self._product, experts)}, own.__name__)
-        experts.forward = MethodType(joined, experts)
+        forward: Any = grouped_mm_experts_forward
+        if "_grouped_linear" not in forward.__code__.co_names:  # else adapters would be ignored silently
+            raise WorkloadError("adapters of experts do not support this version of transformers; train without them")
+        names = forward.__globals__ | {"_grouped_linear": partial(self._product, experts)}
+        experts.forward = MethodType(FunctionType(forward.__code__, names, forward.__name__), experts)
 
     def _product(
         self, experts: Any, x_NI: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False
     ) -> Tensor:
-        """One of the two products of all experts, in place of transformers' own."""
+        """Grouped product of all experts with adapters, in place of transformers' `_grouped_linear`."""
         weight_EIO = weight if is_transposed else weight.transpose(-2, -1)
-        of: Any = experts if weight is experts.down_proj else self
-        factors = of.lora_A.weight, of.lora_B.weight
+        part: Any = experts if weight is experts.down_proj else self
+        factors = part.lora_A.weight, part.lora_B.weight
         if self.is_aside:
             y_NO = F.grouped_mm(x_NI, weight_EIO, offs=offs)
         else:
@@ -162,7 +161,7 @@ class AdaptedExperts(nn.Module):
 
 
 class _AdaptedStack(torch.autograd.Function):
-    """The same for the products of all experts at once, of rows that are sorted by expert: `offs` says where each one's end."""
+    """Grouped product of all experts with adapters. Rows are sorted by expert; `offs`: end of each expert's rows."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -185,7 +184,7 @@ class _AdaptedStack(torch.autograd.Function):
 
 
 def factors_of_stack(a: Tensor, b: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """(E, R, I) and (E, O, R) of the factors of a stack: a view, and a copy, for in B experts are innermost."""
+    """Factors of a stack as (E, R, I), a view, and (E, O, R), a copy because experts are innermost in B."""
     return a.view(n_experts, -1, a.shape[1]), b.view(b.shape[0], -1, n_experts).permute(2, 0, 1).contiguous()
 
 
@@ -200,17 +199,17 @@ def _stacked(a: Sequence[Tensor]) -> Tensor:
 def _adapted_linear(
     x: Tensor, dropped: Tensor, weights: list[Tensor], biases: list[Tensor | None], a: list[Tensor], b: list[Tensor], scale: float
 ) -> tuple[list[Tensor], Tensor]:
-    """Outputs of projections with one input, and their narrow products side by side, (N, S)."""
+    """Outputs of projections with one input, and their concatenated low-rank products (N, S)."""
     x_NI, h_NS, outputs = rows(x), rows(dropped) @ _stacked(a).t(), []
     for weight_OI, bias_O, b_OR, h_NR in zip(weights, biases, b, h_NS.split(len(a[0]), 1), strict=True):
-        begun, beta = (x.new_empty(1), 0) if bias_O is None else (bias_O, 1)
-        y_NO = torch.addmm(begun, h_NR, b_OR.t(), beta=beta, alpha=scale).addmm_(x_NI, weight_OI.t())
+        bias, beta = (x.new_empty(1), 0) if bias_O is None else (bias_O, 1)
+        y_NO = torch.addmm(bias, h_NR, b_OR.t(), beta=beta, alpha=scale).addmm_(x_NI, weight_OI.t())
         outputs.append(y_NO.view(*x.shape[:-1], len(weight_OI)))
     return outputs, h_NS
 
 
 def _adapted_stack(x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The frozen product first: a grouped product cannot accumulate, so the other order would save no pass."""
+    """Output and low-rank product (N, R). The frozen product is first, because grouped products cannot accumulate."""
     a_ERI, b_EOR = factors_of_stack(a, b, len(offs))
     y_NO, h_NR = F.grouped_mm(x_NI, weight_EIO, offs=offs), F.grouped_mm(x_NI, a_ERI.transpose(1, 2), offs=offs)
     return y_NO.add_(F.grouped_mm(h_NR, b_EOR.transpose(1, 2), offs=offs), alpha=scale), h_NR

@@ -1,7 +1,6 @@
-"""Attention kernels of a GPU: the one that a plan names is chosen, or refused where the GPU lacks it.
+"""Selection of a GPU's attention kernel, which plans name because it decides bits and time.
 
-Plans name it, because it decides bits and time. Packed documents always use FlashAttention: cuDNN would make and keep a plan for
-every length.
+Packed documents always use FlashAttention, because cuDNN compiles and caches a plan for each length.
 """
 
 from collections.abc import Mapping
@@ -21,13 +20,13 @@ WORDS: Mapping[AttentionKernel, str] = {
 
 
 def use_attention(kernel: AttentionKernel) -> None:
-    """For this process: fused attention uses that kernel, or the memory-efficient one where it cannot, with masks above all."""
+    """Select the fused attention kernel of this process. Calls that it does not support (masks) use the memory-efficient one."""
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
 
 
 def refuse_any_order(semantics: Semantics) -> None:
-    """PlanError where attention, or a kernel of another package, adds in an order that depends on timing."""
+    """PlanError if attention, or a kernel of another package, may sum in an order that depends on timing."""
     if semantics.library_kernels:
         first = semantics.library_kernels[0]
         raise PlanError(f"--deterministic: the plan computes with {first}, which may not be; plan again with --deterministic")
@@ -37,10 +36,10 @@ def refuse_any_order(semantics: Semantics) -> None:
 
 
 def refuse_missing_attention(plan: Plan) -> None:
-    """PlanError if the GPU lacks the kernel, or the kernel does not take the plan's heads."""
+    """PlanError if the GPU lacks the kernel, or the kernel does not support the plan's heads."""
     kernel, blocks = plan.semantics.attention_kernel, plan.workload.blocks
     attention = next((b.attention for b in blocks if b.attention is not None), None)
-    if attention is None or plan.semantics.attention != "sdpa" or kernel == "flash":  # which falls back by itself
+    if attention is None or plan.semantics.attention != "sdpa" or kernel == "flash":  # PyTorch falls back from it
         return
     if not _can_use(kernel, attention.n_heads, attention.head_dim, DTYPE[plan.semantics.compute_dtype]):
         heads = f"{attention.n_heads} heads of {attention.head_dim} in {plan.semantics.compute_dtype}"

@@ -1,8 +1,8 @@
-"""Attention by document: each token of a packed sequence attends to its own document alone.
+"""Attention within each document of packed sequences.
 
-The model's own attention is called for each document in turn, on views of queries, keys and values, with the mask of a sequence of
-the document's length. If torch's fused attention needs no mask, autograd saves as much as for whole sequences, and no tensor whose
-size depends on a document's length outlives its turn. The host knows the documents' lengths: no device is waited for.
+The model's attention is called per document, on views of queries, keys and values, with the mask of a sequence of that length.
+Without masks, fused attention saves the same tensors as for whole sequences, and frees temporary tensors of document length before
+the next document. Document lengths are on the host, so no call synchronises with the device.
 """
 
 # B sequences, T tokens of a sequence or a document, H heads, E width of a head
@@ -22,31 +22,30 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
 from .kernels import EAGER_ATTENTION
-from .recompute import unnoticed
-from .split import Call, Documents, Split, is_seen
+from .layer_chain import Call, Documents, LayerChain, is_view_of_all
+from .recompute import unrecorded
 from .views import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Packed sequences: lengths of documents, the layer's masks, and its window of tokens, if it has one. `own`: transformers'
-    attention of that name; None: the module has one itself."""
+    """Document lengths; masks and window of a layer. `attention`: registered function; None: the module's eager attention."""
 
     n_tokens: Documents
     masks: tuple[Tensor, ...]
     window: int | None
-    own: Any
+    attention: Any
 
 
 @contextmanager
-def attending(call: Call, attention: str, window: int | None) -> Iterator[None]:
-    """Have a layer with this call attend by document, if its sequences are packed. `attention`: transformers' name of the layer's
-    attention; `window`: most tokens that each attends to, if not all."""
+def isolated_documents(call: Call, attention: str, window: int | None) -> Iterator[None]:
+    """Patch attention to run per document if the call has packed sequences. `attention`: its name in transformers' registry;
+    `window`: most tokens that a token attends to; None: all."""
     if call.documents is None:
         yield
         return
-    masks, own = tuple(t for t in call.leaves if isinstance(t, Tensor) and t.dim() == 4), ALL_ATTENTION_FUNCTIONS.get(attention)
-    packed = _Packed(call.documents, masks, window, own)
+    masks = tuple(t for t in call.leaves if isinstance(t, Tensor) and t.dim() == 4)
+    packed = _Packed(call.documents, masks, window, ALL_ATTENTION_FUNCTIONS.get(attention))
     ALL_ATTENTION_FUNCTIONS[attention] = partial(_by_document, packed)
     try:
         yield
@@ -55,18 +54,17 @@ def attending(call: Call, attention: str, window: int | None) -> Iterator[None]:
 
 
 def embed_packed(
-    split: Split, weights: Weights | None, tokens_BT: Tensor, positions_BT: Tensor, plain: Sequence[Call], documents: Documents
+    chain: LayerChain, weights: Weights | None, tokens_BT: Tensor, positions_BT: Tensor, plain: Sequence[Call], documents: Documents
 ) -> tuple[Tensor, list[Call]]:
-    """The first layer's input (B, T, D) of packed sequences, and what each layer is passed besides. Positions are the documents'.
-    Masks are those of sequences that are not packed, as in `plain`: in their place the model gets one of no size, which
-    transformers hands to layers as it is."""
+    """First layer's input (B, T, D) of packed sequences, and each layer's call. Positions count from each document's start. Masks
+    are those of unpacked sequences, taken from `plain`: the model gets a placeholder, which transformers passes on unchanged."""
     no_mask = torch.zeros(1, 1, 1, 1, device=tokens_BT.device)
-    split.around(weights, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=no_mask, use_cache=False)
-    hidden_BTD, calls = split.noted()
+    chain.run_body(weights, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=no_mask, use_cache=False)
+    hidden_BTD, calls = chain.take_calls()
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
-        raise WorkloadError("its layers are given other things with positions than without")
-    for i, (call, other) in enumerate(zip(calls, plain, strict=True)):
-        leaves = tuple(p if is_seen(t, no_mask) else t for t, p in zip(call.leaves, other.leaves, strict=True))
+        raise WorkloadError("its layers get other arguments if positions are passed")
+    for i, (call, unpacked) in enumerate(zip(calls, plain, strict=True)):
+        leaves = tuple(p if is_view_of_all(t, no_mask) else t for t, p in zip(call.leaves, unpacked.leaves, strict=True))
         calls[i] = replace(call, leaves=leaves, documents=documents)
     return hidden_BTD, calls
 
@@ -80,37 +78,37 @@ def _by_document(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, (B, H, T, E) to (B, T, H, E)."""
-    given = query_BHTE, key_BHTE, value_BHTE
-    places = {mask.untyped_storage().data_ptr() for mask in packed.masks}  # a layer may hand on a view
-    if attention_mask is not None and attention_mask.untyped_storage().data_ptr() not in places:
-        raise WorkloadError("its attention makes masks of its own")
+    """Attention function for transformers' registry, (B, H, T, E) to (B, T, H, E)."""
+    operands = query_BHTE, key_BHTE, value_BHTE
+    mask_pointers = {mask.untyped_storage().data_ptr() for mask in packed.masks}  # a layer may pass a view
+    if attention_mask is not None and attention_mask.untyped_storage().data_ptr() not in mask_pointers:
+        raise WorkloadError("its attention computes other masks")
     n_of_all = [n for of_sequence in packed.n_tokens for n in of_sequence]
-    seen = 0  # tokens of a document that needs no mask, for it would hide only what comes after each
-    if packed.own is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
-        seen = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
-    usual = others.get("is_causal", True) and all(others.get(name) is None for name in ("position_bias", "softcap"))
-    if max(n_of_all) <= seen and usual and dropout == 0.0 and _is_fused(*given):
-        return _Attention.apply(*given, n_of_all, scaling), None  # type: ignore[no-untyped-call]
-    attend = packed.own or type(module).forward.__globals__[EAGER_ATTENTION]
-    done = list[Tensor]()
-    # Parts are not slices: the gradient of each would be as large as what it was cut from
-    for row, (n_tokens, *sequence) in enumerate(zip(packed.n_tokens, *(x.split(1) for x in given), strict=True)):
-        of_row = []
+    n_unmasked = 0  # longest document that needs no mask other than the causal one
+    if packed.attention is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
+        n_unmasked = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
+    is_plain = options.get("is_causal", True) and all(options.get(name) is None for name in ("position_bias", "softcap"))
+    if max(n_of_all) <= n_unmasked and is_plain and dropout == 0.0 and _is_fused(*operands):
+        return _Attention.apply(*operands, n_of_all, scaling), None  # type: ignore[no-untyped-call]
+    attend = packed.attention or type(module).forward.__globals__[EAGER_ATTENTION]
+    rows = list[Tensor]()
+    # `split`, because the gradient of each slice would have the size of the whole tensor
+    for row, (n_tokens, *sequence) in enumerate(zip(packed.n_tokens, *(x.split(1) for x in operands), strict=True)):
+        outputs = []
         for part in zip(*(x.split(list(n_tokens), 2) for x in sequence), strict=True):
             n, mask = part[0].shape[2], attention_mask
             if mask is not None:
-                mask = None if n <= seen else mask[row if len(mask) > 1 else 0, None, ..., :n, :n]
-            with unnoticed():  # of many small results no slot has room, so tiers make them again
-                of_row.append(attend(module, *part, mask, dropout=dropout, scaling=scaling, **others)[0])
-        done.append(torch.cat(of_row, 1))
-    return torch.cat(done), None
+                mask = None if n <= n_unmasked else mask[row if len(mask) > 1 else 0, None, ..., :n, :n]
+            with unrecorded():  # recomputed, because no slot fits many small results
+                outputs.append(attend(module, *part, mask, dropout=dropout, scaling=scaling, **options)[0])
+        rows.append(torch.cat(outputs, 1))
+    return torch.cat(rows), None
 
 
 def _is_fused(query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> bool:
-    """Whether torch has the kernel that is called for each document: on CUDA also where it would rather take cuDNN's."""
+    """True if FlashAttention takes these operands; on CUDA also if PyTorch prefers cuDNN."""
     if query_BHTE.shape[-1] != value_BHTE.shape[-1] or (query_BHTE.is_cuda and query_BHTE.shape[-1] % CUDA_HEAD_ELEMENTS):
         return False
     has_groups = query_BHTE.shape[1] != key_BHTE.shape[1]
@@ -119,63 +117,63 @@ def _is_fused(query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention to each document: one node of autograd, which saves what attention to whole sequences saves."""
+    """Fused attention per document in one autograd node, which saves the same tensors as attention of whole sequences."""
 
     @staticmethod
     def forward(
         ctx: Any, query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor, n_tokens: list[int], scale: float | None
     ) -> Tensor:
-        given = query_BHTE, key_BHTE, value_BHTE
-        out_BTHE, sums_BTH = torch.ops.penstock.attention_by_document(*given, n_tokens, scale)
+        operands = query_BHTE, key_BHTE, value_BHTE
+        out_BTHE, sums_BTH = torch.ops.penstock.attention_by_document(*operands, n_tokens, scale)
         ctx.n_tokens, ctx.scale = n_tokens, scale
-        ctx.save_for_backward(*given, out_BTHE, sums_BTH)
+        ctx.save_for_backward(*operands, out_BTHE, sums_BTH)
         return out_BTHE  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *given, out_BTHE, sums_BTH = ctx.saved_tensors
-        inputs = (gradients[0].transpose(1, 2), *given, out_BTHE.transpose(1, 2), sums_BTH.transpose(1, 2))
-        found = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in given]
-        for row, tokens, n_computed in _turns(given[0], ctx.n_tokens):
-            places = [x[row, :, tokens] for x in found]
-            _put(places, _attend_backward([_padded(x[row, :, tokens], n_computed) for x in inputs], ctx.scale))
-        return (*found, None, None)
+        *operands, out_BTHE, sums_BTH = ctx.saved_tensors
+        inputs = (gradients[0].transpose(1, 2), *operands, out_BTHE.transpose(1, 2), sums_BTH.transpose(1, 2))
+        results = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in operands]
+        for row, tokens, n_computed in _document_slices(operands[0], ctx.n_tokens):
+            targets = [x[row, :, tokens] for x in results]
+            _copy_results(targets, _attend_backward([_padded(x[row, :, tokens], n_computed) for x in inputs], ctx.scale))
+        return (*results, None, None)
 
 
 def _attention_by_document(
     query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor, n_tokens: list[int], scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of documents of `n_tokens`, in the order of the sequences: results (B, T, H, E) and the logarithms of its sums
-    (B, T, H). One call of a library, so that what is remembered of a layer's forward holds both of them whole."""
+    """Outputs (B, T, H, E) and log-sum-exps (B, T, H) of documents with `n_tokens`: one library call, so that activation
+    checkpointing stores both results whole."""
     inputs, (n_sequences, n_heads, seq_len, width) = (query_BHTE, key_BHTE, value_BHTE), query_BHTE.shape
     out_BTHE = query_BHTE.new_empty(n_sequences, seq_len, n_heads, width)
     sums_BTH = query_BHTE.new_empty(n_sequences, seq_len, n_heads, dtype=torch.float32)
-    for row, tokens, n_computed in _turns(query_BHTE, n_tokens):
-        places = [x[row, tokens].transpose(1, 2) for x in (out_BTHE, sums_BTH)]
-        _put(places, _attend([_padded(x[row, :, tokens], n_computed) for x in inputs], scale))
+    for row, tokens, n_computed in _document_slices(query_BHTE, n_tokens):
+        targets = [x[row, tokens].transpose(1, 2) for x in (out_BTHE, sums_BTH)]
+        _copy_results(targets, _attend([_padded(x[row, :, tokens], n_computed) for x in inputs], scale))
     return out_BTHE, sums_BTH
 
 
-def _turns(query_BHTE: Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
-    """(sequence, tokens, number of computed tokens) of each document. For bf16 on a CPU, torch's library compiles and caches code
-    for every shape: there a document that does not fill its sequence is padded to its length class."""
-    seq_len, at = query_BHTE.shape[2], 0
+def _document_slices(query_BHTE: Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
+    """(sequence, tokens, number of computed tokens) of each document. In bf16 on a CPU, a document shorter than its sequence is
+    padded to a length class, because PyTorch compiles and caches code for each shape."""
+    seq_len, offset = query_BHTE.shape[2], 0
     compiles = query_BHTE.device.type == "cpu" and query_BHTE.dtype is not torch.float32
     for n in n_tokens:
-        row, first = divmod(at, seq_len)
+        row, first = divmod(offset, seq_len)
         yield slice(row, row + 1), slice(first, first + n), padded_tokens(n) if compiles and n < seq_len else n
-        at += n
+        offset += n
 
 
-def _put(outputs: list[Tensor], made: Sequence[Tensor]) -> None:
-    """The document's part of what was made for its length class."""
-    for place, x in zip(outputs, made, strict=True):
-        place.copy_(x[:, :, : place.shape[2]])
+def _copy_results(outputs: list[Tensor], results: Sequence[Tensor]) -> None:
+    """Copy the results of a padded document without its padding."""
+    for out, x in zip(outputs, results, strict=True):
+        out.copy_(x[:, :, : out.shape[2]])
 
 
 def _attend(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
-    """Torch's fused attention to one document, of its queries, keys and values: results (B, H, T, E) and the logarithms of sums
-    (B, H, T). It is causal: no token sees the padding after it, and what padding gets is not read."""
+    """Fused causal attention of one document: outputs (B, H, T, E) and log-sum-exps (B, H, T). No token attends to later padding,
+    and outputs of padding are not read."""
     aten: Any = torch.ops.aten
     if inputs[0].is_cuda:
         return aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]
@@ -183,18 +181,18 @@ def _attend(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
 
 
 def _attend_backward(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
-    """The gradients of queries, keys and values, of the gradient of results, the three themselves, results and sums."""
+    """Gradients of queries, keys and values. `inputs`: output gradient, query, key, value, output, log-sum-exps."""
     aten: Any = torch.ops.aten
-    *others, sums_BHT = inputs
+    *tensors, sums_BHT = inputs
     if not sums_BHT.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)  # type: ignore[no-any-return]
     n_tokens, no_random_numbers = sums_BHT.shape[2], sums_BHT.new_empty(0, dtype=torch.int64)
     rest = sums_BHT.contiguous(), None, None, n_tokens, n_tokens, 0.0, True, no_random_numbers, no_random_numbers
-    return aten._scaled_dot_product_flash_attention_backward(*others, *rest, scale=scale)  # type: ignore[no-any-return]
+    return aten._scaled_dot_product_flash_attention_backward(*tensors, *rest, scale=scale)  # type: ignore[no-any-return]
 
 
 def _padded(x: Tensor, n_tokens: int) -> Tensor:
-    """With zeros after its tokens: (1, H, T, E), or (1, H, T)."""
+    """Pad the tokens of (1, H, T, E) or (1, H, T) with zeros."""
     n_more = n_tokens - x.shape[2]
     return F.pad(x, (0, 0) * (x.dim() - 3) + (0, n_more)) if n_more else x
 

@@ -1,8 +1,8 @@
-"""Fused kernels in transformers' layers: the RMS norm, the MLP's activation, and the rotary embedding.
+"""Fused kernels in transformers' layers: RMS norm, gated activation and rotary embedding.
 
-Eager kernels are transformers' own modules, call by call. Fused are PyTorch's RMS norm with its backward; and an activation and a
-rotary embedding that are one autograd node each, save as little as possible, and give eager's bits. A module's forward is replaced
-in place. Kernels of other packages, for linear attention and convolutions, run only if the semantics name them.
+`forward` of modules is replaced in place. The fused norm is PyTorch's. Fused activation and rotary embedding are one autograd node
+each, save few tensors, and are bitwise identical to eager. Kernels of other packages (linear attention, convolutions) run only if
+the semantics name them.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
@@ -23,16 +23,15 @@ from penstock.runtime.errors import PlanError, WorkloadError
 from penstock.runtime.plan.policy import LibraryKernel, Semantics
 
 from .pointwise import GATES, Function, Pointwise, several
-from .recompute import unnoticed
+from .recompute import unrecorded
 
 CALL_BY_CALL = Pointwise()
-NORM_ROWS = 1024  # that a CPU's norm has in fp32 at a time
-EAGER_ATTENTION = "eager_attention_forward"  # as transformers' modules call their own
-ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
-# The parts of an MLP that is down(act(gate(x)) * up(x)), which treats every row for itself
-PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # of transformers, that a kernel computes
-# By the names that transformers' layers call them by
+NORM_ROWS = 1024  # of an fp32 chunk in a CPU's norm
+EAGER_ATTENTION = "eager_attention_forward"  # name in modules of transformers
+ROTARY = "apply_rotary_pos_emb"  # name in modules of transformers
+PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # children of a row-wise MLP, down(act(gate(x)) * up(x))
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # activations of transformers with a fused kernel
+# By name in modules of transformers
 LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
     "causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
     "torch_chunk_gated_delta_rule": "fla.chunk_gated_delta_rule",
@@ -40,31 +39,31 @@ LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
 _DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
 
 
-def _drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Random tensors, from a generator of their own."""
+def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return random tensors from a new generator with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def _made(function: Callable[..., Any], *given: Any) -> Any:
-    """Result of a function of transformers; None if it takes other arguments, or needs other attributes of a module."""
+def _result(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of transformers; None if it takes other arguments, or reads other attributes of a module."""
     try:
-        return function(*given)
+        return function(*arguments)
     except Exception:
         return None
 
 
 @cache
 def rotates(function: Callable[..., Any]) -> bool:
-    """Whether a rotary embedding is that of halves, as `rotary` computes it."""
-    q, k, cos, sin = _drawn((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
-    found, turn = _made(function, q, k, cos, sin), (cos.unsqueeze(1), sin.unsqueeze(1))
-    return found is not None and all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), found, strict=True))
+    """True if a function of transformers computes the rotary embedding of `rotary`."""
+    q, k, cos, sin = _random((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
+    results, turn = _result(function, q, k, cos, sin), (cos.unsqueeze(1), sin.unsqueeze(1))
+    return results is not None and all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), results, strict=True))
 
 
-def turns_whole(args: tuple[Any, ...], others: dict[str, Any]) -> bool:
-    """True if a rotation is called as `rotary` takes it, on whole heads."""
-    return len(args) == 4 and not others and args[0].shape[-1] == args[2].shape[-1]
+def is_rotary_call(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """True if the arguments of a rotary embedding are those of `rotary`, for whole heads."""
+    return len(args) == 4 and not options and args[0].shape[-1] == args[2].shape[-1]
 
 
 def gate_of(part: nn.Module) -> str | None:
@@ -72,26 +71,26 @@ def gate_of(part: nn.Module) -> str | None:
     if {name for name, _ in part.named_children()} != PLAIN_MLP or not _is_gated(type(part).forward):
         return None
     act: Any = part.act_fn
-    (x,) = _drawn((256,))
-    y = _made(act, x) if type(act) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
+    (x,) = _random((256,))
+    y = _result(act, x) if type(act) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
     return next((name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256)))), None)
 
 
 def gates_of(layers: Iterable[nn.Module]) -> tuple[str, ...]:
-    found = (gate_of(part) for layer in layers for part in layer.modules())
-    return tuple(sorted({gate for gate in found if gate is not None}))
+    gates = (gate_of(part) for layer in layers for part in layer.modules())
+    return tuple(sorted({gate for gate in gates if gate is not None}))
 
 
 @cache
 def _is_gated(forward: Callable[..., Any]) -> bool:
-    x, gate, up, down = _drawn((3, 4), (6, 4), (6, 4), (4, 6))
+    x, gate, up, down = _random((3, 4), (6, 4), (6, 4), (4, 6))
     products = {name: partial(F.linear, weight=w) for name, w in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))}
-    found = _made(forward, SimpleNamespace(**products, act_fn=F.silu), x)
-    return found is not None and torch.equal(found, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
+    result = _result(forward, SimpleNamespace(**products, act_fn=F.silu), x)
+    return result is not None and torch.equal(result, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
 
 
 def is_rms_norm(part: nn.Module) -> bool:
-    """Whether a module computes what `torch.nn.functional.rms_norm` does."""
+    """True if a module computes `torch.nn.functional.rms_norm`."""
     weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
     named = type(part).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and isinstance(eps, float)
     return named and _is_rms_norm(type(part).forward)
@@ -99,28 +98,28 @@ def is_rms_norm(part: nn.Module) -> bool:
 
 @cache
 def _is_rms_norm(forward: Callable[..., Any]) -> bool:
-    x, weight = _drawn((3, 8), (8,))
-    found = _made(forward, SimpleNamespace(weight=weight, variance_epsilon=0.1, eps=0.1), x)
-    is_like = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype)
-    return is_like and torch.allclose(found, F.rms_norm(x, (8,), weight, 0.1), rtol=1e-5)
+    x, weight = _random((3, 8), (8,))
+    result = _result(forward, SimpleNamespace(weight=weight, variance_epsilon=0.1, eps=0.1), x)
+    has_shape = isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (x.shape, x.dtype)
+    return has_shape and torch.allclose(result, F.rms_norm(x, (8,), weight, 0.1), rtol=1e-5)
 
 
 def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
-    """Have a decoder layer compute with the kernels of the semantics, where they are known to compute the same."""
+    """Replace functions of a decoder layer by the kernels of the semantics, where these are verified to be equal."""
     for part in layer.modules():
         if semantics.norm == "fused" and is_rms_norm(part):
             use_fused_norm(part)
         if semantics.pointwise == "fused":
             if (gate := gate_of(part)) is not None:
                 part.forward = partial(gated_mlp, part, pointwise.gate(gate))
-            _rotate_at_once(part, pointwise)
+            _use_rotary(part, pointwise)
         if semantics.library_kernels:
-            named = {n: f for n, f in _with_fallback(part).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
-            _call_instead(part, named)
+            named = {n: f for n, f in _replaced_functions(part).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
+            _replace_globals(part, named)
 
 
 def use_fused_norm(norm: Any) -> None:
-    """Have a norm compute as PyTorch's does. WorkloadError where transformers' is not known to mean the same."""
+    """Replace a norm by PyTorch's. WorkloadError if the module is not verified to be an RMS norm."""
     if not is_rms_norm(norm):
         raise WorkloadError(f"no fused kernel computes a {type(norm).__name__}; plan with --kernels eager")
     norm.forward = lambda x: rms_norm(x, norm.weight, norm.variance_epsilon)
@@ -129,14 +128,13 @@ def use_fused_norm(norm: Any) -> None:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`torch.nn.functional.rms_norm`: computed in fp32 and rounded once, weight included."""
     if x.device.type == "cpu":
-        return _NormOfACpu.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+        return _CpuRmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-class _NormOfACpu(torch.autograd.Function):
-    """On a CPU torch computes the norm call by call, in fp32, and would save all of it. This saves what a GPU's kernel saves. Rows
-    in chunks, so that no fp32 tensor is as large as the input. The weight's gradient is the fp32 sum of the chunks' sums, in order,
-    rounded once."""
+class _CpuRmsNorm(torch.autograd.Function):
+    """RMS norm on a CPU, which saves input and weight alone, like a GPU's kernel; PyTorch's CPU norm saves fp32 intermediates.
+    Chunks of rows bound fp32 memory. The weight's gradient is the fp32 sum over chunks in order, rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -149,18 +147,18 @@ class _NormOfACpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), of_weight = ctx.saved_tensors, ctx.needs_input_grad[1]
-        towards, sum_D = torch.empty(x.shape, dtype=x.dtype), torch.zeros(weight.shape)
-        for rows_ND, gradient_ND, out_ND in zip(*(_rows(each, weight) for each in (x, gradients[0], towards)), strict=True):
+        (x, weight), needs_weight = ctx.saved_tensors, ctx.needs_input_grad[1]
+        dx, sum_D = torch.empty(x.shape, dtype=x.dtype), torch.zeros(weight.shape)
+        for rows_ND, gradient_ND, out_ND in zip(*(_rows(tensor, weight) for tensor in (x, gradients[0], dx)), strict=True):
             wide_ND, gradient_ND = rows_ND.float(), gradient_ND.float()
             scale_N1 = torch.rsqrt(wide_ND.square().mean(-1, keepdim=True) + ctx.eps)
             normed_ND = wide_ND * scale_N1
-            if of_weight:
+            if needs_weight:
                 sum_D += (gradient_ND * normed_ND).sum(0)
             gradient_ND = gradient_ND * weight.float()
             along_N1 = (gradient_ND * normed_ND).mean(-1, keepdim=True)
             out_ND.copy_((gradient_ND - normed_ND * along_N1) * scale_N1)
-        return towards, sum_D.to(weight.dtype) if of_weight else None, None
+        return dx, sum_D.to(weight.dtype) if needs_weight else None, None
 
 
 def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -168,57 +166,56 @@ def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def gated_mlp(mlp: Any, functions: tuple[Function, Function], x: torch.Tensor) -> torch.Tensor:
-    """down(act(gate(x)) * up(x)), with the modules of one of transformers' MLPs, and the forward and backward of its activation."""
+    """down(act(gate(x)) * up(x)) of an MLP of transformers. `functions`: forward and backward of its gated activation."""
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    activation = _AtOnce.apply(*functions, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
+    activation = _OneNode.apply(*functions, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
     return mlp.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
 
 
-def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
-    """Replace the rotary embedding in this module's own forward."""
-    own: Any = type(attention).forward
-    eager = getattr(own, "__globals__", {}).get(ROTARY)
-    if eager is None or ROTARY not in own.__code__.co_names or not rotates(eager):
+def _use_rotary(attention: nn.Module, pointwise: Pointwise) -> None:
+    """Replace the rotary embedding in this module's forward."""
+    forward: Any = type(attention).forward
+    eager = getattr(forward, "__globals__", {}).get(ROTARY)
+    if eager is None or ROTARY not in forward.__code__.co_names or not rotates(eager):
         return
 
-    def turned(*args: Any, **others: Any) -> Any:
-        return rotary(pointwise, *args) if turns_whole(args, others) else eager(*args, **others)
+    def rotary_or_eager(*args: Any, **options: Any) -> Any:
+        return rotary(pointwise, *args) if is_rotary_call(args, options) else eager(*args, **options)
 
-    _call_instead(attention, {ROTARY: turned})
+    _replace_globals(attention, {ROTARY: rotary_or_eager})
 
 
-def _call_instead(part: nn.Module, instead: Mapping[str, Any]) -> None:
-    """Give this module's own forward other globals of these names. No other module is affected."""
-    if instead:
-        own: Any = inspect.unwrap(part.forward)
-        own = getattr(own, "__func__", own)
-        forward = FunctionType(own.__code__, own.__globals__ | instead, own.__name__, own.__defaults__, own.__closure__)
-        forward.__kwdefaults__ = own.__kwdefaults__
+def _replace_globals(part: nn.Module, replacements: Mapping[str, Any]) -> None:
+    """Replace global names in this module's forward, without effect on other modules."""
+    if replacements:
+        f: Any = inspect.unwrap(part.forward)
+        f = getattr(f, "__func__", f)
+        forward = FunctionType(f.__code__, f.__globals__ | replacements, f.__name__, f.__defaults__, f.__closure__)
+        forward.__kwdefaults__ = f.__kwdefaults__
         part.forward = MethodType(forward, part)
 
 
-def _with_fallback(part: nn.Module) -> dict[str, Any]:
-    """Functions that a module's forward calls, by name, that transformers replaces by other packages' if they are installed."""
-    own: Any = inspect.unwrap(type(part).forward)
-    found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
-    free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in found.items()}
-    return {name: f for name, f in found.items() if "torch_function" in free[name]}
+def _replaced_functions(part: nn.Module) -> dict[str, Any]:
+    """Functions in a module's forward, by name, that transformers replaces if other packages are installed."""
+    forward: Any = inspect.unwrap(type(part).forward)
+    functions = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
+    free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in functions.items()}
+    return {name: f for name, f in functions.items() if "torch_function" in free[name]}
 
 
 def _plain(function: Any) -> Any:
-    """A function that the package `kernels` has made a module of."""
+    """Unwrap a function that the package `kernels` has replaced by a module."""
     return inspect.getclosurevars(function.forward).nonlocals.get("func") if isinstance(function, nn.Module) else function
 
 
 def use_own_calls(model: nn.Module) -> None:
-    """Have a model compute by torch's own calls, also where other packages have kernels for it."""
+    """Make a model use PyTorch calls even if other packages with kernels for it are installed."""
     for part in model.modules():
-        _call_instead(part, {name: inspect.unwrap(_plain(f)) for name, f in _with_fallback(part).items()})
+        _replace_globals(part, {name: inspect.unwrap(_plain(f)) for name, f in _replaced_functions(part).items()})
 
 
 def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
-    """PlanError if the device is no GPU, or the package of a kernel that the plan names cannot be imported: torch's own calls would
-    replace it."""
+    """PlanError if the plan names a library kernel and the device is no GPU or the package cannot be imported."""
     for name in semantics.library_kernels:
         package = name.partition(".")[0]
         if device != "cuda":
@@ -228,7 +225,7 @@ def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
             raise PlanError(f"the plan computes with {name}, which is not installed here: {remedy}")
         try:
             import_module(package)
-        except Exception as error:  # whatever a build for another torch or GPU makes of this one
+        except Exception as error:  # any failure of a build for another PyTorch or GPU
             why = " ".join(str(error).split())[:120]
             raise PlanError(f"the plan computes with {name}, which cannot be imported ({why}); install it again") from None
 
@@ -236,25 +233,25 @@ def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
 def rotary(
     pointwise: Pointwise, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, turned by their positions, as transformers' function of that name."""
+    """Rotary embedding of queries and keys, like `apply_rotary_pos_emb` of transformers."""
     functions, turn = (pointwise.rotate, pointwise.rotate_back), (cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1))
-    q, k = (_AtOnce.apply(*functions, x, *turn) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
+    q, k = (_OneNode.apply(*functions, x, *turn) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
     return q, k
 
 
-class _AtOnce(torch.autograd.Function):
-    """A function as one node. It saves its last two inputs; with the gradient, `backward` computes from them the gradients of the
-    first inputs."""
+class _OneNode(torch.autograd.Function):
+    """Function as one autograd node. It saves its last two inputs, and `backward` computes gradients of the first inputs from the
+    output's gradient and these."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, backward: Function, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*inputs[-2:])
         ctx.backward_function, ctx.n_inputs = backward, len(inputs)
-        with unnoticed():
+        with unrecorded():
             return function(*inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with unnoticed():
+        with unrecorded():
             results = several(ctx.backward_function(gradients[0], *ctx.saved_tensors))
         return None, None, *results, *[None] * (ctx.n_inputs - len(results))

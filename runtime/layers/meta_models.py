@@ -1,7 +1,4 @@
-"""Models of transformers on the meta device, built from a configuration: modules without weights.
-
-Of a vision-language model that is what text passes through: its towers are left out.
-"""
+"""Models of transformers on the meta device, built from a configuration; vision-language models without their towers."""
 
 from copy import deepcopy
 from typing import Any
@@ -17,10 +14,10 @@ from penstock.runtime.plan.workload import has_towers
 
 from .kernels import use_own_calls
 
-# Decided by the plan, whatever a file says
-OURS = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
-# Fields that change neither modules nor what they compute: files, ids of tokens, random weights, outputs, sources of `layer_types`
-_BESIDE = {
+# Fields of files that a plan overrides
+OVERRIDDEN = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
+# Fields that change neither modules nor results: files, token ids, initialisation, outputs, sources of `layer_types`
+_IRRELEVANT = {
     *("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache", "initializer_range", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "return_dict", "output_hidden_states", "output_attentions"),
     *("id2label", "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
@@ -30,38 +27,38 @@ _ANY_LENGTH = ("default", "linear", "llama3")  # rotary embeddings that do not d
 
 
 def read_config(config: dict[str, Any]) -> Any:
-    """A configuration as transformers completes it; WorkloadError when it refuses."""
-    if has_towers(config):  # transformers writes into objects within; of other models earlier runs have what it wrote
+    """Configuration completed by transformers; WorkloadError if it rejects the fields."""
+    if has_towers(config):  # transformers changes nested objects; other models keep the changes, as in earlier runs
         config = deepcopy(config)
     try:
-        given = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OURS})  # infinity, as saved
-        return AutoConfig.for_model(config["model_type"], **given)
-    except Exception as error:  # whatever its code makes of an unexpected value
+        fields = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OVERRIDDEN})  # e.g. infinity
+        return AutoConfig.for_model(config["model_type"], **fields)
+    except Exception as error:  # any failure with an unexpected value
         raise _refused(error) from None
 
 
-def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """The first field in which two configurations mean other modules or another computation, or None: `rms_norm_eps is 1e-06, not
-    1e-05`. Defaults are filled in first, and keys that the class does not have are ignored."""
-    if one["model_type"] != other["model_type"]:
-        return f"model_type is {one['model_type']}, not {other['model_type']}"
-    configs = read_config(one), read_config(other)
-    a, b = ({key: _meant(value) for key, value in config.to_dict().items()} for config in configs)
-    for key in sorted(type(configs[0])().to_dict().keys() - _BESIDE):
+def difference(first: dict[str, Any], second: dict[str, Any]) -> str | None:
+    """First field that gives two configurations different modules or results, e.g. `rms_norm_eps is 1e-06, not 1e-05`; else None.
+    Missing fields have defaults; keys unknown to the class are ignored."""
+    if first["model_type"] != second["model_type"]:
+        return f"model_type is {first['model_type']}, not {second['model_type']}"
+    configs = read_config(first), read_config(second)
+    a, b = ({key: _relevant(value) for key, value in config.to_dict().items()} for config in configs)
+    for key in sorted(type(configs[0])().to_dict().keys() - _IRRELEVANT):
         if a[key] != b[key] and not (key == "max_position_embeddings" and _any_length(a) and _any_length(b)):
-            return _in_words(key, a[key], b[key])
+            return _described(key, a[key], b[key])
     return None
 
 
-def _meant(value: Any) -> Any:
-    return {k: _meant(v) for k, v in value.items() if k not in _BESIDE} if isinstance(value, dict) else value
+def _relevant(value: Any) -> Any:
+    return {k: _relevant(v) for k, v in value.items() if k not in _IRRELEVANT} if isinstance(value, dict) else value
 
 
-def _in_words(key: str, one: Any, other: Any) -> str:
-    if isinstance(one, dict) and isinstance(other, dict):
-        first = min(k for k in {*one, *other} if (k in one, one.get(k)) != (k in other, other.get(k)))
-        return _in_words(f"{key}.{first}", one.get(first), other.get(first))
-    return f"{key} is {str(one)[:80]}, not {str(other)[:80]}"
+def _described(key: str, a: Any, b: Any) -> str:
+    if isinstance(a, dict) and isinstance(b, dict):
+        field = min(k for k in {*a, *b} if (k in a, a.get(k)) != (k in b, b.get(k)))
+        return _described(f"{key}.{field}", a.get(field), b.get(field))
+    return f"{key} is {str(a)[:80]}, not {str(b)[:80]}"
 
 
 def _any_length(config: dict[str, Any]) -> bool:
@@ -69,7 +66,7 @@ def _any_length(config: dict[str, Any]) -> bool:
 
 
 def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
-    """transformers' own model; WorkloadError when transformers refuses the configuration."""
+    """Model of transformers on the meta device; WorkloadError if transformers rejects the configuration."""
     complete = read_config(config)
     try:
         with torch.device("meta"):
@@ -80,14 +77,14 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
 
 
 def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' model of a configuration, with random weights on the current device, by torch's own calls."""
+    """Model of transformers with random weights on the current device. It uses PyTorch calls, not other packages' kernels."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention, "trust_remote_code": False}
     sees = sees_images(config)
     kind: Any = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else auto.MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
     if kind is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = semantics.experts
-    of: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model: PreTrainedModel = of.from_config(config, **options)
+    factory: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model: PreTrainedModel = factory.from_config(config, **options)
     use_own_calls(model)
     if not sees:
         return model
@@ -109,7 +106,7 @@ def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
 
 
 def sees_images(config: Any) -> bool:
-    """Whether a configuration of transformers is a vision-language model's: then its decoder of text is what is trained."""
+    """True for a vision-language model's configuration; then the text decoder is trained."""
     return getattr(config, "vision_config", None) is not None and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 

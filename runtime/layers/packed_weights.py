@@ -1,12 +1,11 @@
-"""Packing and unpacking of frozen weights (nf4, int8, fp8, mxfp4), with torch's own calls.
+"""Pack and unpack frozen weights (nf4, int8, fp8, mxfp4).
 
-The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8, mxfp4), on a GPU as on a CPU: widening codes and looking
-them up is exact, and every other call is one fp32 product, rounded to bf16 where it writes that. IEEE defines both, and without an
-addition no compiler can fuse a product into one that rounds otherwise. On a GPU one kernel (`runtime/cuda/unpack.cu`) unpacks a
-matrix to the same bits; it is compared with torch's calls before its first use.
+Results are bitwise identical to bitsandbytes (nf4, int8) and transformers (fp8, mxfp4), on GPU and CPU: conversion and lookup of
+codes are exact, every other call is one fp32 product, rounded once, and without additions no compiler can contract a product into
+an FMA. On a GPU one kernel (`runtime/cuda/unpack.cu`) unpacks a matrix; its bits are compared with PyTorch's before its first use.
 """
 
-# N numbers of a flat weight; R rows, C columns; G, H rows and columns of blocks
+# N elements of a flat weight; R rows, C columns; G, H rows and columns of blocks
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -21,7 +20,7 @@ from penstock.runtime.units import on_one_line
 
 from .pointwise import bits
 
-# The quantiles of a normal distribution between -1 and 1, with an exact 0, as QLoRA publishes them.
+# Quantiles of a normal distribution in [-1, 1] with an exact 0, as published with QLoRA
 NF4 = torch.tensor(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
@@ -30,15 +29,15 @@ NF4 = torch.tensor(
     ]
 )
 _NF4_EDGES = (NF4[:-1] + NF4[1:]) / 2
-_SMALLEST = 1e-38  # that an nf4 block is divided by
+_SMALLEST = 1e-38  # divisor of an nf4 block
 _INT8_LARGEST, _FP8_LARGEST = 127.0, 448.0
-_INT8_STEP = 7.874015718698502e-3  # 1 / 127 as bitsandbytes has it
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # then their negatives
+_INT8_STEP = 7.874015718698502e-3  # 1 / 127 as in bitsandbytes
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # codes 0 to 7; their negatives follow
 _E2M1_EDGES = (_E2M1[:-1] + _E2M1[1:]) / 2
-_E2M1_EDGES[1::2] = _E2M1_EDGES[1::2].nextafter(torch.zeros(()))  # of two as near, that with an even code
+_E2M1_EDGES[1::2] = _E2M1_EDGES[1::2].nextafter(torch.zeros(()))  # round half to even codes
 _E8M0_BIAS = 127
-UNPACK_WIDTH = 8  # numbers of a kernel's thread
-# Matrices on which a kernel is compared with torch's calls: with rows that fill no vector, and blocks that are cut short
+UNPACK_WIDTH = 8  # elements per thread
+# Shapes for comparing kernels with PyTorch calls, including rows that fill no vector and partial blocks
 PROBE_SHAPES: dict[Base, tuple[tuple[int, ...], ...]] = {
     "nf4": ((96, 256),),
     "int8": ((257, 160), (3, 33, 37)),
@@ -48,11 +47,11 @@ PROBE_SHAPES: dict[Base, tuple[tuple[int, ...], ...]] = {
 
 
 def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of a packed weight of this shape: views, codes flat where two share a byte, else of its shape."""
-    of = layout(shape, base)
-    assert packed.shape == (of.n_bytes,), (packed.shape, shape, base)
-    codes, rest = packed[: of.code_bytes], packed[of.scales_at :].view(torch.uint8 if base == "mxfp4" else torch.float32)
-    scales = rest[: torch.Size(of.scales).numel()].view(of.scales)
+    """Return views (codes, scales) of a packed weight of this shape. Codes are flat if two share a byte, else of this shape."""
+    sizes = layout(shape, base)
+    assert packed.shape == (sizes.n_bytes,), (packed.shape, shape, base)
+    codes, rest = packed[: sizes.code_bytes], packed[sizes.scales_at :].view(torch.uint8 if base == "mxfp4" else torch.float32)
+    scales = rest[: torch.Size(sizes.scales).numel()].view(sizes.scales)
     if base in ("nf4", "mxfp4"):
         return codes, scales
     return codes.view(torch.int8 if base == "int8" else torch.float8_e4m3fn).view(shape), scales
@@ -60,18 +59,17 @@ def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, T
 
 @torch.no_grad()
 def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
-    """Write the weight that is packed to `out`, which is contiguous and of its shape, in bf16 or fp32. The host waits for nothing,
-    but once for each device (`prepare`, `unpack_kernel`)."""
+    """Unpack a weight into `out`: contiguous, bf16 or fp32. The host synchronises once per device (`prepare`, `unpack_kernel`)."""
     assert out.is_contiguous()
     assert out.dtype in (torch.bfloat16, torch.float32)
     if (kernel := unpack_kernel(out.device, base, out.dtype)) is not None:
-        unpack_at_once(packed, out, base, kernel)
+        unpack_by_kernel(packed, out, base, kernel)
     else:
         unpack_by_calls(packed, out, base)
 
 
 def unpack_by_calls(packed: Tensor, out: Tensor, base: Base) -> None:
-    """The same by torch's calls: the definition."""
+    """Reference implementation of `unpack_into`, by PyTorch calls."""
     codes, scales = parts(packed, tuple(out.shape), base)
     if base == "nf4":
         _unpack_nf4(codes, scales, out.view(-1))
@@ -84,19 +82,19 @@ def unpack_by_calls(packed: Tensor, out: Tensor, base: Base) -> None:
             _unpack_fp8(codes_RC, scales_GH, out_RC)
 
 
-_CODE: dict[Base, int] = {"nf4": 0, "int8": 1, "fp8": 2, "mxfp4": 3}  # the BASE of their kernels
+_CODE: dict[Base, int] = {"nf4": 0, "int8": 1, "fp8": 2, "mxfp4": 3}  # BASE in unpack.cu
 
 
 @lru_cache(maxsize=8)
 def unpack_kernel(device: torch.device, base: Base, dtype: torch.dtype) -> Kernel | None:
-    """The kernel for weights of this base; None on a CPU, and, with a warning, where there is none or its bits differ."""
+    """Kernel for weights of this base. None on a CPU; None with a warning if it does not compile or its bits differ."""
     if device.type == "cpu":
         return None
     try:
         kernel = kernel_of(base, dtype, partial(compiled_kernel, device=device))
         if not (fault := unpacking_fault(kernel, device, base, dtype)):
             return kernel
-    except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+    except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler
         fault = f"its kernel cannot be used ({on_one_line(str(error), 120) or type(error).__name__})"
     times = packing.UNPACK_BYTES_PER_ELEMENT[base] / packing.at_once_bytes((2**13, 2**13), base, 2) * 2**26
     how = f"{packing.UNPACK_KERNELS[base]} calls a chunk on {device.type}, and moves {times:.1f} times the bytes"
@@ -104,13 +102,13 @@ def unpack_kernel(device: torch.device, base: Base, dtype: torch.dtype) -> Kerne
     return None
 
 
-def kernel_of(base: Base, dtype: torch.dtype, by: Callable[..., Kernel]) -> Kernel:
-    """The kernel for weights of this base, by a compiler of a file, a kernel's name and definitions."""
-    return by("unpack.cu", "unpack", OUT=ELEMENT[dtype], BASE=_CODE[base])
+def kernel_of(base: Base, dtype: torch.dtype, compiler: Callable[..., Kernel]) -> Kernel:
+    """Compile the kernel for weights of this base with a function of file, kernel name and macros."""
+    return compiler("unpack.cu", "unpack", OUT=ELEMENT[dtype], BASE=_CODE[base])
 
 
 def unpacking_fault(kernel: Kernel, device: torch.device, base: Base, dtype: torch.dtype) -> str:
-    """How the kernel's numbers differ from those of torch's calls, on all codes and scales of all sizes; empty if they do not."""
+    """Compare a kernel with PyTorch calls on random codes and scales of all magnitudes. Empty if bitwise identical."""
     generator = torch.Generator().manual_seed(0)
     for shape in PROBE_SHAPES[base]:
         packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8)
@@ -121,28 +119,26 @@ def unpacking_fault(kernel: Kernel, device: torch.device, base: Base, dtype: tor
         else:
             exponents = torch.randint(-44, 38, scales.shape, generator=generator)
             scales.copy_(torch.randn(scales.shape, generator=generator) * 10.0**exponents)
-        there = packed.to(device)
-        ours, theirs = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-        unpack_at_once(there, ours, base, kernel)
-        unpack_by_calls(there, theirs, base)
-        if n_wrong := int((bits(ours) != bits(theirs)).sum()):
-            return f"{n_wrong} of its kernel's {ours.numel()} numbers differ"
+        on_device = packed.to(device)
+        results, expected = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        unpack_by_kernel(on_device, results, base, kernel)
+        unpack_by_calls(on_device, expected, base)
+        if n_wrong := int((bits(results) != bits(expected)).sum()):
+            return f"{n_wrong} of its kernel's {results.numel()} numbers differ"
     return ""
 
 
-def unpack_at_once(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, most: int = MOST_ELEMENTS) -> None:
-    """The same by one launch of a kernel, or one for each `most` elements: it counts in 32 bits."""
+def unpack_by_kernel(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, limit: int = MOST_ELEMENTS) -> None:
+    """Unpack by one launch of a kernel, or one per `limit` elements, because it counts in 32 bits."""
     codes, scales = parts(packed, tuple(out.shape), base)
     n_rows, n_columns = (out.numel() // NF4_BLOCK, NF4_BLOCK) if base == "nf4" else out.shape[-2:]
     if base == "int8":
         n_rows = out.numel() // n_columns
-    block = {"fp8": FP8_BLOCK, "mxfp4": MXFP4_BLOCK}.get(base, 1)  # rows that share a scale
+    block = {"fp8": FP8_BLOCK, "mxfp4": MXFP4_BLOCK}.get(base, 1)  # rows per scale
     out_MRC = out.view(-1, n_rows, n_columns)
-    codes_MRC, scales_MG = (
-        codes.view(torch.uint8).view(len(out_MRC), n_rows, -1),
-        scales.view(len(out_MRC), -(-n_rows // block), -1),
-    )
-    matrices, rows = max(most // (n_rows * n_columns), 1), max(most // (n_columns * block), 1) * block
+    codes_MRC = codes.view(torch.uint8).view(len(out_MRC), n_rows, -1)
+    scales_MG = scales.view(len(out_MRC), -(-n_rows // block), -1)
+    matrices, rows = max(limit // (n_rows * n_columns), 1), max(limit // (n_columns * block), 1) * block
     for m in range(0, len(out_MRC), matrices):
         for r in range(0, n_rows, rows):
             part = out_MRC[m : m + matrices, r : r + rows]
@@ -159,8 +155,8 @@ def _quantiles(device: torch.device) -> Tensor:
 
 @lru_cache
 def prepare(device: torch.device, base: Base, dtype: torch.dtype) -> list[Tensor]:
-    """The two numbers that each byte of nf4 or mxfp4 stands for, as one of their bytes: half as many are looked up. Then, of mxfp4,
-    what each scale does: 2^-127, which is subnormal, to 2^127; the last, 255, means no number, and is not read."""
+    """Lookup tables: the two values of each nf4 or mxfp4 byte in one integer, which halves the lookups; and for mxfp4 each scale,
+    2^-127 (subnormal) to 2^127. Entry 255 (NaN) is never read."""
     codes, wide = NF4 if base == "nf4" else torch.cat((_E2M1, -_E2M1)), torch.float32 if base == "nf4" else dtype
     pair = codes.repeat_interleave(16), codes.repeat(16)
     pairs = torch.stack(pair if base == "nf4" else pair[::-1], -1).to(wide)
@@ -174,13 +170,13 @@ def _scratch(out: Tensor) -> Tensor:
 
 def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
     wide, (pairs,) = _scratch(out_N), prepare(out_N.device, "nf4", torch.float32)
-    for at in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
-        part = out_N[at : at + UNPACK_CHUNK_ELEMENTS]
+    for start in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
+        part = out_N[start : start + UNPACK_CHUNK_ELEMENTS]
         n = len(part)
-        indices = part.view(torch.int32)[: n // 2]  # where the weights will lie: no memory beside them
-        indices.copy_(codes[at // 2 : (at + n) // 2])
+        indices = part.view(torch.int32)[: n // 2]  # in the output's memory
+        indices.copy_(codes[start // 2 : (start + n) // 2])
         torch.index_select(pairs, 0, indices, out=wide[:n].view(torch.int64))
-        scale = scales[at // NF4_BLOCK : (at + n) // NF4_BLOCK, None]
+        scale = scales[start // NF4_BLOCK : (start + n) // NF4_BLOCK, None]
         torch.mul(wide[:n].view(-1, NF4_BLOCK), scale, out=part.view(-1, NF4_BLOCK))
 
 
@@ -204,22 +200,22 @@ def _unpack_fp8(codes_RC: Tensor, scales_GH: Tensor, out_RC: Tensor) -> None:
 def _unpack_mxfp4(codes: Tensor, scales_GC: Tensor, out_RC: Tensor) -> None:
     (pairs, powers), n_columns, scratch = prepare(out_RC.device, "mxfp4", out_RC.dtype), out_RC.shape[1], None
     for rows in _chunks_of_rows(out_RC, MXFP4_BLOCK):
-        part, of = out_RC[rows], scales_GC[rows.start // MXFP4_BLOCK : rows.stop // MXFP4_BLOCK].reshape(-1)
-        n, at = part.numel() // 2, rows.start * n_columns // 2
-        if scratch is None:  # the first is the largest
-            scratch = torch.empty(n + 2 * len(of), dtype=torch.int32, device=part.device)
-        indices, wide, power = scratch[:n], scratch[n:][: len(of)], scratch[n + len(of) :].view(part.dtype)[: len(of)]
-        indices.copy_(codes[at : at + n])
+        part, scale = out_RC[rows], scales_GC[rows.start // MXFP4_BLOCK : rows.stop // MXFP4_BLOCK].reshape(-1)
+        n, start = part.numel() // 2, rows.start * n_columns // 2
+        if scratch is None:  # the first chunk is the largest
+            scratch = torch.empty(n + 2 * len(scale), dtype=torch.int32, device=part.device)
+        indices, wide, power = scratch[:n], scratch[n:][: len(scale)], scratch[n + len(scale) :].view(part.dtype)[: len(scale)]
+        indices.copy_(codes[start : start + n])
         torch.index_select(pairs, 0, indices, out=part.view(-1).view(pairs.dtype))
-        wide.copy_(of)
+        wide.copy_(scale)
         torch.index_select(powers, 0, wide, out=power)
         part.view(-1, MXFP4_BLOCK, n_columns).mul_(power.view(-1, 1, n_columns))
 
 
 @torch.no_grad()
 def pack(weight: Tensor, base: Base) -> Tensor:
-    """The packed bytes of a weight, by chunks. ValueError, in one line, for a weight that is not finite. A row or block so small
-    that dividing by it overflows becomes zero in int8 and fp8; others leave that to chance."""
+    """Pack a weight into bytes, by chunks. ValueError for a weight that is not finite. In int8 and fp8, a row or block with a
+    reciprocal that overflows becomes zero."""
     shape = tuple(weight.shape)
     packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8, device=weight.device)
     codes, scales = parts(packed, shape, base)
@@ -240,13 +236,13 @@ def pack(weight: Tensor, base: Base) -> Tensor:
 
 def _pack_nf4(weight_N: Tensor, codes: Tensor, scales: Tensor) -> None:
     edges = _NF4_EDGES.to(weight_N.device)
-    for at in range(0, len(weight_N), UNPACK_CHUNK_ELEMENTS):
-        wide = weight_N[at : at + UNPACK_CHUNK_ELEMENTS].float().view(-1, NF4_BLOCK)
+    for start in range(0, len(weight_N), UNPACK_CHUNK_ELEMENTS):
+        wide = weight_N[start : start + UNPACK_CHUNK_ELEMENTS].float().view(-1, NF4_BLOCK)
         largest = wide.abs().amax(1)
         scaled = wide * (1.0 / largest.clamp(min=_SMALLEST))[:, None]
         code = torch.bucketize(scaled, edges, out_int32=True).to(torch.uint8).view(-1, 2)
-        codes[at // 2 :][: len(code)] = code[:, 0] << 4 | code[:, 1]
-        scales[at // NF4_BLOCK :][: len(largest)] = largest
+        codes[start // 2 :][: len(code)] = code[:, 0] << 4 | code[:, 1]
+        scales[start // NF4_BLOCK :][: len(largest)] = largest
 
 
 def _pack_int8(weight_RC: Tensor, codes_RC: Tensor, scales_R: Tensor) -> None:
@@ -258,16 +254,16 @@ def _pack_int8(weight_RC: Tensor, codes_RC: Tensor, scales_R: Tensor) -> None:
 
 
 def _pack_mxfp4(weight_RC: Tensor, codes: Tensor, scales_GC: Tensor) -> None:
-    """By OCP's specification: a scale is the power of two in the largest number by that in the largest code."""
+    """OCP specification: a scale is the power of two in the largest element, divided by that in the largest code."""
     n_columns, edges = weight_RC.shape[1], _E2M1_EDGES.to(weight_RC.device)
     _, powers = prepare(weight_RC.device, "mxfp4", torch.float32)
     for rows in _chunks_of_rows(weight_RC, MXFP4_BLOCK):
-        wide, at = weight_RC[rows].float().unflatten(0, (-1, MXFP4_BLOCK)), rows.start // MXFP4_BLOCK
+        wide, start = weight_RC[rows].float().unflatten(0, (-1, MXFP4_BLOCK)), rows.start // MXFP4_BLOCK
         scale = (wide.abs().amax(1).frexp().exponent + (_E8M0_BIAS - 3)).clamp_(0, 254)  # 6 is 3/4 of 2^3
         code = torch.bucketize(wide.abs() / powers[scale][:, None], edges, out_int32=True).to(torch.uint8)
         code = (code | wide.signbit() << 3).view(-1, 2)
         codes[rows.start * n_columns // 2 :][: len(code)] = code[:, 0] | code[:, 1] << 4
-        scales_GC[at : at + len(scale)] = scale
+        scales_GC[start : start + len(scale)] = scale
 
 
 def _pack_fp8(weight_RC: Tensor, codes_RC: Tensor, scales_GH: Tensor) -> None:
@@ -282,14 +278,14 @@ def _pack_fp8(weight_RC: Tensor, codes_RC: Tensor, scales_GH: Tensor) -> None:
 
 
 def _chunks_of_rows(matrix_RC: Tensor, step: int) -> Iterator[slice]:
-    """Rows, a multiple of `step`, that together are no more than a chunk, or the fewest there can be."""
+    """Slices of a multiple of `step` rows: at most UNPACK_CHUNK_ELEMENTS elements, or `step` rows."""
     n_rows, n_columns = matrix_RC.shape
     n = max(UNPACK_CHUNK_ELEMENTS // (n_columns * step), 1) * step
-    yield from (slice(at, min(at + n, n_rows)) for at in range(0, n_rows, n))
+    yield from (slice(start, min(start + n, n_rows)) for start in range(0, n_rows, n))
 
 
 def _matrices(a: Tensor, b: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The matrices of three tensors, and as one if none ends within a block."""
+    """Matrices of three tensors; joined to one if each ends with a whole block."""
     if a.dim() == 2 or a.shape[-2] % FP8_BLOCK == 0:
         yield a.flatten(0, -2), b.flatten(0, -2), c.flatten(0, -2)
     else:
@@ -297,7 +293,7 @@ def _matrices(a: Tensor, b: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor,
 
 
 def _blocks(matrix_RC: Tensor, scales_GH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(G, rows of a block, H, columns of a block) and the scales of each block, as views: of whole blocks, and of what is left."""
+    """Views (G, rows of a block, H, columns of a block) with the scales of each block: whole blocks, then partial ones."""
     n_rows, n_columns = matrix_RC.shape
     for rows, height in _spans(n_rows):
         for columns, width in _spans(n_columns):
@@ -307,9 +303,9 @@ def _blocks(matrix_RC: Tensor, scales_GH: Tensor) -> Iterator[tuple[Tensor, Tens
 
 
 def _spans(n: int) -> Iterator[tuple[slice, int]]:
-    """(which, how many each) of the whole blocks among n rows or columns, and of what is left."""
-    whole = n // FP8_BLOCK * FP8_BLOCK
-    if whole:
-        yield slice(0, whole), FP8_BLOCK
-    if n > whole:
-        yield slice(whole, n), n - whole
+    """(slice, block size) of the whole blocks in n rows or columns, and of the remainder."""
+    n_whole = n // FP8_BLOCK * FP8_BLOCK
+    if n_whole:
+        yield slice(0, n_whole), FP8_BLOCK
+    if n > n_whole:
+        yield slice(n_whole, n), n - n_whole

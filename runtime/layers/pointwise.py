@@ -1,9 +1,8 @@
-"""Pointwise functions of a layer, and the CUDA kernels that compute each in one pass over its operands.
+"""Pointwise functions of a layer, and CUDA kernels that compute each in one pass over its operands.
 
-The functions are the definition, and they compute on a CPU. On a GPU a kernel of `runtime/cuda/pointwise.cu` replaces a function if
-its results have the same bits and strides: before its first use on every finite bf16 number and on random ones, and then in windows
-of the first call with each new shape, at both ends and at the cuts between launches. Otherwise the function itself computes: the
-bits, and the tensors that are kept for the backward, are the same.
+The functions are the reference implementation, and run on a CPU. On a GPU a kernel of `runtime/cuda/pointwise.cu` replaces a
+function if its results have equal bits and strides: first on every finite bf16 number and on random numbers, then in windows of the
+first call with each new shape, at both ends of each launch. Otherwise the function runs, with equal bits and saved tensors.
 """
 
 # N elements; B sequences, H heads, T tokens, E width of a head
@@ -19,23 +18,23 @@ import torch.nn.functional as F
 from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, VECTOR_BYTES, Kernel, compiled_kernel
 from penstock.runtime.units import on_one_line
 
-Function = Callable[..., Any]  # of tensors, to a tensor or several
+Function = Callable[..., Any]  # tensors to a tensor or a tuple
 Operands = tuple[torch.Tensor, ...]
 
-TEST_REPEATS = 16  # of each bf16 number, with different partners
+TEST_REPEATS = 16  # of each bf16 number, with different second operands
 TEST_TOKENS = 192
-WINDOW = {1: (4096,), 4: (2, 2, 64, MOST_ELEMENTS)}  # of a call's operands, by their number of dimensions
+WINDOW = {1: (4096,), 4: (2, 2, 64, MOST_ELEMENTS)}  # size of compared windows, by number of dimensions
 
 
 def _gated(name: str, activation: Function, backward: Function) -> tuple[Function, Function]:
-    """activation(gate) * up, each rounded; and the gradients of gate and up, as autograd computes them call by call."""
+    """activation(gate) * up, each call rounded; and gradients of gate and up, by autograd's calls."""
 
     def gated(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
         return activation(gate_N) * up_N  # type: ignore[no-any-return]
 
     def gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> Operands:
-        towards_up_N = gradient_N * activation(gate_N)
-        return backward(gradient_N * up_N, gate_N), towards_up_N
+        d_up_N = gradient_N * activation(gate_N)
+        return backward(gradient_N * up_N, gate_N), d_up_N
 
     gated.__name__, gradients.__name__ = name, f"{name}_gradients"
     return gated, gradients
@@ -48,16 +47,16 @@ geglu_tanh, geglu_tanh_gradients = _gated("geglu_tanh", *_TANH)
 
 
 def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + (the halves of each head exchanged, the second negated) * sin, each result rounded."""
+    """x * cos + rotate_half(x) * sin, each call rounded."""
     first, second = x_BHTE.chunk(2, -1)
     return x_BHTE * cos + torch.cat((-second, first), -1) * sin
 
 
 def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of `rotate`'s input, as autograd computes it call by call: head after head, in any order of the gradient. A norm
-    before the rotation sums in the order of memory."""
+    """Gradient of `rotate`'s input, by autograd's calls. Contiguous for any strides of the gradient, because the backward of a norm
+    before the rotation sums in memory order."""
     first, second = (gradient_BHTE * sin).chunk(2, -1)
-    # Autograd adds a half's gradient to zeros in the place of the other half: -0.0 becomes +0.0.
+    # Autograd adds each half's gradient to zeros of the other half: -0.0 becomes +0.0.
     return (gradient_BHTE * cos + torch.cat((second, -first), -1) + 0.0).contiguous()
 
 
@@ -73,12 +72,12 @@ class Pointwise:
     rotate_back: Function = rotate_back
 
     def gate(self, name: str) -> tuple[Function, Function]:
-        """The forward and the backward of a gated activation: `swiglu`, `geglu` or `geglu_tanh`."""
+        """Forward and backward of a gated activation: `swiglu`, `geglu` or `geglu_tanh`."""
         return getattr(self, name), getattr(self, f"{name}_gradients")
 
 
-GATES = {"swiglu": 0, "geglu_tanh": 1, "geglu": 2}  # the ACTIVATION of their kernels
-# Memory traffic of a function, in that of its kernel
+GATES = {"swiglu": 0, "geglu_tanh": 1, "geglu": 2}  # ACTIVATION in pointwise.cu
+# Memory traffic of a function relative to its kernel
 TIMES_THE_BYTES = {
     **dict.fromkeys(GATES, 5 / 3), **{f"{name}_gradients": 11 / 5 for name in GATES}, "rotate": 5.0, "rotate_back": 7.0
 }  # fmt: skip
@@ -86,12 +85,12 @@ TIMES_THE_BYTES = {
 
 @lru_cache(maxsize=8)
 def fastest(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
-    """Kernels for the rotary embedding and these gated activations on a GPU. A CPU computes call by call."""
+    """Kernels for the rotary embedding and these gated activations on a GPU; functions on a CPU."""
     return Pointwise() if device.type == "cpu" else compiled(device, dtype, gates)
 
 
 def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
-    """The kernel of each function on the device; with a warning the function itself, if no kernel has its bits."""
+    """Kernel of each function on the device; the function itself, with a warning, if the kernel's bits differ."""
     chosen: dict[str, Function] = {}
     for field in fields(Pointwise):
         function, gate = getattr(Pointwise(), field.name), field.name.removesuffix("_gradients")
@@ -99,7 +98,7 @@ def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = 
             continue
         try:
             one_kernel = OneKernel(function, kernel_of(field.name, dtype, partial(compiled_kernel, device=device)), dtype=dtype)
-        except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler on its machine
+        except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler
             fault: str | None = f"its kernel cannot be compiled ({on_one_line(str(error), 120) or type(error).__name__})"
         else:
             fault = _fault(function, one_kernel, device, dtype)
@@ -110,12 +109,12 @@ def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = 
     return Pointwise(**chosen)
 
 
-def kernel_of(name: str, dtype: torch.dtype, by: Callable[..., Kernel]) -> Kernel:
-    """The kernel of the function of this name, by a compiler of a file, a kernel's name and definitions."""
+def kernel_of(name: str, dtype: torch.dtype, compiler: Callable[..., Kernel]) -> Kernel:
+    """Compile the kernel of the function of this name with a function of file, kernel name and macros."""
     gate = name.removesuffix("_gradients")
     if gate not in GATES:
-        return by("pointwise.cu", name, ELEMENT=ELEMENT[dtype])
-    return by("pointwise.cu", "gated" if name == gate else "gated_gradients", ELEMENT=ELEMENT[dtype], ACTIVATION=GATES[gate])
+        return compiler("pointwise.cu", name, ELEMENT=ELEMENT[dtype])
+    return compiler("pointwise.cu", "gated" if name == gate else "gated_gradients", ELEMENT=ELEMENT[dtype], ACTIVATION=GATES[gate])
 
 
 def _warn(function: Function, device: torch.device, dtype: torch.dtype, fault: str) -> None:
@@ -125,13 +124,12 @@ def _warn(function: Function, device: torch.device, dtype: torch.dtype, fault: s
 
 
 class OneKernel:
-    """A function, computed by a kernel. The function itself is called for operands that the kernel does not read (several dtypes,
-    or not contiguous), and for all operands from the first call on in which a number differs."""
+    """Function computed by a kernel. Falls back to the function for operands that the kernel does not support (mixed dtypes, not
+    contiguous), and for all operands after a call with wrong elements."""
 
-    def __init__(self, function: Function, kernel: Kernel, most: int = MOST_ELEMENTS, dtype: torch.dtype | None = None) -> None:
-        """`most`: elements between the first and the last of an operand in one launch, which counts in 32 bits. `dtype`: of the
-        operands for which the kernel is compiled; None: that of a call's."""
-        self._function, self._kernel, self._most, self._dtype = function, kernel, most, dtype
+    def __init__(self, function: Function, kernel: Kernel, limit: int = MOST_ELEMENTS, dtype: torch.dtype | None = None) -> None:
+        """`limit`: span of an operand in elements per launch, which counts in 32 bits. `dtype`: supported one; None: any."""
+        self._function, self._kernel, self._limit, self._dtype = function, kernel, limit, dtype
         self._is_rotary = function in (rotate, rotate_back)
         self._n_results = 2 if function.__name__.endswith("_gradients") else 1
         self._compared = set[tuple[Any, ...]]()  # shapes, strides and alignments
@@ -148,7 +146,7 @@ class OneKernel:
         if key not in self._compared:
             if n_wrong := self._differences(launches, len(inputs)):
                 self.is_in_use = False
-                del results, launches, operands  # no memory beside what the function takes
+                del results, launches, operands  # free memory for the function
                 fault = f"of its kernel's numbers at {tuple(inputs[0].shape)} {n_wrong} differ"
                 _warn(self._function, inputs[0].device, inputs[0].dtype, fault)
                 return self._function(*inputs)
@@ -166,15 +164,15 @@ class OneKernel:
         return all(y.shape[1:] == (1, *x.shape[2:]) and y.shape[0] in (1, x.shape[0]) for y in inputs[1:])
 
     def _results(self, x: torch.Tensor) -> Operands:
-        """Memory of the strides that torch's calls give the results: the order of x, but for a rotation's gradient."""
+        """Allocate results with the strides of PyTorch's calls: those of x, but contiguous for `rotate_back`."""
         if self._function is rotate_back:
             return (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
         return tuple(torch.empty_like(x) for _ in range(self._n_results))
 
     def _launches(self, operands: Operands) -> Iterator[Operands]:
         if self._is_rotary:
-            return cuts([x.expand(operands[0].shape) for x in operands], self._most)
-        return zip(*(x.view(-1).split(self._most) for x in operands), strict=True)
+            return cuts([x.expand(operands[0].shape) for x in operands], self._limit)
+        return zip(*(x.view(-1).split(self._limit) for x in operands), strict=True)
 
     def _launch(self, operands: Operands) -> None:
         x = operands[0]
@@ -189,54 +187,54 @@ class OneKernel:
         self._kernel((n_blocks, 1, 1), (THREADS, 1, 1), [*operands, *sizes])
 
     def _differences(self, launches: list[Operands], n_inputs: int) -> int:
-        """Numbers that are not the function's in windows at both ends of each launch; all of a window whose strides are not."""
+        """Count elements that differ from the function's in windows at both ends of each launch; all elements if strides differ."""
         counts = []
         for operands in launches:
             for is_last in (False, True):
                 part = [_window(x, is_last) for x in operands]
                 expected = several(self._function(*part[:n_inputs]))
                 for a, b, like in zip(expected, part[n_inputs:], self._results(part[0]), strict=True):
-                    is_alike = _strides(a) == _strides(like)
-                    counts.append((bits(a) != bits(b)).sum() if is_alike else torch.tensor(a.numel(), device=a.device))
+                    has_strides = _strides(a) == _strides(like)
+                    counts.append((bits(a) != bits(b)).sum() if has_strides else torch.tensor(a.numel(), device=a.device))
         return int(torch.stack(counts).sum())
 
 
-def cuts(operands: list[torch.Tensor], most: int) -> Iterator[Operands]:
-    """Parts of tensors of one shape, cut across dimensions other than the last until each part spans less than `most` elements."""
+def cuts(operands: list[torch.Tensor], limit: int) -> Iterator[Operands]:
+    """Split tensors of one shape, in dimensions other than the last, into parts that span less than `limit` elements."""
     spans = [[(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)] for x in operands]
     widest = max(spans, key=sum)
-    if sum(widest) < most or max(operands[0].shape[:-1]) == 1:
+    if sum(widest) < limit or max(operands[0].shape[:-1]) == 1:
         yield tuple(operands)
         return
     dim = max(range(len(widest) - 1), key=lambda d: (operands[0].shape[d] > 1, widest[d]))
     for half in zip(*(x.tensor_split(2, dim) for x in operands), strict=True):
-        yield from cuts(list(half), most)
+        yield from cuts(list(half), limit)
 
 
 def _window(x: torch.Tensor, is_last: bool) -> torch.Tensor:
-    """The first or the last few elements of each dimension."""
+    """First or last few elements of each dimension."""
     sizes = zip(x.shape, WINDOW[x.dim()], strict=True)
     return x[tuple(slice(max(n - few, 0), n) if is_last else slice(few) for n, few in sizes)]
 
 
-def _fault(function: Function, other: Function, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the other function does not replace the first; None if it does."""
+def _fault(function: Function, replacement: Function, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Difference between a function and its replacement; None if they are bitwise identical."""
     for inputs in probes(function, device, dtype):
         try:
-            results = several(other(*inputs))
-        except RuntimeError as error:  # whatever a driver makes of a kernel
+            results = several(replacement(*inputs))
+        except RuntimeError as error:  # any failure of a driver
             return f"its kernel does not run ({on_one_line(str(error), 120)})"
         pairs = list(zip(several(function(*inputs)), results, strict=True))
         if any(_strides(a) != _strides(b) for a, b in pairs):
             return "its kernel stores the result in another order"
-        if n_other := sum(int((bits(a) != bits(b)).sum()) for a, b in pairs):
-            return f"{n_other} of its kernel's {sum(t.numel() for t in results)} numbers differ"
+        if n_wrong := sum(int((bits(a) != bits(b)).sum()) for a, b in pairs):
+            return f"{n_wrong} of its kernel's {sum(t.numel() for t in results)} numbers differ"
     return None
 
 
 def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iterator[Operands]:
-    """Operands on which a kernel is compared with the function: random numbers, and for activations every finite bf16 number. Some
-    are no multiple of a vector, or not aligned to one."""
+    """Operands for comparing a kernel with its function: random numbers, and for activations every finite bf16 number. Some have
+    a partial or unaligned vector."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -252,8 +250,8 @@ def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iter
             yield rows.transpose(1, 2).contiguous(), cos, sin
             yield rows.transpose(1, 2), cos[:1].expand_as(cos), sin[:1].expand_as(sin)
         return
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    gate = every[torch.isfinite(every)].repeat(TEST_REPEATS).to(device, dtype)
+    all_bf16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = all_bf16[torch.isfinite(all_bf16)].repeat(TEST_REPEATS).to(device, dtype)
     partners = [random(len(gate)) for _ in range(2)]
     operands = (partners[0], gate, partners[1]) if function.__name__.endswith("_gradients") else (gate, partners[0])
     yield operands
@@ -266,10 +264,10 @@ def several(result: Any) -> Operands:
 
 
 def _strides(x: torch.Tensor) -> list[int]:
-    """Strides of the dimensions that have several elements."""
+    """Strides of dimensions larger than 1."""
     return [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of each number; those of NaN are equal."""
+    """Bits of each number, equal for all NaN."""
     return torch.where(x.isnan(), 0x7FC0, x.view({2: torch.int16, 4: torch.int32}[x.element_size()]))

@@ -1,7 +1,6 @@
-"""MLPs by tiles of tokens.
+"""Tiled MLPs: a tile of tokens at a time, in forward and backward, so that inner activations of one tile exist.
 
-Only one tile's inner activations exist at a time, in forward and in backward. Tiles are part of the meaning: a weight's gradient is
-the fp32 sum of the tiles' gradients in ascending order, starting from zero, rounded once to the compute dtype.
+Tiles decide bits: a weight's gradient is the fp32 sum of the tiles' gradients in ascending order, from zero, rounded once.
 """
 
 # B sequences, T tokens, N = B * T, D width
@@ -20,30 +19,30 @@ from penstock.runtime.plan import Policy
 from penstock.runtime.plan.workload import Saved
 
 from .kernels import PLAIN_MLP
-from .recompute import Replay, shelf_in_use, unnoticed
+from .recompute import Replay, shelf_in_use, unrecorded
 
-NORM_AFTER = "post_feedforward_layernorm"  # some types have one: it is part of the tile
-# On the CPU, adding bf16 to fp32 makes an fp32 copy first: not of more than this; on a GPU a kernel on these outlasts its launch
+NORM_AFTER = "post_feedforward_layernorm"  # part of the tile in models that have it
+# Elements added at a time: bounds the fp32 copy of bf16 operands on a CPU; large enough to hide kernel launches on a GPU
 PIECE_ELEMENTS = 2**22
 
 
 class TiledMlp(nn.Module):
-    """Does the work of a decoder layer's MLP, and of what follows it row by row, when the layer calls it."""
+    """Tiled replacement of a decoder layer's MLP and of the row-wise norm after it."""
 
     def __init__(self, layer: nn.Module, tile_tokens: int, policy: Policy, block: int) -> None:
-        """The layer's modules keep weights and names. WorkloadError if its MLP may not treat every row for itself."""
+        """Replace `forward` of the layer's modules, which keep weights and names. WorkloadError if its MLP may not be row-wise."""
         super().__init__()
         children: dict[str, Any] = dict(layer.named_children())
         if {name for name, _ in children["mlp"].named_children()} != PLAIN_MLP:
             raise WorkloadError("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
         parts = [children[name] for name in ("mlp", NORM_AFTER) if name in children]
-        self.rows = nn.Sequential(*map(copy.copy, parts))  # the same weights, wherever they are while the layer is called
+        self.rows = nn.Sequential(*map(copy.copy, parts))  # share the modules' weights
         for part in parts:
             part.forward = lambda x: x
         children["mlp"].forward = self.forward
         self.tile_tokens = tile_tokens
-        self.again = False  # whether only the graph of what is made counts: then that is not computed
-        self.kept = policy.saved(block) is Saved.ALL
+        self.graph_only = False  # True: build the autograd graph without computing the output
+        self.is_kept = policy.saved(block) is Saved.ALL
         self.saved = Saved.PRODUCTS if policy.saved(block) is Saved.PRODUCTS else Saved.INPUT
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -51,13 +50,13 @@ class TiledMlp(nn.Module):
         if torch.is_grad_enabled():
             y_ND = _ByTiles.apply(self, x_ND, *self.rows.parameters())  # type: ignore[no-untyped-call]
         else:
-            y_ND = self.output(x_ND, lambda at: self.rows(x_ND[at]))
+            y_ND = self.output(x_ND, lambda tile: self.rows(x_ND[tile]))
         return y_ND.view_as(x_BTD)  # type: ignore[no-any-return]
 
-    def output(self, x_ND: torch.Tensor, of_tile: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    def output(self, x_ND: torch.Tensor, compute_tile: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         y_ND = torch.empty_like(x_ND)
-        for at in self.tiles(x_ND):
-            y_ND[at] = of_tile(at)
+        for tile in self.tiles(x_ND):
+            y_ND[tile] = compute_tile(tile)
         return y_ND
 
     def tiles(self, x_ND: torch.Tensor) -> Iterator[slice]:
@@ -66,60 +65,60 @@ class TiledMlp(nn.Module):
 
 
 class _ByTiles(torch.autograd.Function):
-    """Saves its input and the weights; other saved tensors are saved tile by tile."""
+    """Save input and weights here, and other tensors per tile."""
 
     @staticmethod
     def forward(ctx: Any, mlp: TiledMlp, x_ND: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_ND, *weights)
-        ctx.mlp, ctx.remembered, ctx.shelf = mlp, [], shelf_in_use()
-        ctx.inputs = []  # and weights: where they are, while a backward runs
-        if mlp.again:
+        ctx.mlp, ctx.recorded, ctx.shelf = mlp, [], shelf_in_use()
+        ctx.inputs = []  # input and weights during backward
+        if mlp.graph_only:
             return x_ND.new_zeros(1).expand_as(x_ND)
-        with unnoticed():  # of the whole layer's: a `Replay` of each tile notes them
-            return mlp.output(x_ND, lambda at: _remembered(ctx, at, x_ND, weights))
+        with unrecorded():  # by the layer's `Replay`: each tile has one
+            return mlp.output(x_ND, lambda tile: _recorded_tile(ctx, tile, x_ND, weights))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_ND,) = gradients
-        x_ND, *weights = ctx.saved_tensors  # hooks give it once
+        x_ND, *weights = ctx.saved_tensors  # read once: unpack hooks run at each access
         ctx.inputs += [x_ND, *weights]
-        towards_ND = torch.empty_like(x_ND)
+        dx_ND = torch.empty_like(x_ND)
         sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in weights]
-        for at in ctx.mlp.tiles(x_ND):
-            output, inputs = ctx.remembered.pop(0)
-            towards_ND[at] = _add_gradients(output, inputs, gradient_ND[at], sums)
-        ctx.inputs.clear()  # or they would be alive until all of the layer's backward is done
-        return None, towards_ND, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
+        for tile in ctx.mlp.tiles(x_ND):
+            output, inputs = ctx.recorded.pop(0)
+            dx_ND[tile] = _add_gradients(output, inputs, gradient_ND[tile], sums)
+        ctx.inputs.clear()  # else alive until the layer's backward ends
+        return None, dx_ND, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
 
 
-def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The output of a tile, whose graph is kept as the layer's policy says."""
+def _recorded_tile(ctx: Any, tile: slice, x_ND: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Compute a tile's output, with its autograd graph checkpointed by the layer's policy."""
     mlp, inputs = ctx.mlp, ctx.inputs
-    replay = Replay(mlp.saved, lambda: _again(mlp, at, *inputs), ctx.shelf)
-    how: AbstractContextManager[None] = nullcontext() if mlp.kept else replay.recording()
+    replay = Replay(mlp.saved, lambda: _recompute_tile(mlp, tile, *inputs), ctx.shelf)
+    checkpointing: AbstractContextManager[None] = nullcontext() if mlp.is_kept else replay.recording()
     with torch.enable_grad():
-        rows_ND = x_ND[at]  # no leaf: a graph holds its leaves, and with them all of the input
-        with how:
+        rows_ND = x_ND[tile]  # not a leaf, because a graph would keep a leaf alive, and with it the whole input
+        with checkpointing:
             y_ND: torch.Tensor = mlp.rows(rows_ND)
-    ctx.remembered.append((get_gradient_edge(y_ND), [get_gradient_edge(leaf) for leaf in (rows_ND, *weights)]))
+    ctx.recorded.append((get_gradient_edge(y_ND), [get_gradient_edge(leaf) for leaf in (rows_ND, *weights)]))
     return y_ND.detach()
 
 
-def _again(mlp: TiledMlp, at: slice, x_ND: torch.Tensor, *weights: torch.Tensor) -> None:
+def _recompute_tile(mlp: TiledMlp, tile: slice, x_ND: torch.Tensor, *weights: torch.Tensor) -> None:
     """Recompute a tile's forward, under grad."""
     names = [name for name, _ in mlp.rows.named_parameters()]
     leaves = [w.detach().requires_grad_() for w in weights]
     with torch.enable_grad():
-        functional_call(mlp.rows, dict(zip(names, leaves, strict=True)), (x_ND[at].detach().requires_grad_(),), strict=True)
+        functional_call(mlp.rows, dict(zip(names, leaves, strict=True)), (x_ND[tile].detach().requires_grad_(),), strict=True)
 
 
 def _add_gradients(
     output: GradientEdge, inputs: list[GradientEdge], gradient_ND: torch.Tensor, sums: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Adds a tile's gradients of the weights to the sums; returns that of its rows, the first of the inputs."""
-    towards_ND, *gradients = torch.autograd.grad(output, inputs, gradient_ND)
+    """Add a tile's weight gradients to the sums; return the gradient of its rows, the first input."""
+    dx_ND, *gradients = torch.autograd.grad(output, inputs, gradient_ND)
     for total, gradient in zip(sums, gradients, strict=True):
         n_rows = max(1, PIECE_ELEMENTS * len(total) // total.numel())
         for piece, of_piece in zip(total.split(n_rows), gradient.split(n_rows), strict=True):
             piece += of_piece
-    return towards_ND
+    return dx_ND

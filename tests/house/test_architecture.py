@@ -54,8 +54,8 @@ MAY_IMPORT = {
     },
     # Layer traces of models that are not shipped are recorded from the modules that the runtime trains
     "planner.model": {
-        *("hwprofiles.schema", "runtime.plan", "runtime.layers.kernels", "runtime.layers.meta_models", "runtime.layers.split"),
-        *("runtime.errors", "runtime.files"),
+        *(f"runtime.layers.{name}" for name in ("kernels", "layer_chain", "meta_models")),
+        *("hwprofiles.schema", "runtime.plan", "runtime.errors", "runtime.files"),
     },
     "hwprofiles": GROUND,
     # The probe times functions of the runtime, on the cores of a run.
@@ -97,7 +97,7 @@ HOME = {
     "numba": {"runtime/compiled.py", "runtime/host/compiled_loops.py"},
     "llvmlite": {"runtime/host/compiled_loops.py"},
     "transformers": {
-        *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "meta_models", "split")),
+        *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "layer_chain", "meta_models")),
         "penstock/checkpoint/conversion.py",
         *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents")),
     },

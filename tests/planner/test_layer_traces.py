@@ -14,7 +14,7 @@ from penstock.planner.model.memory_replay import Tape, Tensor
 from penstock.planner.model.sizes import Kernels, evaluated, fitted, monomials
 from penstock.planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from penstock.runtime.errors import WorkloadError
-from penstock.runtime.layers.kernels import gate_of, turns_whole
+from penstock.runtime.layers.kernels import gate_of, is_rotary_call
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import Model, Workload
 from tests.every_type import tiny
@@ -140,8 +140,8 @@ def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("hy_v4", "given what another layer made"),
-        ("openai-gpt", "not known what follows its layers"),
+        ("hy_v4", "layer 2 reads an output of another layer"),
+        ("openai-gpt", "computation after the layers is not supported"),
         ("megatron-bert", "the head is no single product"),
         ("jetmoe", "cannot be recorded by layers"),
     ],
@@ -177,8 +177,8 @@ def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
         config.hidden_act = activation
         assert gate_of(LlamaMLP(config)) == gate
         assert gate_of(ScaledMlp(config)) is None
-    assert turns_whole((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 8), 0), {})
-    assert not turns_whole((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 4), 0), {})
+    assert is_rotary_call((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 8), 0), {})
+    assert not is_rotary_call((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 4), 0), {})
     fused = {name: fusible(Model(tiny(name))) for name in ("llama", "glm4_moe", "minicpm3", "granite")}
     assert {name for name, of in fused.items() if "loss" not in of} == {"minicpm3", "granite"}
     rotated = {name: {g[0] for k in outlines(Model(tiny(name)), "sdpa", 1, 16)["kinds"] for g in k["groups"]} for name in fused}

@@ -34,7 +34,7 @@ def test_products_are_computed_in_the_slot_where_they_wait() -> None:
     with replay.recording():
         y = forward()
     assert shelf.n_bytes == 3 * SLOT_ALIGN_BYTES, "three products of 192 bytes, each at an aligned place"
-    first = shelf.found(replay.results[0][0])
+    first = shelf.restored(replay.results[0][0])
     assert torch.equal(first, x @ weights[0])
     assert first.data_ptr() == shelf.slot.data_ptr()
     elsewhere = shelf.slot.clone()
@@ -62,5 +62,5 @@ def test_undercounted_bytes_are_an_error_and_no_wrong_bits(monkeypatch, saved, s
         return Workload(true.blocks if smaller_alone else less(true.blocks), less(true.smaller))
 
     monkeypatch.setattr("tests.training.build_workload", build)
-    with pytest.raises(OpError, match="finds no room"):
+    with pytest.raises(OpError, match="do not fit into their slot"):
         streamed(tiny_config("llama"), semantics_of("llama", batch_size=3, micro_batch=2), policy, machine_type=Remembering)

@@ -22,8 +22,8 @@ from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.executor import execute
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, _adapted_linear, adapt, initial_factors
+from penstock.runtime.layers.layer_chain import shared_inputs
 from penstock.runtime.layers.packed_weights import pack, unpack_into
-from penstock.runtime.layers.split import shared_inputs
 from penstock.runtime.plan import Policy, Semantics, saves
 from penstock.runtime.plan.packed import Base
 from penstock.runtime.plan.train import TARGETS, Lora, Train
@@ -244,7 +244,7 @@ def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, 
 def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
     layer = nn.ModuleDict({"q_proj": nn.Linear(8, 16), "norm": nn.LayerNorm(8)})
     for name in ("norm", "experts"):
-        with pytest.raises(WorkloadError, match="no adapter fits beside it"):
+        with pytest.raises(WorkloadError, match="adapters do not support this module"):
             adapt(layer, "l.", [f"l.{name}.lora_A.weight", f"l.{name}.lora_B.weight"], LORA)
     config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA))
     for a_shape in ((LORA.rank, 9), ()):

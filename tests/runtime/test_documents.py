@@ -16,7 +16,7 @@ from penstock.planner.model.workload import supported_attention
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
 from penstock.runtime.layers import documents
-from penstock.runtime.layers.apart import supports_documents
+from penstock.runtime.layers.document_isolation import supports_documents
 from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.footprint import document_bytes, padded_tokens
 from penstock.runtime.plan.workload import Model
@@ -208,8 +208,8 @@ def test_documents_take_the_memory_that_the_plan_books(model_type, way):
 
 
 REFUSED = {
-    **dict.fromkeys(("qwen3_next", "falcon", "lfm2", "jamba"), "DecoderLayer lets tokens meet outside of transformers'"),
-    **{"mamba": "MambaBlock lets tokens", "llama4_text": "numbers tokens by their places"},
+    **dict.fromkeys(("qwen3_next", "falcon", "lfm2", "jamba"), "DecoderLayer mixes tokens outside of transformers'"),
+    **{"mamba": "MambaBlock mixes tokens", "llama4_text": "computes positions from offsets"},
     **{"deepseek_v32": "masks of its own", "internlm3": "how long other documents are"},
 }
 

@@ -71,7 +71,7 @@ def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dt
     gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
     gradient = some(data, 33, 24, dtype=dtype)
     inputs = gate.flatten(), up.flatten()
-    ours = kernels._AtOnce.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
+    ours = kernels._OneNode.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
     theirs = ACT2FN[activation](gate) * up
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (ours, theirs)))
@@ -101,7 +101,7 @@ def test_a_gpu_has_a_kernel_of_eagers_bits_for_each_function(dtype: torch.dtype)
     for name in TIMES_THE_BYTES:
         function, kernel = getattr(plain, name), getattr(found, name)
         assert isinstance(kernel, OneKernel), name
-        by_pieces = OneKernel(function, kernel_of(name, dtype, partial(compiled_kernel, device=cuda)), most=30_000)
+        by_pieces = OneKernel(function, kernel_of(name, dtype, partial(compiled_kernel, device=cuda)), limit=30_000)
         for inputs in probes(function, cuda, dtype):
             theirs = several(function(*inputs))
             for ours in (kernel(*inputs), by_pieces(*inputs)):

@@ -297,7 +297,7 @@ def test_a_kernel_unpacks_to_the_bits_of_torchs_calls(base, dtype, tmp_path):
 
         for offset in (0, 1):
             out = torch.full((prod(shape) + 1,), float("nan"), dtype=dtype)[offset : offset + prod(shape)].view(shape)
-            room.unpack_at_once(packed, out, base, counted, most)
+            room.unpack_by_kernel(packed, out, base, counted, most)
             assert same(out, unpacked(packed, shape, base, dtype)), (shape, most, offset)
         assert (n_launches["all"] == 2) == (prod(shape) <= most or most == MOST_ELEMENTS)
 
@@ -349,7 +349,7 @@ def test_a_gpu_packs_and_unpacks_to_the_processors_bits(base, dtype):
     out = torch.empty(weight.shape, dtype=dtype, device="cuda")
     kernel = room.unpack_kernel(out.device, base, dtype)
     assert kernel is not None
-    for unpack in (unpack_into, room.unpack_by_calls, partial(room.unpack_at_once, kernel=kernel, most=2**14)):
+    for unpack in (unpack_into, room.unpack_by_calls, partial(room.unpack_by_kernel, kernel=kernel, limit=2**14)):
         out.fill_(float("nan"))
         unpack(packed.cuda(), out, base)
         assert same(out.cpu(), unpacked(packed, weight.shape, base, dtype))

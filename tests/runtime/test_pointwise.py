@@ -113,7 +113,7 @@ def test_a_kernel_is_compared_with_its_function_on_the_first_call_of_each_shape(
             if n in wrong:
                 out[wrong[n]] += 1
 
-        return OneKernel(doubled, kernel, most=10_000)
+        return OneKernel(doubled, kernel, limit=10_000)
 
     x = torch.arange(25_000.0)
     right = launches_of({})
