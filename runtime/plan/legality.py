@@ -1,4 +1,4 @@
-"""Combinations of model, semantics and policy that are refused."""
+"""Combinations of model, semantics and policy that are rejected."""
 
 from penstock.runtime.errors import PlanError
 
@@ -8,7 +8,7 @@ from .workload import Saved, Workload
 
 
 def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """PlanError, in a line, for a policy that is not legal with this workload and semantics."""
+    """Raise a one-line PlanError for a policy that is illegal with this workload and semantics."""
     if semantics.compute_dtype == "fp32" and semantics.master_dtype in ("bf16", "split24"):
         raise PlanError(f"fp32 compute from a {semantics.master_dtype} master gains nothing; use --compute bf16 or --master fp32")
     if semantics.weight_rounding == "stochastic" and semantics.master_dtype not in ("bf16", "split24"):
@@ -28,14 +28,14 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
 
 
 def refuse_sum_groups(semantics: Semantics) -> None:
-    """PlanError where micro-batches do not form `sum_groups` groups, or these no balanced binary tree."""
+    """Raise PlanError unless micro-batches form `sum_groups` equal groups for a balanced binary tree."""
     n, of = semantics.n_micro_batches, semantics.sum_groups
     if n % of or of.bit_count() > 1:
         raise PlanError(f"a step of {n} micro-batches has no {of} sum groups; choose a power of two that divides them")
 
 
 def refuse_half_pairs(semantics: Semantics) -> None:
-    """PlanError where micro-batches do not hold whole pairs that a loss is of, or no kernel computes the loss as it is planned."""
+    """Raise PlanError if a micro-batch splits a unit of the loss, or no kernel computes the loss as planned."""
     of = semantics.objective
     if semantics.micro_batch % of.rows_each or semantics.batch_size % of.rows_each:
         how = "are of one micro-batch; choose multiples for --batch-size and --micro-batch"
@@ -47,7 +47,7 @@ def refuse_half_pairs(semantics: Semantics) -> None:
 
 
 def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """PlanError where something is asked that only a model has which is trained whole."""
+    """Raise PlanError for settings that require all weights to be trained."""
     if workload.trains_all:
         if semantics.base != "bf16":
             raise PlanError(f"--base {semantics.base}: what is trained is not packed, and here that is all; add --train lora")
@@ -70,7 +70,7 @@ def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> 
 
 
 def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """PlanError where several ranks cannot do what they would do alone."""
+    """Raise PlanError for settings that several ranks do not support."""
     if semantics.ranks == 1:
         return
     if semantics.whole.shared_by(semantics.ranks) != semantics:
@@ -84,21 +84,21 @@ def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> N
 
 
 def can_read(workload: Workload, semantics: Semantics) -> list[int]:
-    """The layers whose frozen weights may be on a disk."""
+    """Layers with frozen weights that may be on a disk."""
     layers = range(1, workload.n_layers + 1) if semantics.ranks == 1 and not workload.trains_all else ()
     return [b for b in layers if any(p.frozen and p.tied_to is None for p in workload.blocks[b].parameters)]
 
 
 def can_square(workload: Workload, semantics: Semantics) -> range:
-    """The blocks whose gradients are whole on the device: a tied weight's are two until the host adds them, ranks have parts."""
+    """Blocks with whole gradients on the device. Those of a tied weight are two until the host adds them; ranks have parts."""
     if semantics.ranks > 1:
         return range(0)
     return range(1, workload.n_layers + 1) if workload.tied else range(workload.n_layers + 2)
 
 
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
-    """The blocks whose state a device may hold: their gradients are whole there, and a processor updates all elements alike."""
-    if not workload.trains_all and semantics.whole.sum_groups > 1:  # what stays is summed in order
+    """Blocks with state that a device may hold: whole gradients there, and updates bitwise identical to the host's."""
+    if not workload.trains_all and semantics.whole.sum_groups > 1:  # summed in order
         return []
     blocks, multiple = workload.blocks, semantics.device_multiple
     return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]

@@ -1,4 +1,4 @@
-"""The objective: the loss that a step minimises, its inputs, and the device memory that it takes."""
+"""Training objectives: loss functions, their inputs and their device memory."""
 
 import re
 from collections.abc import Mapping
@@ -14,33 +14,33 @@ from .workload import FILE
 
 
 class Of(StrEnum):
-    """What a loss is a function of, which is what the step's sum is divided by, if nothing else is said."""
+    """Unit of a loss. By default a step's sum is divided by the number of units."""
 
     TOKENS = "tokens"  # logits and targets of a tile of positions
-    SEQUENCES = "sequences"  # the log-probability of each sequence's targets, summed over them
-    PAIRS = "pairs"  # the same of two sequences that follow each other: a chosen answer and a rejected one
-    ANSWERS = "answers"  # the same of groups of answers, each followed by its prompt with the answer of another of the group
+    SEQUENCES = "sequences"  # log-probability of each sequence: a sum over its targets
+    PAIRS = "pairs"  # log-probabilities of two adjacent sequences: chosen and rejected answer
+    ANSWERS = "answers"  # log-probabilities of groups; each answer is followed by its prompt with another answer of the group
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A loss that has a name: what it is of, its numbers with their defaults, and the extras that it asks of a batch."""
+    """A named loss: its unit, its numbers with their defaults, and its extra inputs."""
 
     of: Of
     numbers: dict[str, float] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
-    wide: int = 3  # fp32 values alive per logit at the peak of a tile: log-probabilities and two gradients
-    per: Of | None = None  # what the step's sum is divided by, if not what it is of
+    wide: int = 3  # fp32 values per logit at the peak of a tile: log-probabilities and two gradients
+    per: Of | None = None  # unit to divide the step's sum by, if not `of`
 
     def asks(self, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        """Extras with these numbers: no reference if its weight is 0."""
+        """Extra inputs with these numbers: no reference if its weight is 0."""
         return tuple(name for name in self.extras if numbers.get("beta") != 0 or name != REFERENCE)
 
 
-REFERENCE, TEACHER = "reference", "teacher"  # extras that a file has: log-probabilities; and those of likely ids of each position
+REFERENCE, TEACHER = "reference", "teacher"  # extras read from a file: log-probabilities; those of likely ids per position
 _REFERENCE = (REFERENCE,)
-LAST, SCORE = "last", "score.weight"  # an extra, where each sequence ends; and a head of one's own, as transformers calls it
-ANSWER = "answer"  # an extra (B, K, 2), where several answers share a sequence: the span of each, `runtime/compute/answers.py`
+LAST, SCORE = "last", "score.weight"  # extra: index of a sequence's last token; name of a scoring head, as in transformers
+ANSWER = "answer"  # extra (B, K, 2): spans of answers that share a sequence, see `runtime/compute/answers.py`
 _CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
 KNOWN = {
     "cross-entropy": Known(Of.TOKENS),
@@ -65,7 +65,7 @@ KNOWN = {
 INT32, FP16 = 4, 2
 _LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0), "epsilon_low": (0.0, 1.0), "max_completion_length": (1.0, 1e6)}
 _LEAST |= {"labels": (2.0, 1025.0), "mean": (0.0, 1.5), "k": (1.0, 1e6), "temperature": (0.01, 100.0)}
-# least, and what it stays below; others: 0 to 10^6
+# [minimum, upper limit) of numbers; default: [0, 10^6)
 _OWN = re.compile(r"(?:[^\s:,=]{1,120}\.py|python):[A-Za-z_]\w{0,79}")
 _EXTRA = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 MOST_WIDE = 64
@@ -75,18 +75,18 @@ _HOW = f"write one of {', '.join(KNOWN)}, with its numbers as dpo:beta=0.1,label
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is minimised: the mean over all tokens, sequences, pairs or answers of a step."""
+    """Minimised function: the mean over all tokens, sequences, pairs or answers of a step."""
 
-    name: str = "cross-entropy"  # of `KNOWN`, or where a function of the user's own is
-    numbers: dict[str, float] = field(default_factory=dict)  # all that the loss has
+    name: str = "cross-entropy"  # key of `KNOWN`, or location of a user function
+    numbers: dict[str, float] = field(default_factory=dict)  # all numbers of the loss
     of: Of = Of.TOKENS
     extras: tuple[str, ...] = ()
     wide: Annotated[int, Field(ge=3)] = 3
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of the function's text, if it is the user's own
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # source of the user function
     __pydantic_config__ = FILE
 
     def __post_init__(self) -> None:
-        """PlanError for what a loss of that name is not."""
+        """Raise PlanError for fields that the named loss does not have."""
         if (known := KNOWN.get(self.name)) is None:
             if self.sha256 is None or self.numbers or self.of is Of.ANSWERS or not _OWN.fullmatch(self.name):
                 raise PlanError(f"--loss {self.name[:80]!r} is not known; {_HOW}")
@@ -121,46 +121,46 @@ class Objective:
 
     @property
     def rows_each(self) -> int:
-        """Sequences of one unit: 2 for a pair."""
+        """Sequences per unit: 2 for a pair."""
         return {Of.PAIRS: 2, Of.ANSWERS: 2 * int(self.numbers.get("group", 1))}.get(self.of, 1)
 
     @property
     def per(self) -> Of:
-        """What the step's sum is divided by the number of."""
+        """Unit to divide the step's sum by."""
         return (self.name in KNOWN and KNOWN[self.name].per) or self.of
 
     @property
     def has_token_reference(self) -> bool:
-        """Whether a reference is a log-probability of each token, not of sequences."""
+        """True if the reference is a log-probability of each token, not of each sequence."""
         return self.of is Of.TOKENS and REFERENCE in self.extras
 
     @property
     def n_top(self) -> int | None:
-        """Ids of each position that a teacher says most of; None: there is none."""
+        """Teacher's likeliest ids per position; None without a teacher."""
         return int(self.numbers["k"]) if TEACHER in self.extras and self.sha256 is None else None
 
     @property
     def teacher_bytes(self) -> int:
-        """Of a position in a teacher's file: its likeliest ids, their log-probabilities, and that of all others."""
+        """Bytes per position of a teacher's file: top-k ids, their log-probabilities, log-probability of all other ids."""
         return 0 if (k := self.n_top) is None else k * INT32 + (k + 1) * FP16
 
     @property
     def n_labels(self) -> int | None:
-        """Rows of a head of one's own, which scores sequences; None: the model's, which predicts tokens."""
+        """Rows of a separate head that scores sequences; None for the model's head, which predicts tokens."""
         return {"reward": 1, "classify": int(self.numbers.get("labels", 0))}.get(self.name)
 
     @property
     def has_first_pass(self) -> bool:
-        """Whether sums over sequences come first, for which the head's product is computed a second time."""
+        """True if sums over sequences are computed first, with a second computation of the head's product."""
         return self.of is not Of.TOKENS and self.n_labels is None
 
     @property
     def takes_eager(self) -> bool:
-        """Whether only what the model's own modules make will do: logits, or the last hidden state."""
+        """True if the loss needs logits or the last hidden state from the model's modules."""
         return self.n_labels is not None or (self.of is Of.TOKENS and not self.is_default)
 
     def __str__(self) -> str:
-        """As `parse_objective` reads it, but for a function."""
+        """Return text for `parse_objective`, except for user functions."""
         numbers = ",".join(f"{name}={value}" for name, value in self.numbers.items())
         return f"{self.name}:{numbers}" if numbers else self.name
 
@@ -169,7 +169,7 @@ CROSS_ENTROPY = Objective()
 
 
 def parse_objective(text: str) -> Objective:
-    """A loss by its name, and numbers if they are not the usual ones; PlanError for anything else."""
+    """Parse a loss such as `dpo:beta=0.2`. Missing numbers have their defaults. Raise PlanError for other texts."""
     name, _, rest = text.strip().partition(":")
     if (known := KNOWN.get(name)) is None:
         raise PlanError(f"--loss {text[:80]!r} is not known; {_HOW}")

@@ -1,4 +1,4 @@
-"""Trained weights: all, adapters (LoRA), by name, or by layer; the rest is frozen, and only read."""
+"""Trained weights: all, adapters (LoRA), by name, or by layer; other weights are frozen."""
 
 import math
 import re
@@ -15,26 +15,26 @@ from .objective import SCORE
 from .packed import Base
 from .workload import FILE, OF_LAYER, Dtype, Natural
 
-# The projections that adapters may be added to, in the order in which layers have them
+# Projections that may have adapters, in the order of layers
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
-EXPERTS: Target = "experts"  # both stacks of a layer's experts; not unless it is said
+EXPERTS: Target = "experts"  # both stacks of a layer's experts; not a default target
 TARGETS: tuple[Target, ...] = get_args(Target)[:-1]
-# Weights of all experts of a layer
+# Stacked weights of a layer's experts
 STACK = re.compile(r"(?:^|\.)((?:mlp|feed_forward|block_sparse_moe)\.experts)\.(?:gate_up_proj|down_proj)$")
-ADAPTERS = ("lora_A", "lora_B")  # the two factors, as their files call them
+ADAPTERS = ("lora_A", "lora_B")  # the two factors, as named in adapter files
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection: A is (rank, in), B (out, rank). Of a stack of E
-    experts A is (E rank, in), the experts one after the other; B (out, rank E), where they are innermost."""
+    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection, with A (rank, in) and B (out, rank). For a stack of E
+    experts: A (E rank, in) with experts outermost, B (out, rank E) with experts innermost."""
 
     rank: Annotated[int, Field(gt=0, le=2**16)] = 16
     alpha: Annotated[float, Field(gt=0, lt=2**20)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[tuple[Target, ...], Field(min_length=1)] = TARGETS
-    rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank (rank-stabilised LoRA)
+    rslora: bool = False  # scale alpha / sqrt(rank) instead (rank-stabilised LoRA)
     __pydantic_config__ = FILE
 
     @property
@@ -48,8 +48,8 @@ _LORA = TypeAdapter(Lora)
 @dataclass(frozen=True, slots=True)
 class Train:
     lora: Lora | None = None
-    names: tuple[Name, ...] = ()  # of parameters, `*` standing for anything
-    layers: tuple[Natural, Natural] | None = None  # the first and the last, counted from 0 as their names are
+    names: tuple[Name, ...] = ()  # of parameters, with `*` as a wildcard
+    layers: tuple[Natural, Natural] | None = None  # first and last, from 0 as in names
 
     def __post_init__(self) -> None:
         if (self.lora is not None) + bool(self.names) + (self.layers is not None) > 1:
@@ -70,11 +70,11 @@ class Train:
         return True
 
     def rank(self, target: str) -> int:
-        """Rank of the adapter of a projection, by the last part of its name; 0: it has none."""
+        """Rank of a projection's adapter, by the last part of its name; 0: none."""
         return self.lora.rank if self.lora is not None and target in self.lora.targets else 0
 
     def __str__(self) -> str:
-        """As `parse_train` reads it."""
+        """Return text for `parse_train`."""
         if (lora := self.lora) is not None:
             said = [f"r={lora.rank}", f"alpha={lora.alpha:g}"]
             said += [f"dropout={lora.dropout:g}"] if lora.dropout else []
@@ -94,7 +94,7 @@ def is_adapter(name: str) -> bool:
 
 
 def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dtype | None = None) -> dict[str, Any]:
-    """Fields of `Semantics` about trained weights, as in a file, if named. Adapters and their gradients are fp32."""
+    """Return the given fields of `Semantics` for trained weights, as in a file. Gradients of adapters default to fp32."""
     found = parse_train(train) if isinstance(train, str) else train or Train()
     dtype = gradient_dtype or ("fp32" if found.lora is not None else None)
     fields = {"train": None if train is None else asdict(found), "base": base, "gradient_dtype": dtype}
@@ -105,7 +105,6 @@ _HOW = "write all, lora, lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,r
 
 
 def parse_train(text: str) -> Train:
-    """Parse `--train`; PlanError if it is not understood."""
     word, _, rest = text.strip().partition(":")
     match word:
         case "all" if not rest:
@@ -123,7 +122,7 @@ def parse_train(text: str) -> Train:
 
 
 def _parse_lora(text: str) -> Lora:
-    """Parse `r=16,alpha=32`; alpha is twice the rank by default."""
+    """Parse `r=16,alpha=32`; alpha defaults to twice the rank."""
     pairs = [part.partition("=")[::2] for part in text.split(",") if part]
     said: dict[str, Any] = dict(pairs)
     if len(said) < len(pairs) or not said.keys() <= {"r", "alpha", "dropout", "targets", "rslora"} or said.get("rslora"):
@@ -139,7 +138,7 @@ def _parse_lora(text: str) -> Lora:
 
 
 def checked_lora(**given: object) -> Lora:
-    """An adapter of these sizes, numbers or texts, its targets in the order of layers; PlanError where there can be none."""
+    """Validate an adapter's fields, numbers or texts, and sort its targets; raise PlanError if one is invalid."""
     try:
         lora = _LORA.validate_python(given, strict=False)
     except ValidationError as error:
