@@ -30,7 +30,7 @@ class Batch:
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         positions_BT = None if self.positions_BT is None else move(self.positions_BT)
-        extras = {name: move(of) for name, of in self.extras.items()}
+        extras = {name: move(tensor) for name, tensor in self.extras.items()}
         return replace(self, input_ids=move(self.input_ids), targets=move(self.targets), positions_BT=positions_BT, extras=extras)
 
     def part(self, rows: slice) -> "Batch":

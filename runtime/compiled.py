@@ -23,12 +23,12 @@ def compiled(function: F, **options: Any) -> F:
     if not IS_COMPILED:
         return function
     try:
-        found = numba.njit(cache=True, nogil=True, **options)(function)
+        kernel = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no cache folder
         return cast(F, numba.njit(nogil=True, **options)(function))
-    kept = vars(found)["_cache"]
-    kept.load_overload, kept.save_overload = map(_if_the_disk_lets, (kept.load_overload, kept.save_overload))
-    return cast(F, found)
+    store = vars(kernel)["_cache"]
+    store.load_overload, store.save_overload = map(_ignoring_os_errors, (store.load_overload, store.save_overload))
+    return cast(F, kernel)
 
 
 def compiled_bare(function: F) -> F:
@@ -44,19 +44,19 @@ def compiled_loop(function: F) -> F:
 
 def compiled_kernel(function: F) -> F:
     """Compile a kernel with IEEE division; warn once per process that compilation takes seconds."""
-    found = compiled(function, error_model="numpy")
+    kernel = compiled(function, error_model="numpy")
     if IS_COMPILED:
-        kept = vars(found)["_cache"]
-        kept.load_overload = _or_announced(kept.load_overload)
-    return found
+        store = vars(kernel)["_cache"]
+        store.load_overload = _with_announcement(store.load_overload)
+    return kernel
 
 
-def _or_announced(load: Callable[..., Any]) -> Callable[..., Any]:
+def _with_announcement(load: Callable[..., Any]) -> Callable[..., Any]:
     def loaded(*args: Any) -> Any:
-        found = load(*args)
-        if found is None:
+        overload = load(*args)
+        if overload is None:
             _announce()
-        return found
+        return overload
 
     return loaded
 
@@ -66,7 +66,7 @@ def _announce() -> None:
     warnings.warn("compiling the host's optimizer: seconds, once on this machine", RuntimeWarning, stacklevel=2)
 
 
-def _if_the_disk_lets(access: Callable[..., Any]) -> Callable[..., Any]:
+def _ignoring_os_errors(access: Callable[..., Any]) -> Callable[..., Any]:
     """Ignore OSErrors of a cache access, such as a full disk, which would end a run."""
 
     def tried(*args: Any) -> Any:

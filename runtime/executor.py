@@ -223,14 +223,14 @@ class Execution:
                 track.tokens.clear()  # tracks are cyclic: tokens would otherwise live until a garbage collection
         if self._failure is not None:
             try:
-                yield from self._done()
+                yield from self._completed_steps()
             finally:
                 raise self._failure
         spans = self.machine.measured([record for worker in workers for record in worker.records])
         spans = [replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans]
         self.timeline = Timeline(tuple(sorted(spans, key=lambda span: (span.step, span.op, span.repetition))))
 
-    def _done(self) -> Iterator[Step]:
+    def _completed_steps(self) -> Iterator[Step]:
         """Yield completed steps that have not been reported."""
         while self._n_reported < self.n_done:
             turn, before_s, self._reported_s = self._n_reported, self._reported_s, time.perf_counter()
@@ -246,7 +246,7 @@ class Execution:
             while self._n_prepared < min(self._n_begun + 1, len(numbers := self.numbers)):  # a stop may shorten `numbers`
                 self.machine.prepare(numbers[self._n_prepared])
                 self._n_prepared += 1
-            yield from self._done()
+            yield from self._completed_steps()
             if self._n_reported == len(self.numbers) or self._failure is not None:
                 return
             if self.news.sleep():

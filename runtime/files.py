@@ -13,11 +13,11 @@ from typing import Any
 
 def read_whole(path: Path, max_bytes: int) -> bytes:
     """Read a regular file. Raise OSError for other types: a pipe or device may never end, and opening one may block."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        is_folder = stat.S_ISDIR(found.st_mode)
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        is_folder = stat.S_ISDIR(status.st_mode)
         raise OSError(errno.EISDIR if is_folder else errno.EINVAL, f"a {'folder' if is_folder else 'pipe or device'}, not a file")
-    if found.st_size > max_bytes:
+    if status.st_size > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes")
     return path.read_bytes()
 

@@ -50,7 +50,7 @@ class Awaited:
     """Wait for the op at a position of another lane, `distance` steps ago, or `back` repetitions ago if both ops repeat."""
 
     track: "Track"
-    at: int
+    index: int
     distance: int
     back: int | None  # None: the same for all repetitions
 
@@ -58,9 +58,9 @@ class Awaited:
         """Return the position over all steps; negative if no wait is needed."""
         track = self.track
         if self.back is None:
-            return (turn - self.distance) * track.n_in_step + self.at
+            return (turn - self.distance) * track.n_in_step + self.index
         step, repetition = divmod(turn * track.times + repetition - self.back, track.times)
-        return step * track.n_in_step + self.at + repetition * len(track.repeated)
+        return step * track.n_in_step + self.index + repetition * len(track.repeated)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,7 @@ class Track:
     busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # time in ops of each unreported step
     is_stopped: bool = False  # a lane has failed, and this one shall end
     _bell: Bell = field(default_factory=Bell)  # wakes this lane
-    _asked: dict["Track", int] = field(default_factory=dict)  # waiting lanes and the positions that they wait for
+    _waiters: dict["Track", int] = field(default_factory=dict)  # waiting lanes and the positions that they wait for
     _wants: tuple["Track", int] | None = None  # awaited lane and position
 
     @property
@@ -103,36 +103,36 @@ class Track:
 
     def n_repeated(self, position: int) -> int:
         """Return the repetitions, over all steps, that are complete when the ops before this position are done."""
-        turn, at = divmod(position, self.n_in_step)
-        return turn * self.times + min(max(at - self.repeated.start, 0) // max(len(self.repeated), 1), self.times)
+        turn, position_in_step = divmod(position, self.n_in_step)
+        return turn * self.times + min(max(position_in_step - self.repeated.start, 0) // max(len(self.repeated), 1), self.times)
 
     def advance(self, token: object) -> None:
         """Record a completed op and its token, if any; wake the lanes that wait for it."""
         if token is not None:
             self.tokens[self.n_done] = token
         self.n_done += 1
-        for other in list(self._asked):  # no pairs: allocating them may run a garbage collection, during which lanes register
-            if self.n_done > self._asked.get(other, self.n_done) and self._asked.pop(other, None) is not None:
-                other._bell.ring()
+        for waiter in list(self._waiters):  # no pairs: allocating them may run a garbage collection, during which lanes register
+            if self.n_done > self._waiters.get(waiter, self.n_done) and self._waiters.pop(waiter, None) is not None:
+                waiter._bell.ring()
 
     def wait(self, entry: Entry, turn: int, repetition: int) -> Iterator[object]:
         """Wait for all dependencies of the op, or until this lane is stopped; yield the machine's tokens."""
         for awaited in entry.waits:
             if (position := awaited.position(turn, repetition)) >= 0:
-                other = awaited.track
-                if other.n_done <= position:
-                    self._sleep_until(other, position)
-                if (token := other.tokens.get(position)) is not None:
+                track = awaited.track
+                if track.n_done <= position:
+                    self._sleep_until(track, position)
+                if (token := track.tokens.get(position)) is not None:
                     yield token
 
-    def _sleep_until(self, other: "Track", position: int) -> None:
-        self._wants = (other, position)
+    def _sleep_until(self, track: "Track", position: int) -> None:
+        self._wants = (track, position)
         while True:
-            other._asked[self] = position  # register before checking: an op completed in between would ring no bell
-            if other.n_done > position or self.is_stopped:
+            track._waiters[self] = position  # register before checking: an op completed in between would ring no bell
+            if track.n_done > position or self.is_stopped:
                 break
             self._bell.sleep()  # may return for an earlier ring: check and sleep again
-        other._asked.pop(self, None)
+        track._waiters.pop(self, None)
         self._wants = None
 
     def stop(self) -> None:
@@ -157,8 +157,8 @@ class Track:
         name, wants = self._name_at(self.n_done), self._wants
         if wants is None:
             return f"{self.lane}: is at {name}"
-        other, position = wants
-        return f"{self.lane}: {name} waits for {other._name_at(position)}"
+        track, position = wants
+        return f"{self.lane}: {name} waits for {track._name_at(position)}"
 
 
 def tracks_of(plan: Plan) -> list[Track]:
@@ -175,11 +175,11 @@ def tracks_of(plan: Plan) -> list[Track]:
 
     def awaited(index: int, wait: Wait) -> Awaited:
         lane = plan.ops[wait.op].lane
-        track, at = tracks[lane], bisect_left(numbers[lane], wait.op)
+        track, position = tracks[lane], bisect_left(numbers[lane], wait.op)
         if repeat is not None and index in repeat and wait.op in repeat and not wait.distance:
-            return Awaited(track, at, 0, wait.back)
-        more = (track.times - 1) * len(track.repeated) if at >= track.repeated.start else 0  # in or after the last repetition
-        return Awaited(track, at + more, wait.distance, None)
+            return Awaited(track, position, 0, wait.back)
+        n_repeated = (track.times - 1) * len(track.repeated) if position >= track.repeated.start else 0  # last repetition or later
+        return Awaited(track, position + n_repeated, wait.distance, None)
 
     for index, op in enumerate(plan.ops):
         track = tracks[op.lane]

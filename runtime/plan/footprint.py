@@ -36,7 +36,7 @@ def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
     needs["compiler"] = COMPILER_BYTES
     if n_here > 1 and not plan.workload.trains_all:
-        frozen_bytes = sum(len(alike) * plan.frozen_bytes(alike[0]) for alike in plan.workload.classes)
+        frozen_bytes = sum(len(blocks) * plan.frozen_bytes(blocks[0]) for blocks in plan.workload.classes)
         needs["state"] -= frozen_bytes - -(-frozen_bytes // n_here)
     return needs
 
@@ -45,24 +45,24 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
     """Upper bound of additional device memory for packed documents: positions, cosines and sines of each micro-batch of a group;
     fp32 tables of each layer that saves all, beyond those of one sequence; attention tensors of one document, padded on a CPU.
     Without fused attention (no mask), autograd saves attention outputs twice: per document, and concatenated."""
-    of = plan.semantics
-    item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
-    pads = not on_cuda and of.compute_dtype == "bf16"
-    n_computed, keeping = padded_tokens(of.seq_len) if pads else of.seq_len, {*plan.policy.saving(Saved.ALL)}
-    for alike in plan.workload.classes:
-        if (attention := plan.workload.blocks[alike[0]].attention) is None:
+    semantics = plan.semantics
+    item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[semantics.compute_dtype], 0, 0
+    pads = not on_cuda and semantics.compute_dtype == "bf16"
+    n_computed, keeping = padded_tokens(semantics.seq_len) if pads else semantics.seq_len, {*plan.policy.saving(Saved.ALL)}
+    for blocks in plan.workload.classes:
+        if (attention := plan.workload.blocks[blocks[0]].attention) is None:
             continue
-        n_keeping = len(keeping.intersection(alike))
+        n_keeping = len(keeping.intersection(blocks))
         n_heads, width = attention.n_heads, attention.head_dim
         n_kv_heads = attention.n_kv_heads or n_heads
         n, table_bytes, wide_bytes = attention.n_sequences, 2 * width * item_bytes, 2 * width * ITEM_BYTES["fp32"]
         joined_bytes = 0 if _calls_fused(plan, attention, on_cuda) else n * n_heads * width * item_bytes
         tables_bytes = n * (table_bytes + INT64) + n_keeping * max(n * table_bytes, (n - 1) * wide_bytes)
-        kept_bytes += of.seq_len * (tables_bytes + n_keeping * joined_bytes)
+        kept_bytes += semantics.seq_len * (tables_bytes + n_keeping * joined_bytes)
         # Peak in backward: gradients of q, k, v and a copy of the sums; if padded, also q, k, v, the output and its gradient.
         n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads
         token_bytes = (n_made + pads * n_padded) * width * item_bytes + n_heads * ITEM_BYTES["fp32"]
-        turn_bytes = max(turn_bytes, n_computed * token_bytes + of.seq_len * joined_bytes)
+        turn_bytes = max(turn_bytes, n_computed * token_bytes + semantics.seq_len * joined_bytes)
     return plan.policy.accumulation_group * kept_bytes + turn_bytes
 
 

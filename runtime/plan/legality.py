@@ -29,21 +29,21 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
 
 def refuse_sum_groups(semantics: Semantics) -> None:
     """Raise PlanError unless micro-batches form `sum_groups` equal groups for a balanced binary tree."""
-    n, of = semantics.n_micro_batches, semantics.sum_groups
-    if n % of or of.bit_count() > 1:
-        raise PlanError(f"a step of {n} micro-batches has no {of} sum groups; choose a power of two that divides them")
+    n, n_groups = semantics.n_micro_batches, semantics.sum_groups
+    if n % n_groups or n_groups.bit_count() > 1:
+        raise PlanError(f"a step of {n} micro-batches has no {n_groups} sum groups; choose a power of two that divides them")
 
 
 def refuse_half_pairs(semantics: Semantics) -> None:
     """Raise PlanError if a micro-batch splits a unit of the loss, or no kernel computes the loss as planned."""
-    of = semantics.objective
-    if semantics.micro_batch % of.rows_each or semantics.batch_size % of.rows_each:
+    objective = semantics.objective
+    if semantics.micro_batch % objective.rows_each or semantics.batch_size % objective.rows_each:
         how = "are of one micro-batch; choose multiples for --batch-size and --micro-batch"
-        raise PlanError(f"--loss {of.name}: each {of.rows_each} sequences {how}")
-    if of.n_labels is not None and not semantics.train.trains(SCORE):
-        raise PlanError(f"--loss {of.name}: nothing would train its new head; use --train all, lora, or names:{SCORE},...")
-    if of.takes_eager and semantics.loss != "eager":
-        raise PlanError(f"--loss {of.name}: no fused kernel computes it; plan it with the loss's own, eager")
+        raise PlanError(f"--loss {objective.name}: each {objective.rows_each} sequences {how}")
+    if objective.n_labels is not None and not semantics.train.trains(SCORE):
+        raise PlanError(f"--loss {objective.name}: nothing would train its new head; use --train all, lora, or names:{SCORE},...")
+    if objective.takes_eager and semantics.loss != "eager":
+        raise PlanError(f"--loss {objective.name}: no fused kernel computes it; plan it with the loss's own, eager")
 
 
 def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> None:

@@ -66,7 +66,7 @@ INT32, FP16 = 4, 2
 _LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0), "epsilon_low": (0.0, 1.0), "max_completion_length": (1.0, 1e6)}
 _LEAST |= {"labels": (2.0, 1025.0), "mean": (0.0, 1.5), "k": (1.0, 1e6), "temperature": (0.01, 100.0)}
 # [minimum, upper limit) of numbers; default: [0, 10^6)
-_OWN = re.compile(r"(?:[^\s:,=]{1,120}\.py|python):[A-Za-z_]\w{0,79}")
+_USER_FUNCTION = re.compile(r"(?:[^\s:,=]{1,120}\.py|python):[A-Za-z_]\w{0,79}")
 _EXTRA = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 MOST_WIDE = 64
 MOST_GROUP = 64  # answers
@@ -88,7 +88,7 @@ class Objective:
     def __post_init__(self) -> None:
         """Raise PlanError for fields that the named loss does not have."""
         if (known := KNOWN.get(self.name)) is None:
-            if self.sha256 is None or self.numbers or self.of is Of.ANSWERS or not _OWN.fullmatch(self.name):
+            if self.sha256 is None or self.numbers or self.of is Of.ANSWERS or not _USER_FUNCTION.fullmatch(self.name):
                 raise PlanError(f"--loss {self.name[:80]!r} is not known; {_HOW}")
             if odd := [extra for extra in self.extras if not _EXTRA.fullmatch(extra)]:
                 raise PlanError(f"--loss {self.name}: asks for {odd[0][:60]!r}; write it in at most 40 small letters, digits and _")
@@ -100,14 +100,14 @@ class Objective:
         if self.numbers.keys() != known.numbers.keys():
             raise PlanError(f"--loss {self.name}: its numbers are {', '.join(known.numbers) or 'none'}; {_HOW}")
         for number, value in self.numbers.items():
-            least, below = _LEAST.get(number, (0.0, 1e6))
-            if not least <= value < below:
-                raise PlanError(f"--loss {self.name}: {number} is {value:g}; it lies from {least:g} to below {below:g}")
+            least, limit = _LEAST.get(number, (0.0, 1e6))
+            if not least <= value < limit:
+                raise PlanError(f"--loss {self.name}: {number} is {value:g}; it lies from {least:g} to below {limit:g}")
         if (group := self.numbers.get("group", MOST_GROUP)) != int(group) or not 2 <= group <= MOST_GROUP:
             raise PlanError(f"--loss {self.name}: group is {group:g}; it is a whole number of answers, from 2 to {MOST_GROUP}")
         if self.name == "distill" and (self.numbers["beta"] > 1 or self.numbers["k"] % 1):
             raise PlanError(f"--loss {self.name}: beta lies from 0 (forward KL) to 1 (reverse), and k is a whole number of ids")
-        if any(self.numbers.get(whole, 0) % 1 for whole in ("labels", "mean")):
+        if any(self.numbers.get(number, 0) % 1 for number in ("labels", "mean")):
             raise PlanError(f"--loss {self.name}: labels are a whole number of them, and mean is 0 (the last token) or 1")
         if self.numbers.get("beta") == 0 and known.numbers["beta"]:
             raise PlanError(f"--loss {self.name}: beta is 0, so that nothing is learned; choose one above it")
@@ -173,28 +173,28 @@ def parse_objective(text: str) -> Objective:
     name, _, rest = text.strip().partition(":")
     if (known := KNOWN.get(name)) is None:
         raise PlanError(f"--loss {text[:80]!r} is not known; {_HOW}")
-    said = dict[str, float]()
+    parsed = dict[str, float]()
     for part in filter(None, rest.split(",")):
         number, is_named, value = part.rpartition("=")
         number = number if is_named else next(iter(known.numbers), "")  # the first one needs no name
-        if number in said:
+        if number in parsed:
             raise PlanError(f"--loss {text[:80]!r}: {number[:40]} is said twice; say it once")
         try:
-            said[number] = float(value)
+            parsed[number] = float(value)
         except ValueError:
             raise PlanError(f"--loss {text[:80]!r}: {part[:40]!r} is no number; {_HOW}") from None
-    numbers = known.numbers | said
+    numbers = known.numbers | parsed
     return Objective(name, numbers, known.of, known.asks(numbers), known.wide)
 
 
-def _from_file(said: object) -> object:
-    if isinstance(said, dict) and isinstance(extras := said.get("extras"), list):
-        return {**said, "extras": tuple(extras)}
-    return parse_objective(said) if isinstance(said, str) else said
+def _from_file(value: object) -> object:
+    if isinstance(value, dict) and isinstance(extras := value.get("extras"), list):
+        return {**value, "extras": tuple(extras)}
+    return parse_objective(value) if isinstance(value, str) else value
 
 
-def _to_file(of: Objective) -> object:
-    return str(of) if of.sha256 is None else asdict(of)
+def _to_file(objective: Objective) -> object:
+    return str(objective) if objective.sha256 is None else asdict(objective)
 
 
 Loss = Annotated[Objective, BeforeValidator(_from_file), PlainSerializer(_to_file)]

@@ -66,10 +66,10 @@ def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:
         return {}
     rule, _, rest = str(text).strip().partition(":")
     pairs = [part.partition("=")[::2] for part in rest.split(",") if part]
-    said = dict(pairs)
-    moments, master = said.pop("moments", "fp32"), said.pop("master", None)
+    options = dict(pairs)
+    moments, master = options.pop("moments", "fp32"), options.pop("master", None)
     name = rule if moments == "fp32" else f"{rule}:moments={moments}"
-    if said or len(pairs) > len({key for key, _ in pairs}) or name not in [*Optimizer] or master not in (None, *MASTERS):
+    if options or len(pairs) > len({key for key, _ in pairs}) or name not in [*Optimizer] or master not in (None, *MASTERS):
         raise PlanError(f"--optimizer {str(text)[:80]!r} is not understood; {_HOW}")
     if None not in (master, master_dtype) and master != master_dtype:
         raise PlanError(f"--optimizer {text} with --master {master_dtype}: a master is one of both; leave out --master")

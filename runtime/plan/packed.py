@@ -109,5 +109,5 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
 
 def at_once_bytes(shape: tuple[int, ...], base: Base, item_bytes: int) -> int:
     """Return the memory traffic of the kernel that unpacks a matrix to elements of `item_bytes`."""
-    of = layout(shape, base)
-    return of.code_bytes + prod(of.scales) * of.scale_bytes + prod(shape) * item_bytes
+    packed = layout(shape, base)
+    return packed.code_bytes + prod(packed.scales) * packed.scale_bytes + prod(shape) * item_bytes

@@ -87,10 +87,10 @@ class PlanFile:
             text = read_whole(path, MAX_PLAN_FILE_BYTES)
         except OSError as error:
             raise PlanError(f"{path}: cannot be read ({error.strerror}); make one with `penstock plan MODEL -o FILE`") from None
-        found = _validated(_WRITTEN, text, str(path))
-        if found.model.fingerprint != found.fingerprint:
+        written = _validated(_WRITTEN, text, str(path))
+        if written.model.fingerprint != written.fingerprint:
             raise PlanError(f"{path}: the model's fingerprint does not match its configuration; make it again with `penstock plan`")
-        return PlanFile(Plan(**{field.name: getattr(found, field.name) for field in fields(Plan)}), found.claim)
+        return PlanFile(Plan(**{field.name: getattr(written, field.name) for field in fields(Plan)}), written.claim)
 
 
 _PLAN, _WRITTEN = TypeAdapter(Plan), TypeAdapter(_Written)
@@ -98,12 +98,12 @@ _PLAN, _WRITTEN = TypeAdapter(Plan), TypeAdapter(_Written)
 
 def _fields(plan: Plan) -> dict[str, Any]:
     """Return the plan as a JSON object, without `repeat` if it is None and without the default optimizer."""
-    said: dict[str, Any] = json.loads(_PLAN.dump_json(plan))
+    fields: dict[str, Any] = json.loads(_PLAN.dump_json(plan))
     if plan.semantics.optimizer is Optimizer.ADAMW:
-        del said["semantics"]["optimizer"]
+        del fields["semantics"]["optimizer"]
     if plan.repeat is None:
-        del said["repeat"]
-    return said
+        del fields["repeat"]
+    return fields
 
 
 def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
@@ -113,8 +113,8 @@ def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
         refuse_malformed(plan)
     except ValidationError as error:
         errors = error.errors()
-        for found in (other for other in errors if other["loc"] == ("format_version",) and other["type"] != "missing"):
-            how = f"{str(found['input'])[:20]}, and this Penstock reads {FORMAT_VERSION}; plan again with `penstock plan`"
+        for entry in (entry for entry in errors if entry["loc"] == ("format_version",) and entry["type"] != "missing"):
+            how = f"{str(entry['input'])[:20]}, and this Penstock reads {FORMAT_VERSION}; plan again with `penstock plan`"
             raise PlanError(f"{where}: a plan of format {how}") from None
         place = on_one_line(".".join(map(str, errors[0]["loc"])), 120) or "the file"
         problem = errors[0]["msg"].removeprefix("Value error, ")[:160]
@@ -180,8 +180,8 @@ def _written_out(op: Op, repeat: Repeat, repetition: int | None) -> Op:
         if wait.op >= repeat.end or (wait.op in repeat and (repetition is None or distance)):
             number += last
         elif wait.op in repeat and repetition is not None:
-            of = repetition - wait.back
-            number, distance = (number + of * repeat.n_ops, 0) if of >= 0 else (number + last, 1)
+            source = repetition - wait.back
+            number, distance = (number + source * repeat.n_ops, 0) if source >= 0 else (number + last, 1)
         waits.append(Wait(number, distance))
     return replace(repeat.op(op, repetition or 0), waits=tuple(dict.fromkeys(waits)))
 

@@ -105,8 +105,8 @@ class Semantics:
     @property
     def saved_state(self) -> dict[str, str]:
         """Checkpoint dtypes of a trained parameter's master and moments, by name; a split24 master is saved in fp32."""
-        kept = {"master": self.master_dtype, **self.optimizer.moments}
-        return {name: "fp32" if dtype == "split24" else dtype for name, dtype in kept.items()}
+        dtypes = {"master": self.master_dtype, **self.optimizer.moments}
+        return {name: "fp32" if dtype == "split24" else dtype for name, dtype in dtypes.items()}
 
     def is_smaller(self, micro_batch: int | None) -> bool:
         return micro_batch == self.n_micro_batches - 1 and bool(self.n_left)
@@ -177,9 +177,9 @@ class Semantics:
 
 def trained(semantics: Semantics, train: str | None, base: Base | None, optimizer: str | None, master: Dtype | None) -> Semantics:
     """Return the semantics with these settings replaced."""
-    what, said = semantics.train if train is None else parse_train(train), training(train, base)
+    parsed, fields = semantics.train if train is None else parse_train(train), training(train, base)
     of_master = {} if master is None else {"master_dtype": master}
-    return replace(semantics, **said | of_master | optimizing(optimizer, master) | {"train": what})
+    return replace(semantics, **fields | of_master | optimizing(optimizer, master) | {"train": parsed})
 
 
 class Update(StrEnum):
@@ -192,15 +192,15 @@ class Update(StrEnum):
 
 def saves(all: Iterable[int] = (), products: Iterable[int] = (), attention: Iterable[int] = ()) -> tuple[Saved, ...]:
     """Return `Policy.save` for layers that save all, products or attention; other layers save their input."""
-    of: dict[int, Saved] = {}
+    save: dict[int, Saved] = {}
     for saved, layers in ((Saved.ALL, all), (Saved.PRODUCTS, products), (Saved.ATTENTION, attention)):
         for b in layers:
             if type(b) is not int or not 0 < b <= MOST_LAYERS:
                 raise PlanError(f"save names layers, which are numbered from 1 to {MOST_LAYERS}")
-            if b in of:
+            if b in save:
                 raise PlanError(f"save names layer {b} twice; a layer saves one of {', '.join(RICHER)}")
-            of[b] = saved
-    return tuple(of.get(b, Saved.INPUT) for b in range(1, max(of, default=0) + 1))
+            save[b] = saved
+    return tuple(save.get(b, Saved.INPUT) for b in range(1, max(save, default=0) + 1))
 
 
 def _save_from_file(value: object) -> object:
@@ -213,7 +213,7 @@ def _save_from_file(value: object) -> object:
 
 
 def _save_to_file(save: tuple[Saved, ...]) -> dict[str, list[int]]:
-    return {what: [b for b, saved in enumerate(save, start=1) if saved is what] for what in RICHER if what in save}
+    return {kind: [b for b, saved in enumerate(save, start=1) if saved is kind] for kind in RICHER if kind in save}
 
 
 Save = Annotated[tuple[Saved, ...], BeforeValidator(_save_from_file), PlainSerializer(_save_to_file)]
@@ -243,7 +243,7 @@ class Policy:
         """Convert file syntax, `{"all": [3]}`, and plain strings."""
         if isinstance(self.save, dict):
             object.__setattr__(self, "save", _save_from_file(self.save))
-        elif type(self.save) is not tuple or any(type(of) is not Saved for of in self.save):
+        elif type(self.save) is not tuple or any(type(saved) is not Saved for saved in self.save):
             object.__setattr__(self, "save", tuple(map(Saved, self.save)))
         for name in BLOCK_LISTS:
             if type(blocks := getattr(self, name)) is not tuple:
@@ -259,7 +259,7 @@ class Policy:
 
     def saving(self, saved: Saved) -> tuple[int, ...]:
         """Layers with this entry in `save`."""
-        return tuple([b for b, what in enumerate(self.save, start=1) if what is saved])
+        return tuple([b for b, kind in enumerate(self.save, start=1) if kind is saved])
 
 
 BLOCK_LISTS = tuple(field.name for field in fields(Policy) if field.name.endswith("_blocks") and field.default == ())

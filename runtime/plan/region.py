@@ -49,10 +49,10 @@ class Region:
 @lru_cache(maxsize=65536)
 def shares(uses: tuple[Uses, ...], region: Region) -> tuple[float, ...]:
     """Return max-min fair speeds, as fractions of full speed, of ops that use `uses` at full speed."""
-    on = Filling.of(len(uses), len(region.capacity))
-    on.draws[:] = [draw for use in uses for draw in draws(use, region)]
-    fill(len(uses), on, floats(capacity_of(region)))
-    return tuple(map(float, on.speeds))
+    scratch = Filling.of(len(uses), len(region.capacity))
+    scratch.draws[:] = [draw for use in uses for draw in draws(use, region)]
+    fill(len(uses), scratch, floats(capacity_of(region)))
+    return tuple(map(float, scratch.speeds))
 
 
 def capacity_of(region: Region) -> list[float]:
@@ -61,8 +61,8 @@ def capacity_of(region: Region) -> list[float]:
 
 def draws(uses: Uses, region: Region) -> list[float]:
     """Return an op's use per second of each resource of the region, at full speed."""
-    of = dict(uses)
-    return [of.get(resource, 0.0) for resource, _ in region.capacity]
+    by_resource = dict(uses)
+    return [by_resource.get(resource, 0.0) for resource, _ in region.capacity]
 
 
 class Filling(NamedTuple):
@@ -82,42 +82,42 @@ class Filling(NamedTuple):
 
 
 @compiled_bare
-def fill(n: int, on: Filling, capacity: Any) -> None:
+def fill(n: int, scratch: Filling, capacity: Any) -> None:
     n_resources = len(capacity)
     for r in range(n_resources):
-        on.left[r] = capacity[r]
+        scratch.left[r] = capacity[r]
         n_drawers = 0
         for i in range(n):
-            n_drawers += on.draws[i * n_resources + r] > 0
+            n_drawers += scratch.draws[i * n_resources + r] > 0
         for i in range(n):
-            draw = on.draws[i * n_resources + r]
-            on.drawn[i * n_resources + r] = min(draw, capacity[r]) if n_drawers == 1 else draw
+            draw = scratch.draws[i * n_resources + r]
+            scratch.drawn[i * n_resources + r] = min(draw, capacity[r]) if n_drawers == 1 else draw
     for i in range(n):
-        on.is_rising[i] = 1
+        scratch.is_rising[i] = 1
     level = 0.0  # common speed of the ops that still rise
     n_rising = n
     while n_rising:
         rise = 1.0 - level
         for r in range(n_resources):
-            on.load[r] = 0.0
+            scratch.load[r] = 0.0
             for i in range(n):
-                if on.is_rising[i]:
-                    on.load[r] += on.drawn[i * n_resources + r]
-            if on.load[r] > 0:
-                rise = min(rise, on.left[r] / on.load[r])
+                if scratch.is_rising[i]:
+                    scratch.load[r] += scratch.drawn[i * n_resources + r]
+            if scratch.load[r] > 0:
+                rise = min(rise, scratch.left[r] / scratch.load[r])
         level += rise
         for i in range(n):
-            if on.is_rising[i]:
-                on.speeds[i] = level
+            if scratch.is_rising[i]:
+                scratch.speeds[i] = level
         for r in range(n_resources):
-            if on.load[r] > 0:
+            if scratch.load[r] > 0:
                 # Treat the limiting resource as exhausted despite rounding.
-                if on.left[r] / on.load[r] <= rise * (1 + 1e-12):
+                if scratch.left[r] / scratch.load[r] <= rise * (1 + 1e-12):
                     for i in range(n):
-                        if on.drawn[i * n_resources + r] > 0:
-                            on.is_rising[i] = 0
-                on.left[r] = max(0.0, on.left[r] - rise * on.load[r])
+                        if scratch.drawn[i * n_resources + r] > 0:
+                            scratch.is_rising[i] = 0
+                scratch.left[r] = max(0.0, scratch.left[r] - rise * scratch.load[r])
         n_rising = 0
         if level < 1.0 - 1e-12:
             for i in range(n):
-                n_rising += on.is_rising[i]
+                n_rising += scratch.is_rising[i]

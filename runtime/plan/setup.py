@@ -89,23 +89,23 @@ class Setup:
     def stored(self) -> dict[str, str]:
         """Return the dtypes of the arrays in a `state` slot, by name and in order, the uploaded one first. With bf16 compute an
         fp32 master is split into the bf16 weight and its missing 16 bits; split24 stores 8 of these."""
-        of = self.semantics
-        lacks = {"fp32": "int16", "split24": "byte"}.get(of.master_dtype) if of.compute_dtype == "bf16" else None
-        return {**({"weight": "bf16", "remainder": lacks} if lacks else {"master": of.master_dtype}), **of.optimizer.moments}
+        master, moments = self.semantics.master_dtype, self.semantics.optimizer.moments
+        remainder = {"fp32": "int16", "split24": "byte"}.get(master) if self.semantics.compute_dtype == "bf16" else None
+        return {**({"weight": "bf16", "remainder": remainder} if remainder else {"master": master}), **moments}
 
     def state_bytes(self, n_elements: int) -> dict[str, int]:
         """Return the bytes of each array for `n_elements`, a multiple of ALIGN_ELEMENTS. Padding separates arrays that would start
         a multiple of `ALIASED_BYTES` apart, and aligns the slot's end."""
-        found, begins = {name: int(STORED_BYTES[dtype] * n_elements) for name, dtype in self.stored().items()}, [0]
-        *padded, last = found
+        sizes, begins = {name: int(STORED_BYTES[dtype] * n_elements) for name, dtype in self.stored().items()}, [0]
+        *padded, last = sizes
         for name in padded:
-            begin = begins[-1] + found[name]
-            while n_elements and any((begin - other) % ALIASED_BYTES == 0 for other in begins):
+            begin = begins[-1] + sizes[name]
+            while n_elements and any((begin - earlier) % ALIASED_BYTES == 0 for earlier in begins):
                 begin += SLOT_ALIGN_BYTES
-            found[name] = begin - begins[-1]
+            sizes[name] = begin - begins[-1]
             begins.append(begin)
-        found[last] += -sum(found.values()) % SLOT_ALIGN_BYTES
-        return found
+        sizes[last] += -sum(sizes.values()) % SLOT_ALIGN_BYTES
+        return sizes
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -121,8 +121,8 @@ class Setup:
 
     def slot_elements(self, block: int) -> int:
         """Elements of a device slot of the block's weights; with several ranks, padded to equal shards."""
-        of = self.workload.blocks[block]
-        return self.gradient_elements(block) + of.slot_elements - of.trained_elements
+        b = self.workload.blocks[block]
+        return self.gradient_elements(block) + b.slot_elements - b.trained_elements
 
     def part_elements(self, block: int) -> int:
         """Elements of a rank's shard of masters and moments."""
@@ -146,34 +146,34 @@ class Setup:
     def uploaded(self, block: int) -> tuple[dict[str, int], int]:
         """Return byte offsets of owned weights in the upload slot, by name, and its bytes. Trained ones, of all ranks, are
         first."""
-        of, item, places = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], dict[str, int]()
-        at = item * self.gradient_elements(block)
-        for p in of.parameters:
+        b, item, places = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], dict[str, int]()
+        offset = item * self.gradient_elements(block)
+        for p in b.parameters:
             if p.frozen and p.tied_to is None:
-                places[p.name] = at
-                at += self.stored_bytes(p)
-        trained = of.offsets(owned_only=True)[0]
-        return {p.name: item * trained[p.name] for p in of.trained if p.tied_to is None} | places, at
+                places[p.name] = offset
+                offset += self.stored_bytes(p)
+        trained = b.offsets(owned_only=True)[0]
+        return {p.name: item * trained[p.name] for p in b.trained if p.tied_to is None} | places, offset
 
     def loaded(self, block: int, rank: int = 0) -> list[tuple[str, int, int, int]]:
         """Return the copies of a load: (operand, byte offset there, byte offset in `weights`, bytes). Weights trained on the device
         are excluded; with several ranks, only the rank's shard of trained weights is copied."""
-        of, item, ranks = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], self.semantics.ranks
+        b, item, ranks = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], self.semantics.ranks
         if ranks > 1:
             cut = zip(("state", "tied"), self.regions(block), strict=False)
-            runs = [(name, 0, item * (at + rank * (n // ranks)), item * (n // ranks)) for name, (at, n) in cut]
+            runs = [(name, 0, item * (start + rank * (n // ranks)), item * (n // ranks)) for name, (start, n) in cut]
         else:
-            runs = [] if self.is_apart(block) else [("state", 0, 0, item * of.state_elements)]
+            runs = [] if self.is_apart(block) else [("state", 0, 0, item * b.state_elements)]
         if n_bytes := self.frozen_bytes(block):
             name = "frozen" if block in self.policy.disk_blocks else "state"
-            first, to = self.frozen_on_host(block)[1], self.uploaded(block)[1] - n_bytes
-            if runs == [(name, 0, 0, first)] and to == first:  # contiguous: one copy
-                runs, first, to, n_bytes = [], 0, 0, first + n_bytes
-            runs.append((name, first, to, n_bytes))
-        for p in of.parameters:
+            first, target = self.frozen_on_host(block)[1], self.uploaded(block)[1] - n_bytes
+            if runs == [(name, 0, 0, first)] and target == first:  # contiguous: one copy
+                runs, first, target, n_bytes = [], 0, 0, first + n_bytes
+            runs.append((name, first, target, n_bytes))
+        for p in b.parameters:
             if p.tied_to is not None and (p.frozen or ranks == 1):
-                at = self.frozen_on_host(0)[0][p.tied_to] if p.frozen else item * self.offsets[0][p.tied_to]
-                runs.append(("tied", at, item * self.offsets[block][p.name], item * aligned_elements(p)))
+                offset = self.frozen_on_host(0)[0][p.tied_to] if p.frozen else item * self.offsets[0][p.tied_to]
+                runs.append(("tied", offset, item * self.offsets[block][p.name], item * aligned_elements(p)))
         return [run for run in runs if run[-1]]
 
     def frozen_on_host(self, block: int) -> tuple[dict[str, int], int]:
@@ -181,7 +181,7 @@ class Setup:
         places, n_bytes = self.uploaded(block)
         first = 0 if self.is_alone(block) else self.part_elements(block) * ITEM_BYTES[self.semantics.compute_dtype]
         shift_bytes, names = first - n_bytes + self.frozen_bytes(block), {p.name for p in self.workload.blocks[block].trained}
-        return {name: at + shift_bytes for name, at in places.items() if name not in names}, first
+        return {name: offset + shift_bytes for name, offset in places.items() if name not in names}, first
 
     def stored_bytes(self, p: Parameter) -> int:
         """Bytes of a weight in its stored form, padded to the next weight's start."""
@@ -211,25 +211,25 @@ class Setup:
 
     def sum_dtype(self, block: int) -> Dtype:
         """Dtype of a sum of the block's gradients; the compute dtype if a rank exchanges a single gradient."""
-        of = self.semantics
-        is_one = of.ranks > 1 and of.n_micro_batches == 1 and self.workload.blocks[block].kind is BlockKind.LAYER
-        return of.compute_dtype if is_one else "fp32"
+        semantics = self.semantics
+        is_one = semantics.ranks > 1 and semantics.n_micro_batches == 1 and self.workload.blocks[block].kind is BlockKind.LAYER
+        return semantics.compute_dtype if is_one else "fp32"
 
     def exchanged_elements(self) -> int:
         """Elements of each rank's shard in one exchange."""
         ranks, largest = self.semantics.ranks, max(n for b in range(len(self.workload.blocks)) for _, n in self.regions(b))
-        most = EXCHANGED_BYTES // ITEM_BYTES["fp32"] // ranks
-        return min(largest // ranks, most - most % ALIGN_ELEMENTS)
+        limit = EXCHANGED_BYTES // ITEM_BYTES["fp32"] // ranks
+        return min(largest // ranks, limit - limit % ALIGN_ELEMENTS)
 
     @cached_property
     def offsets(self) -> list[dict[str, int]]:
         """First element of each parameter, by name, in a device slot of each block."""
-        blocks, found = self.workload.blocks, [block.offsets()[0] for block in self.workload.blocks]
+        blocks, offsets = self.workload.blocks, [block.offsets()[0] for block in self.workload.blocks]
         for b, block in enumerate(blocks if self.semantics.ranks > 1 else ()):  # shards are padded
-            found[b] |= {p.name: self.regions(b)[1][0] for p in block.trained if p.tied_to is not None}
+            offsets[b] |= {p.name: self.regions(b)[1][0] for p in block.trained if p.tied_to is not None}
             longer = self.gradient_elements(b) - block.trained_elements
-            found[b] |= {p.name: found[b][p.name] + longer for p in block.parameters if p.frozen}
-        return found
+            offsets[b] |= {p.name: offsets[b][p.name] + longer for p in block.parameters if p.frozen}
+        return offsets
 
     def squares(self, block: int) -> bool:
         return block in self.squared
@@ -243,10 +243,10 @@ class Setup:
     def norm_numbers(self, block: int) -> int:
         """Number of square sums of a block's gradient: one per trained parameter; with several ranks, one per tile of a shard,
         where each parameter and each piece may add a shorter tile."""
-        of = self.workload.blocks[block]
+        b = self.workload.blocks[block]
         if self.semantics.ranks == 1:
-            return len(of.trained)
-        return self.part_elements(block) // NORM_TILE_ELEMENTS + len(of.parameters) + self.semantics.sum_groups
+            return len(b.trained)
+        return self.part_elements(block) // NORM_TILE_ELEMENTS + len(b.parameters) + self.semantics.sum_groups
 
     def shared_numbers(self) -> int:
         """Upper bound of the numbers that a rank shares per step: square sums, losses of micro-batches, a stop flag."""
@@ -264,10 +264,10 @@ class Setup:
     @cached_property
     def blocks_alike(self) -> dict[int, list[int]]:
         """Blocks with equal treatment, by the first of them."""
-        found: dict[object, list[int]] = {}
+        groups: dict[object, list[int]] = {}
         for b, treatment in enumerate(self.treatments):
-            found.setdefault(treatment, []).append(b)
-        return {blocks[0]: blocks for blocks in found.values()}
+            groups.setdefault(treatment, []).append(b)
+        return {blocks[0]: blocks for blocks in groups.values()}
 
     @cached_property
     def treatments(self) -> list[tuple[object, ...]]:
@@ -275,7 +275,7 @@ class Setup:
         blocks, policy, never = range(len(self.workload.blocks)), self.policy, (False,) * len(self.workload.blocks)
         is_again = [OPS[Kind.RECOMPUTE].where(self, b) for b in blocks] if policy.boundary_stride > 1 else never
         listed = (getattr(policy, name) for name in BLOCK_LISTS)
-        is_listed = (map(frozenset(of).__contains__, blocks) if of else never for of in listed)
+        is_listed = (map(frozenset(numbers).__contains__, blocks) if numbers else never for numbers in listed)
         return list(zip(self.workload.first_alike, map(policy.saved, blocks), is_again, *is_listed, strict=True))
 
     def uses(self, block: int) -> int:
@@ -293,8 +293,8 @@ class Setup:
 
     def staying_bytes(self, block: int) -> int:
         """Device bytes of a block's state and gradient if the device updates it."""
-        of = self.workload.blocks[block]
-        return sum(self.state_bytes(of.state_elements).values()) + of.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
+        b = self.workload.blocks[block]
+        return sum(self.state_bytes(b.state_elements).values()) + b.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
 
     @property
     def n_streaming(self) -> int:
@@ -319,8 +319,8 @@ class Setup:
 
     def of_tiers(self, layers: Sequence[int], name: str) -> list[int]:
         """Field `name` of each layer's tier, computed once per distinct layer."""
-        alike, saved = self.workload.first_alike, self.policy.saved
-        sorts = [(alike[b], saved(b)) for b in layers]
+        first, saved = self.workload.first_alike, self.policy.saved
+        sorts = [(first[b], saved(b)) for b in layers]
         known = {sort: getattr(self.recompute(b), name) for sort, b in dict(zip(sorts, layers, strict=True)).items()}
         return [known[sort] for sort in sorts]
 
@@ -351,9 +351,9 @@ class Setup:
     def _layers_alike(self) -> list[tuple[int, int]]:
         """(representative, count) of layers with equal sizes and saved activations."""
         saved = self.policy.save + (Saved.INPUT,) * (self.workload.n_layers - len(self.policy.save))
-        alike = [*zip(self.workload.first_alike[1:-1], saved, strict=True)]
-        one = dict(zip(alike, range(1, self.workload.n_layers + 1), strict=True))
-        return [(one[key], n) for key, n in Counter(alike).items()]
+        keys = [*zip(self.workload.first_alike[1:-1], saved, strict=True)]
+        one = dict(zip(keys, range(1, self.workload.n_layers + 1), strict=True))
+        return [(one[key], n) for key, n in Counter(keys).items()]
 
     @property
     def transient_bytes(self) -> int:
@@ -369,16 +369,16 @@ class Setup:
 
     def checkpoint_bytes(self, weights_only: bool = False) -> int:
         """Tensor bytes in `checkpoint-N`: weights (or fp32 adapters only) and, unless `weights_only`, masters and moments."""
-        of, n_trained = self.semantics, self.workload.n_trained
-        state_bytes = 0 if weights_only else sum(STORED_BYTES[dtype] for dtype in of.saved_state.values())
-        weights_bytes = ITEM_BYTES["fp32"] * n_trained if of.train.lora else ITEM_BYTES[of.compute_dtype] * self.workload.n_params
-        return weights_bytes + round(n_trained * state_bytes)
+        semantics, n_trained = self.semantics, self.workload.n_trained
+        state_bytes = 0 if weights_only else sum(STORED_BYTES[dtype] for dtype in semantics.saved_state.values())
+        n_weights, dtype = (n_trained, "fp32") if semantics.train.lora else (self.workload.n_params, semantics.compute_dtype)
+        return ITEM_BYTES[dtype] * n_weights + round(n_trained * state_bytes)
 
 
 @lru_cache(maxsize=256)
-def _summed_alike(of: Semantics, micro_batches: range) -> list[tuple[int, int]]:
+def _summed_alike(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
     """Group micro-batches as `Setup.alike`, also by the sums that they begin and join."""
-    last, sorts = of.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
+    last, sorts = semantics.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
     for m in micro_batches:
-        sorts.setdefault((m in (0, last), of.is_smaller(m), of.begins_sum(m), of.n_joined(m)), []).append(m)
-    return [(alike[0], len(alike)) for alike in sorts.values()]
+        sorts.setdefault((m in (0, last), semantics.is_smaller(m), semantics.begins_sum(m), semantics.n_joined(m)), []).append(m)
+    return [(group[0], len(group)) for group in sorts.values()]

@@ -76,11 +76,11 @@ class Train:
     def __str__(self) -> str:
         """Return text for `parse_train`."""
         if (lora := self.lora) is not None:
-            said = [f"r={lora.rank}", f"alpha={lora.alpha:g}"]
-            said += [f"dropout={lora.dropout:g}"] if lora.dropout else []
-            said += [f"targets={'+'.join(lora.targets)}"] if lora.targets != TARGETS else []
-            said += ["rslora"] if lora.rslora else []
-            return f"lora:{','.join(said)}"
+            options = [f"r={lora.rank}", f"alpha={lora.alpha:g}"]
+            options += [f"dropout={lora.dropout:g}"] if lora.dropout else []
+            options += [f"targets={'+'.join(lora.targets)}"] if lora.targets != TARGETS else []
+            options += ["rslora"] if lora.rslora else []
+            return f"lora:{','.join(options)}"
         if self.layers is not None:
             return f"layers:{self.layers[0]}-{self.layers[1]}"
         return f"names:{','.join(self.names)}" if self.names else "all"
@@ -95,9 +95,9 @@ def is_adapter(name: str) -> bool:
 
 def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dtype | None = None) -> dict[str, Any]:
     """Return the given fields of `Semantics` for trained weights, as in a file. Gradients of adapters default to fp32."""
-    found = parse_train(train) if isinstance(train, str) else train or Train()
-    dtype = gradient_dtype or ("fp32" if found.lora is not None else None)
-    fields = {"train": None if train is None else asdict(found), "base": base, "gradient_dtype": dtype}
+    parsed = parse_train(train) if isinstance(train, str) else train or Train()
+    dtype = gradient_dtype or ("fp32" if parsed.lora is not None else None)
+    fields = {"train": None if train is None else asdict(parsed), "base": base, "gradient_dtype": dtype}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -113,8 +113,8 @@ def parse_train(text: str) -> Train:
             return Train(lora=_parse_lora(rest))
         case "names" if rest:
             return Train(names=tuple(dict.fromkeys(name.strip() for name in rest.split(",") if name.strip())))
-        case "layers" if found := re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", rest):
-            first, last = int(found[1]), int(found[2] or found[1])
+        case "layers" if match := re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", rest):
+            first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise PlanError(f"--train {text[:80]}: layer {last} comes before layer {first}")
             return Train(layers=(first, last))
@@ -124,25 +124,25 @@ def parse_train(text: str) -> Train:
 def _parse_lora(text: str) -> Lora:
     """Parse `r=16,alpha=32`; alpha defaults to twice the rank."""
     pairs = [part.partition("=")[::2] for part in text.split(",") if part]
-    said: dict[str, Any] = dict(pairs)
-    if len(said) < len(pairs) or not said.keys() <= {"r", "alpha", "dropout", "targets", "rslora"} or said.get("rslora"):
+    fields: dict[str, Any] = dict(pairs)
+    if len(fields) < len(pairs) or not fields.keys() <= {"r", "alpha", "dropout", "targets", "rslora"} or fields.get("rslora"):
         raise PlanError(f"--train lora:{text[:80]} is not understood; {_HOW}")
-    if "r" in said:
-        said["rank"] = said.pop("r")
-    if "rslora" in said:
-        said["rslora"] = True
-    if "targets" in said:
-        said["targets"] = said["targets"].split("+")
-    lora = checked_lora(**said)
-    return lora if "alpha" in said else replace(lora, alpha=2.0 * lora.rank)
+    if "r" in fields:
+        fields["rank"] = fields.pop("r")
+    if "rslora" in fields:
+        fields["rslora"] = True
+    if "targets" in fields:
+        fields["targets"] = fields["targets"].split("+")
+    lora = checked_lora(**fields)
+    return lora if "alpha" in fields else replace(lora, alpha=2.0 * lora.rank)
 
 
-def checked_lora(**given: object) -> Lora:
+def checked_lora(**fields: object) -> Lora:
     """Validate an adapter's fields, numbers or texts, and sort its targets; raise PlanError if one is invalid."""
     try:
-        lora = _LORA.validate_python(given, strict=False)
+        lora = _LORA.validate_python(fields, strict=False)
     except ValidationError as error:
         first = error.errors()[0]
-        where, found = ".".join(map(str, first["loc"])), on_one_line(str(first["input"]), 60)
-        raise PlanError(f"an adapter's {where} is {found}; {first['msg'].lower()}") from None
+        where, value = ".".join(map(str, first["loc"])), on_one_line(str(first["input"]), 60)
+        raise PlanError(f"an adapter's {where} is {value}; {first['msg'].lower()}") from None
     return replace(lora, targets=tuple(target for target in (*TARGETS, EXPERTS) if target in lora.targets))

@@ -162,12 +162,12 @@ class Block:
     def offsets(self, owned_only: bool = False) -> tuple[dict[str, int], int]:
         """Return the element offset of each parameter in a slot, by name, and the slot's elements, for any dtype. Trained weights
         come first, owned before tied: gradients and moments have the same offsets."""
-        offsets, at = dict[str, int](), 0
+        offsets, offset = dict[str, int](), 0
         for p in sorted(self.parameters, key=lambda p: (p.frozen, p.tied_to is not None)):
             if not owned_only or p.tied_to is None:
-                offsets[p.name] = at
-                at += aligned_elements(p)
-        return offsets, at
+                offsets[p.name] = offset
+                offset += aligned_elements(p)
+        return offsets, offset
 
     @cached_property
     def trained(self) -> tuple[Parameter, ...]:
@@ -207,14 +207,14 @@ class Block:
 
     def cuts(self, n_pieces: int) -> dict[str, list[range]]:
         """Return the element ranges of each owned trained parameter, by name: one for each piece that it overlaps, in order."""
-        piece, found = self.piece_elements(n_pieces), dict[str, list[range]]()
+        size, ranges = self.piece_elements(n_pieces), dict[str, list[range]]()
         offsets = self.offsets(owned_only=True)[0]
         for p in self.trained:
             if p.tied_to is None:
-                at, n = offsets[p.name], p.n_elements
-                ends = [min(end - at, n) for end in range((at // piece + 1) * piece, at + n + piece, piece)] if piece else []
-                found[p.name] = [range(a, b) for a, b in zip([0, *ends], ends, strict=False) if b > a]
-        return found
+                start, n = offsets[p.name], p.n_elements
+                ends = [min(end - start, n) for end in range((start // size + 1) * size, start + n + size, size)] if size else []
+                ranges[p.name] = [range(a, b) for a, b in zip([0, *ends], ends, strict=False) if b > a]
+        return ranges
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,10 @@ class Workload:
     def classes(self) -> list[list[int]]:
         """Blocks grouped by equality except names: embedding, classes of layers, head. Layers below the first trained block have no
         backward and form separate classes."""
-        found: dict[object, list[int]] = {}
+        groups: dict[object, list[int]] = {}
         for b, sizes in enumerate(zip(self.blocks, self.smaller or self.blocks, strict=True)):
-            found.setdefault((b >= self.first_trained, *map(_sizes, sizes)), []).append(b)
-        return list(found.values())
+            groups.setdefault((b >= self.first_trained, *map(_sizes, sizes)), []).append(b)
+        return list(groups.values())
 
     @cached_property
     def first_alike(self) -> list[int]:
