@@ -41,7 +41,7 @@ def cell(name: str, machine: str) -> Cell:
         return where | {"why_not": str(error)}
     gap, of = found.certificate.gap_fraction, found.plan.semantics
     chosen = {"micro_batch": of.micro_batch, "attention": of.attention_kernel} | policy_in_numbers(asdict(found.plan.policy))
-    return where | {"tokens_per_s": of.whole.tokens_per_step / found.step_s, "gap_fraction": gap, "chosen": chosen}
+    return where | {"tokens_per_s": of.all_ranks.tokens_per_step / found.step_s, "gap_fraction": gap, "chosen": chosen}
 
 
 def policy_in_numbers(policy: Mapping[str, Any]) -> dict[str, Any]:

@@ -374,9 +374,8 @@ def _data(
     from penstock.runtime.layers.apart import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    given = Given(
-        cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of), of.objective
-    )
+    batches, n_sequences = cast("Batches", data), of.all_ranks.batch_size
+    given = Given(batches, of.seq_len, n_sequences, vocab_size, supports_documents(plan.model.config, of), of.objective)
     return {"data.path": given.fingerprint}, given
 
 

@@ -19,13 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import PlanError
-from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, Of
+from penstock.runtime.plan.objective import CROSS_ENTROPY, LossUnit, Objective
 
 Function = Callable[..., Any]
 GIVEN = {
-    Of.TOKENS: ("logits", "targets"),
-    Of.SEQUENCES: ("logps", "n_tokens"),
-    Of.PAIRS: ("chosen", "rejected", "n_chosen", "n_rejected"),
+    LossUnit.TOKENS: ("logits", "targets"),
+    LossUnit.SEQUENCES: ("logps", "n_tokens"),
+    LossUnit.PAIRS: ("chosen", "rejected", "n_chosen", "n_rejected"),
 }
 N_ROWS, N_VOCAB = 6, 61  # of the tiny call
 _TAKES = "; or ".join(f"{of}: {', '.join(names)}" for of, names in GIVEN.items())
@@ -116,9 +116,9 @@ def _names(code: CodeType) -> Iterator[str]:
         yield from _names(constant) if isinstance(constant, CodeType) else ()
 
 
-def _extra(parameter: str, of: Of, called: str) -> str:
+def _extra(parameter: str, of: LossUnit, called: str) -> str:
     """The name by which a batch brings what a parameter is given."""
-    if of is not Of.PAIRS:
+    if of is not LossUnit.PAIRS:
         return parameter
     extra, _, half = parameter.rpartition("_")
     if half not in ("chosen", "rejected") or not extra:
@@ -130,7 +130,7 @@ def _looked_at(loss: LossFunction, called: str) -> int:
     """How many fp32 values a logit has at its peak, by a tiny call; PlanError for what is no loss."""
     generator, of = torch.Generator().manual_seed(0), loss.objective.of
     extras = {name: torch.rand(N_ROWS, generator=generator, dtype=torch.float64) for name in loss.objective.extras}
-    if of is Of.TOKENS:
+    if of is LossUnit.TOKENS:
         leaf = torch.randn(N_ROWS, N_VOCAB, generator=generator).requires_grad_()
         more = torch.randint(N_VOCAB, (N_ROWS,), generator=generator)
         more[-1] = UNSUPERVISED
@@ -156,7 +156,7 @@ def _looked_at(loss: LossFunction, called: str) -> int:
 
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            whole = values(N_ROWS)[: N_ROWS - 1 if of is Of.TOKENS else None]  # without the one that is not supervised
+            whole = values(N_ROWS)[: N_ROWS - 1 if of is LossUnit.TOKENS else None]  # without the one that is not supervised
         (gradient,) = torch.autograd.grad(whole.sum(), [leaf], allow_unused=True) if whole.requires_grad else (None,)
         part = values(2)
         if changed := [name for name, tensor in given.items() if not torch.equal(tensor, before[name])]:
@@ -173,4 +173,4 @@ def _looked_at(loss: LossFunction, called: str) -> int:
     if not torch.allclose(part, whole[: len(part)], rtol=1e-4, atol=1e-5):
         raise PlanError(f"loss: {called} of some {of} depends on others of the tile or micro-batch, whose size must not matter")
     n_kept = -(-sum(kept.values()) // (leaf.numel() * leaf.element_size()))  # fp32 values a logit
-    return CROSS_ENTROPY.wide + 2 * max(n_kept - 1, 0) if of is Of.TOKENS else CROSS_ENTROPY.wide
+    return CROSS_ENTROPY.wide + 2 * max(n_kept - 1, 0) if of is LossUnit.TOKENS else CROSS_ENTROPY.wide

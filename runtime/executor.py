@@ -80,13 +80,13 @@ class OpError(RuntimeError):
 class Stop:
     """Request to end a run after the current step. `request` never blocks: a signal handler may call it."""
 
-    def __init__(self, also: "Stop | None" = None) -> None:
-        """A request to `also` is a request to this one, too."""
-        self._is_requested, self._also = False, also
+    def __init__(self, parent: "Stop | None" = None) -> None:
+        """A request to `parent` is a request to this one, too."""
+        self._is_requested, self._parent = False, parent
 
     @property
     def is_requested(self) -> bool:
-        return self._is_requested or (self._also is not None and self._also.is_requested)
+        return self._is_requested or (self._parent is not None and self._parent.is_requested)
 
     def request(self) -> None:
         self._is_requested = True
@@ -100,13 +100,13 @@ class AgreedStop(Stop):
     """Stop of several ranks: all learn of a request to one of them during a step, and end after the next step. No lane can be
     further, because ops after the next step wait for all ranks to meet in it."""
 
-    def __init__(self, asked: Stop) -> None:
-        """`asked`: requests to this rank."""
+    def __init__(self, local: Stop) -> None:
+        """`local`: requests to this rank."""
         super().__init__()
-        self.asked, self._last_step = asked, 0
+        self.local, self._last_step = local, 0
 
-    def hear(self, step: int, is_asked: bool) -> None:
-        if is_asked and not self.is_requested:
+    def hear(self, step: int, is_requested: bool) -> None:
+        if is_requested and not self.is_requested:
             self._last_step = step + 1
             self.request()
 

@@ -13,7 +13,7 @@ import torch
 from .batch import Batch, Batches
 from .host.slabs import Shared
 
-Among = Literal["here", "hosts"]  # ranks of this host; or the ranks at this one's place on all hosts
+ExchangeScope = Literal["here", "hosts"]  # ranks of this host; or the ranks at this one's place on all hosts
 
 
 class Ranks(Protocol):
@@ -33,10 +33,10 @@ class Ranks(Protocol):
     def meet(self) -> None:
         """Wait for all ranks (barrier)."""
 
-    def gather(self, whole: torch.Tensor) -> None:
+    def gather(self, tensor: torch.Tensor) -> None:
         """All-gather in place: a flat tensor of n equal parts has this rank's part at its position."""
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor, scope: ExchangeScope = "here") -> None:
         """All-to-all of flat tensors with an equal part for each of these ranks, in order."""
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:

@@ -171,7 +171,7 @@ def _fields(found: Planned, tokens: int | None) -> dict[str, Any]:
     answer, hour, (device, others) = found.answer, hourly(found.profile), rests_on(found.plan, found.profile)
     rented, bought = hour.per_million(found.tokens_per_s)
     return {
-        "semantics": asdict(found.plan.semantics.whole) | {"ranks": found.plan.semantics.ranks},
+        "semantics": asdict(found.plan.semantics.all_ranks) | {"ranks": found.plan.semantics.ranks},
         "policy": found.plan.policy.to_json(),
         **answer.claim.to_json(),
         "baselines": answer.all_baselines(),

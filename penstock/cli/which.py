@@ -97,7 +97,7 @@ def fits(
     families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
     tasks = [(gpu, of, *family, each, sizes, search, hosts) for family, (gpu, of) in families_of_gpus for each in of_each]
     at_once = len(groups) * len(of_each)
-    swept_over, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.whole
+    swept_over, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.all_ranks
     found = _larger(swept_over) if less_state else swept_over
     if as_json:
         rows = [fit.to_json(tokens) for fit in found]
@@ -191,7 +191,7 @@ def compare(
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     if as_json:
         rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
-        about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].whole.tokens_per_step}
+        about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
         found = {"cheapest": rented, "cheapest_bought": bought, "machines": [of.to_json(tokens) for of in ranked]}
         click.echo(json.dumps(about | found))
         return

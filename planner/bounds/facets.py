@@ -87,7 +87,7 @@ class Facets:
 
 def uses_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Uses]]:
     """What a block's ops use, kind by kind: speculation asks for what updates ask for."""
-    alike = [m for m, _ in plan.alike(range(plan.semantics.n_micro_batches))]
+    alike = [m for m, _ in plan.micro_batch_groups(range(plan.semantics.n_micro_batches))]
     for kind, row in OPS.items():
         is_there = row.where(plan, block) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, block))
         if is_there and kind not in (Kind.SPECULATE, Kind.SETTLE):

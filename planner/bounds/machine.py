@@ -26,7 +26,7 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
     may_stay, may_square = places_to_stay(whole, cost.profile), [*can_square(plan.workload, plan.semantics)]
     if not plan.workload.trains_all:
-        may_stay = may_square = [*plan.workload.mixed] if plan.semantics.whole.sum_groups == 1 else []
+        may_stay = may_square = [*plan.workload.mixed] if plan.semantics.all_ranks.sum_groups == 1 else []
     host = dict(machine_facets(plan, cost, (), ()))
     squared = dict(machine_facets(plan, cost, may_square, ()))
     staying = dict(machine_facets(plan, cost, (), may_stay))
@@ -58,7 +58,7 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
 
     # Every block forward and, as far as anything is trained, backward, no recompute; the head does both in one.
     compute_s, first = 0.0, plan.workload.first_trained
-    for (m, count), (b, *others) in product(plan.alike(range(semantics.n_micro_batches)), plan.workload.classes):
+    for (m, count), (b, *others) in product(plan.micro_batch_groups(range(semantics.n_micro_batches)), plan.workload.classes):
         block, n = plan.blocks_of(m)[b], count * (1 + len(others))
         is_head = block.kind is BlockKind.HEAD
         compute_s += n * (cost.loss_s if is_head else cost.forward_s)(block, semantics)

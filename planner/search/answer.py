@@ -53,7 +53,7 @@ class Answer:
 def model_flop(plan: Plan) -> int:
     """FLOP of one step as models are compared: forward and twice that backward, no recompute, causal half of attention; of frozen
     weights no gradient."""
-    counts = plan.alike(range(plan.semantics.n_micro_batches))
+    counts = plan.micro_batch_groups(range(plan.semantics.n_micro_batches))
     first = plan.workload.first_trained
 
     def of(block: Block, is_trained: bool) -> int:

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import PlanError
-from penstock.runtime.plan.objective import REFERENCE, Objective, Of
+from penstock.runtime.plan.objective import REFERENCE, LossUnit, Objective
 
 from .answers import in_order
 
 Extras = Mapping[str, Tensor]
 MOST_AHEAD = 20.0  # of the logarithm of a ratio, whose gradient is 0 above
 LEAST = 1e-30  # of a probability whose logarithm is taken
-HALVES = {Of.PAIRS: ("chosen", "rejected"), Of.ANSWERS: ("own", "other")}  # of two sequences that follow each other
+HALVES = {LossUnit.PAIRS: ("chosen", "rejected"), LossUnit.ANSWERS: ("own", "other")}  # of two sequences that follow each other
 
 
 def label_smoothing(logits: Tensor, targets: Tensor, epsilon: float) -> Tensor:
@@ -204,11 +204,11 @@ class LossFunction:
         """Loss of each item, given logits and targets, or log-probabilities and numbers of tokens."""
         arguments: dict[str, Tensor]
         match self.objective.of:
-            case Of.TOKENS:
+            case LossUnit.TOKENS:
                 arguments = {"logits": first, "targets": second, **extras}
-            case Of.SEQUENCES:
+            case LossUnit.SEQUENCES:
                 arguments = {"logps": first, "scores": first, "n_tokens": second, **extras}
-            case Of.PAIRS | Of.ANSWERS as of:
+            case LossUnit.PAIRS | LossUnit.ANSWERS as of:
                 has_gain, halves = REFERENCE in extras and self.objective.sha256 is None, enumerate(HALVES[of])
                 gain = {"gain": first - extras[REFERENCE]} if has_gain else {}
                 by_name = (gain | {"": first, "n": second, **extras}).items()
@@ -220,7 +220,7 @@ class LossFunction:
         """The sum over a tile's supervised positions, with the tile's extras."""
         is_left_out = targets_N == UNSUPERVISED  # taken before anybody's function sees them
         losses_N = self.each(logits_NV, targets_N, extras)
-        if self.objective.per is Of.SEQUENCES:  # of which this sums up a mean over tokens, or over as many as were said
+        if self.objective.per is LossUnit.SEQUENCES:  # of which this sums up a mean over tokens, or over as many as were said
             losses_N = losses_N / self.objective.numbers.get("max_completion_length", extras["n_tokens"])
         return losses_N.masked_fill(is_left_out, 0.0).sum()
 
@@ -235,7 +235,7 @@ class LossFunction:
             is_counted = is_counted[0::2] & is_counted[1::2]
         is_there_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
         # Not 0, whose slope may be infinite; and 0 times that would be a gradient that is no number. What is absent gains nothing
-        logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is Of.ANSWERS else -1.0)
+        logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is LossUnit.ANSWERS else -1.0)
         return torch.where(is_counted, self.each(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
 
     def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:

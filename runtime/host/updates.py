@@ -163,7 +163,7 @@ class Updates:
         if self._shared is None:
             squares = [found for slot in op.every("norm") for found in self._squared(slot)]
         else:
-            is_asked = self.agreed is not None and self.agreed.asked.is_requested
+            is_asked = self.agreed is not None and self.agreed.local.is_requested
             mine = {slot.index: self._squares(slot) for slot in op.every("norm")}
             squares, self._losses[step], is_asked = self._shared.learned(of_norm, mine, losses(), is_asked)
             if self.agreed is not None:
@@ -244,7 +244,7 @@ class Updates:
         for p in self.state.owned[op.block]:
             now = self.state.param_state(p)
             to, start_from = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
-            given = self._gradient(op, p), factor, n_updates, settings.of(p.name, p.shape), start_from
+            given = self._gradient(op, p), factor, n_updates, settings.for_parameter(p.name, p.shape), start_from
             tasks += Step(to, *given, self._rule, self._drawn(p, n_updates)).tasks()
         return tasks
 
@@ -270,7 +270,7 @@ class Updates:
         run, end = list[Parameter](), 0
         of_run: Alike = settings, None
         for p in self.state.owned[block]:
-            at, own = self._offsets[block][p.name], (settings.of(p.name, p.shape), self._drawn(p, n_updates))
+            at, own = self._offsets[block][p.name], (settings.for_parameter(p.name, p.shape), self._drawn(p, n_updates))
             if run and (at, own) != (end, of_run):
                 yield of_run, run
                 run = []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from penstock.runtime.errors import PlanError, RanksError
 from penstock.runtime.host.slabs import Shared, shared_slab, slab_of
-from penstock.runtime.ranks import Among
+from penstock.runtime.ranks import ExchangeScope
 
 PATIENCE = timedelta(minutes=30)  # timeout of a collective that a thread waits in: the slowest rank's longest op
 LONG = timedelta(days=30)  # timeout of collectives that are issued a step ahead, or between steps: an evaluation may be long
@@ -68,14 +68,14 @@ class Processes:
         with _meeting("brought weights together"):
             dist.barrier(group=self._of_meetings)
 
-    def gather(self, whole: torch.Tensor) -> None:
-        flat = whole.view(torch.uint8)  # bytes are moved, whatever they mean
+    def gather(self, tensor: torch.Tensor) -> None:
+        flat = tensor.view(torch.uint8)  # bytes are moved, whatever they mean
         n = flat.numel() // self.n
         with _meeting("brought weights together"):
             _gather_into(flat, flat[self.rank * n : (self.rank + 1) * n], group=self._of_device)
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
-        group, where = (self._here, "") if among == "here" else (self._between_hosts, " between hosts")
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor, scope: ExchangeScope = "here") -> None:
+        group, where = (self._here, "") if scope == "here" else (self._between_hosts, " between hosts")
         with _meeting(f"exchanged gradients{where}"):
             dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=group)
 

@@ -59,7 +59,7 @@ def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if policy.device_blocks not in ((), workload.mixed) or policy.square_on_device:
         how = "device_blocks are all blocks that are trained in part, or none; leave out square_on_device"
         raise PlanError(f"where weights are frozen, {how}")
-    if policy.device_blocks and semantics.whole.sum_groups > 1:
+    if policy.device_blocks and semantics.all_ranks.sum_groups > 1:
         how = "summed there in order, not in sum groups; leave out one"
         raise PlanError(f"what is trained of a frozen block on the device is {how}")
     if policy.device_blocks and semantics.gradient_dtype != "fp32":
@@ -73,7 +73,7 @@ def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> N
     """Raise PlanError for settings that several ranks do not support."""
     if semantics.ranks == 1:
         return
-    if semantics.whole.shared_by(semantics.ranks) != semantics:
+    if semantics.all_ranks.shared_by(semantics.ranks) != semantics:
         raise PlanError(f"{semantics.ranks} ranks do not share the step equally; plan again")
     if workload.tied and len(workload.blocks[0].trained) > 1:
         raise PlanError("several ranks cut a tied weight as it is cut in its own block, where it must be alone; use one GPU")
@@ -98,7 +98,7 @@ def can_square(workload: Workload, semantics: Semantics) -> range:
 
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """Blocks with state that a device may hold: whole gradients there, and updates bitwise identical to the host's."""
-    if not workload.trains_all and semantics.whole.sum_groups > 1:  # summed in order
+    if not workload.trains_all and semantics.all_ranks.sum_groups > 1:  # summed in order
         return []
     blocks, multiple = workload.blocks, semantics.device_multiple
     return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]

@@ -13,7 +13,7 @@ from penstock.runtime.errors import PlanError
 from .workload import FILE
 
 
-class Of(StrEnum):
+class LossUnit(StrEnum):
     """Unit of a loss. By default a step's sum is divided by the number of units."""
 
     TOKENS = "tokens"  # logits and targets of a tile of positions
@@ -26,11 +26,11 @@ class Of(StrEnum):
 class Known:
     """A named loss: its unit, its numbers with their defaults, and its extra inputs."""
 
-    of: Of
+    of: LossUnit
     numbers: dict[str, float] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
     wide: int = 3  # fp32 values per logit at the peak of a tile: log-probabilities and two gradients
-    per: Of | None = None  # unit to divide the step's sum by, if not `of`
+    per: LossUnit | None = None  # unit to divide the step's sum by, if not `of`
 
     def asks(self, numbers: Mapping[str, float]) -> tuple[str, ...]:
         """Extra inputs with these numbers: no reference if its weight is 0."""
@@ -43,24 +43,24 @@ LAST, SCORE = "last", "score.weight"  # extra: index of a sequence's last token;
 ANSWER = "answer"  # extra (B, K, 2): spans of answers that share a sequence, see `runtime/compute/answers.py`
 _CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
 KNOWN = {
-    "cross-entropy": Known(Of.TOKENS),
-    "label-smoothing": Known(Of.TOKENS, {"epsilon": 0.1}),
-    "z-loss": Known(Of.TOKENS, {"weight": 1e-4}, wide=5),
-    "dpo": Known(Of.PAIRS, {"beta": 0.1, "label_smoothing": 0.0}, _REFERENCE),
-    "ipo": Known(Of.PAIRS, {"beta": 0.1}, _REFERENCE),
-    "hinge": Known(Of.PAIRS, {"beta": 0.1}, _REFERENCE),
-    "robust": Known(Of.PAIRS, {"beta": 0.1, "label_smoothing": 0.1}, _REFERENCE),
-    "orpo": Known(Of.PAIRS, {"beta": 0.1}),
-    "grpo": Known(Of.TOKENS, _CLIPPED, _ROLLOUTS, per=Of.SEQUENCES),
-    "dapo": Known(Of.TOKENS, _CLIPPED, _ROLLOUTS),
-    "dr-grpo": Known(Of.TOKENS, _CLIPPED | {"max_completion_length": 256.0}, _ROLLOUTS, per=Of.SEQUENCES),
+    "cross-entropy": Known(LossUnit.TOKENS),
+    "label-smoothing": Known(LossUnit.TOKENS, {"epsilon": 0.1}),
+    "z-loss": Known(LossUnit.TOKENS, {"weight": 1e-4}, wide=5),
+    "dpo": Known(LossUnit.PAIRS, {"beta": 0.1, "label_smoothing": 0.0}, _REFERENCE),
+    "ipo": Known(LossUnit.PAIRS, {"beta": 0.1}, _REFERENCE),
+    "hinge": Known(LossUnit.PAIRS, {"beta": 0.1}, _REFERENCE),
+    "robust": Known(LossUnit.PAIRS, {"beta": 0.1, "label_smoothing": 0.1}, _REFERENCE),
+    "orpo": Known(LossUnit.PAIRS, {"beta": 0.1}),
+    "grpo": Known(LossUnit.TOKENS, _CLIPPED, _ROLLOUTS, per=LossUnit.SEQUENCES),
+    "dapo": Known(LossUnit.TOKENS, _CLIPPED, _ROLLOUTS),
+    "dr-grpo": Known(LossUnit.TOKENS, _CLIPPED | {"max_completion_length": 256.0}, _ROLLOUTS, per=LossUnit.SEQUENCES),
     "kto": Known(
-        Of.ANSWERS, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "group": 4.0}, (*_REFERENCE, "label")
+        LossUnit.ANSWERS, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "group": 4.0}, (*_REFERENCE, "label")
     ),
-    "simpo": Known(Of.PAIRS, {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0}),
-    "reward": Known(Of.PAIRS, {"center": 0.0, "mean": 0.0}, (LAST,)),
-    "classify": Known(Of.SEQUENCES, {"labels": 2.0, "mean": 0.0}, (LAST, "label")),
-    "distill": Known(Of.TOKENS, {"k": 64.0, "beta": 0.0, "temperature": 1.0}, (TEACHER,)),
+    "simpo": Known(LossUnit.PAIRS, {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0}),
+    "reward": Known(LossUnit.PAIRS, {"center": 0.0, "mean": 0.0}, (LAST,)),
+    "classify": Known(LossUnit.SEQUENCES, {"labels": 2.0, "mean": 0.0}, (LAST, "label")),
+    "distill": Known(LossUnit.TOKENS, {"k": 64.0, "beta": 0.0, "temperature": 1.0}, (TEACHER,)),
 }
 INT32, FP16 = 4, 2
 _LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0), "epsilon_low": (0.0, 1.0), "max_completion_length": (1.0, 1e6)}
@@ -79,7 +79,7 @@ class Objective:
 
     name: str = "cross-entropy"  # key of `KNOWN`, or location of a user function
     numbers: dict[str, float] = field(default_factory=dict)  # all numbers of the loss
-    of: Of = Of.TOKENS
+    of: LossUnit = LossUnit.TOKENS
     extras: tuple[str, ...] = ()
     wide: Annotated[int, Field(ge=3)] = 3
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # source of the user function
@@ -88,7 +88,7 @@ class Objective:
     def __post_init__(self) -> None:
         """Raise PlanError for fields that the named loss does not have."""
         if (known := KNOWN.get(self.name)) is None:
-            if self.sha256 is None or self.numbers or self.of is Of.ANSWERS or not _USER_FUNCTION.fullmatch(self.name):
+            if self.sha256 is None or self.numbers or self.of is LossUnit.ANSWERS or not _USER_FUNCTION.fullmatch(self.name):
                 raise PlanError(f"--loss {self.name[:80]!r} is not known; {_HOW}")
             if odd := [extra for extra in self.extras if not _EXTRA.fullmatch(extra)]:
                 raise PlanError(f"--loss {self.name}: asks for {odd[0][:60]!r}; write it in at most 40 small letters, digits and _")
@@ -122,17 +122,17 @@ class Objective:
     @property
     def rows_each(self) -> int:
         """Sequences per unit: 2 for a pair."""
-        return {Of.PAIRS: 2, Of.ANSWERS: 2 * int(self.numbers.get("group", 1))}.get(self.of, 1)
+        return {LossUnit.PAIRS: 2, LossUnit.ANSWERS: 2 * int(self.numbers.get("group", 1))}.get(self.of, 1)
 
     @property
-    def per(self) -> Of:
+    def per(self) -> LossUnit:
         """Unit to divide the step's sum by."""
         return (self.name in KNOWN and KNOWN[self.name].per) or self.of
 
     @property
     def has_token_reference(self) -> bool:
         """True if the reference is a log-probability of each token, not of each sequence."""
-        return self.of is Of.TOKENS and REFERENCE in self.extras
+        return self.of is LossUnit.TOKENS and REFERENCE in self.extras
 
     @property
     def n_top(self) -> int | None:
@@ -152,12 +152,12 @@ class Objective:
     @property
     def has_first_pass(self) -> bool:
         """True if sums over sequences are computed first, with a second computation of the head's product."""
-        return self.of is not Of.TOKENS and self.n_labels is None
+        return self.of is not LossUnit.TOKENS and self.n_labels is None
 
     @property
     def takes_eager(self) -> bool:
         """True if the loss needs logits or the last hidden state from the model's modules."""
-        return self.n_labels is not None or (self.of is Of.TOKENS and not self.is_default)
+        return self.n_labels is not None or (self.of is LossUnit.TOKENS and not self.is_default)
 
     def __str__(self) -> str:
         """Return text for `parse_objective`, except for user functions."""

@@ -96,7 +96,7 @@ class AdamW:
         """Arguments of update kernels, in order."""
         return [self.lr, self.beta1, self.beta2, self.weight_decay, self.eps]
 
-    def of(self, name: str, shape: tuple[int, ...]) -> "AdamW":
+    def for_parameter(self, name: str, shape: tuple[int, ...]) -> "AdamW":
         """Return the hyperparameters of one parameter, without weight decay where it does not apply."""
         spared = not decays(name, shape) or any(part in name for part in self.no_decay)
         return replace(self, weight_decay=0.0) if spared else self

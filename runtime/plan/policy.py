@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from penstock.runtime.errors import PlanError
 
-from .objective import CROSS_ENTROPY, Loss, Of
+from .objective import CROSS_ENTROPY, Loss, LossUnit
 from .optimizer import MasterDtype, Optimizer, optimizing
 from .packed import Base
 from .train import ALL, Train, parse_train, training
@@ -56,7 +56,7 @@ class Semantics:
     library_kernels: tuple[LibraryKernel, ...] = ()  # of linear attention and convolutions; default: torch's own calls
     # Tree reduction over a power of two of contiguous groups: micro-batches are summed in order, groups by a balanced binary tree
     sum_groups: Count = 1
-    # Processes with a device each, a power of two. Other fields describe one rank's part; results of `whole` do not depend on ranks
+    # Processes with a device each, a power of 2. Other fields are one rank's part; `all_ranks` has the same results for any number
     ranks: Count = 1
     train: Train = ALL
     # Adapter forward: x A^T is rounded, then the frozen product x W^T accumulates onto its product with B
@@ -136,24 +136,24 @@ class Semantics:
         return self.n_micro_batches // self.sum_groups
 
     @property
-    def whole(self) -> "Semantics":
+    def all_ranks(self) -> "Semantics":
         """Semantics of the step of all ranks, for a single process."""
         return replace(self, batch_size=self.batch_size * self.ranks, sum_groups=self.sum_groups * self.ranks, ranks=1)
 
     def shared_by(self, ranks: int) -> "Semantics":
         """Return one rank's semantics; raise PlanError if sum groups do not divide evenly among the ranks."""
-        whole = self.whole
-        if ranks < 1 or ranks.bit_count() > 1 or whole.sum_groups % ranks:
+        total = self.all_ranks
+        if ranks < 1 or ranks.bit_count() > 1 or total.sum_groups % ranks:
             how = "with --sum-groups as many groups or a multiple: the bits of the result depend on these alone"
-            raise PlanError(f"{ranks} ranks cannot share {whole.sum_groups} sum groups; choose a power of two, and {how}")
-        if ranks > 1 and whole.n_left:
-            raise PlanError(f"{ranks} ranks: {whole.batch_size} sequences are not equal micro-batches of {whole.micro_batch}")
-        return replace(whole, batch_size=whole.batch_size // ranks, sum_groups=whole.sum_groups // ranks, ranks=ranks)
+            raise PlanError(f"{ranks} ranks cannot share {total.sum_groups} sum groups; choose a power of two, and {how}")
+        if ranks > 1 and total.n_left:
+            raise PlanError(f"{ranks} ranks: {total.batch_size} sequences are not equal micro-batches of {total.micro_batch}")
+        return replace(total, batch_size=total.batch_size // ranks, sum_groups=total.sum_groups // ranks, ranks=ranks)
 
     def n_losses(self, n_supervised: int, n_answers: int | None = None) -> int:
         """Number of losses that a step averages, from its supervised tokens and, if packed, its answers."""
         n_sequences = self.ranks * self.batch_size if n_answers is None else n_answers
-        return {Of.TOKENS: n_supervised, Of.SEQUENCES: n_sequences}.get(self.objective.per, n_sequences // 2)
+        return {LossUnit.TOKENS: n_supervised, LossUnit.SEQUENCES: n_sequences}.get(self.objective.per, n_sequences // 2)
 
     @property
     def least_group(self) -> int:

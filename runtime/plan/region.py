@@ -49,7 +49,7 @@ class Region:
 @lru_cache(maxsize=65536)
 def shares(uses: tuple[Uses, ...], region: Region) -> tuple[float, ...]:
     """Return max-min fair speeds, as fractions of full speed, of ops that use `uses` at full speed."""
-    scratch = Filling.of(len(uses), len(region.capacity))
+    scratch = Filling.allocate(len(uses), len(region.capacity))
     scratch.draws[:] = [draw for use in uses for draw in draws(use, region)]
     fill(len(uses), scratch, floats(capacity_of(region)))
     return tuple(map(float, scratch.speeds))
@@ -71,13 +71,13 @@ class Filling(NamedTuple):
     draws: Any  # (n_ops * n_resources,): use per second at full speed
     speeds: Any
     is_rising: Any
-    drawn: Any
-    left: Any
+    usage: Any
+    remaining: Any
     load: Any
 
     @staticmethod
-    def of(n: int, n_resources: int) -> "Filling":
-        sizes = {"draws": n * n_resources, "speeds": n, "drawn": n * n_resources, "left": n_resources, "load": n_resources}
+    def allocate(n: int, n_resources: int) -> "Filling":
+        sizes = {"draws": n * n_resources, "speeds": n, "usage": n * n_resources, "remaining": n_resources, "load": n_resources}
         return Filling(**{name: floats([0.0] * size) for name, size in sizes.items()}, is_rising=integers([0] * n))
 
 
@@ -85,13 +85,13 @@ class Filling(NamedTuple):
 def fill(n: int, scratch: Filling, capacity: Any) -> None:
     n_resources = len(capacity)
     for r in range(n_resources):
-        scratch.left[r] = capacity[r]
+        scratch.remaining[r] = capacity[r]
         n_drawers = 0
         for i in range(n):
             n_drawers += scratch.draws[i * n_resources + r] > 0
         for i in range(n):
             draw = scratch.draws[i * n_resources + r]
-            scratch.drawn[i * n_resources + r] = min(draw, capacity[r]) if n_drawers == 1 else draw
+            scratch.usage[i * n_resources + r] = min(draw, capacity[r]) if n_drawers == 1 else draw
     for i in range(n):
         scratch.is_rising[i] = 1
     level = 0.0  # common speed of the ops that still rise
@@ -102,9 +102,9 @@ def fill(n: int, scratch: Filling, capacity: Any) -> None:
             scratch.load[r] = 0.0
             for i in range(n):
                 if scratch.is_rising[i]:
-                    scratch.load[r] += scratch.drawn[i * n_resources + r]
+                    scratch.load[r] += scratch.usage[i * n_resources + r]
             if scratch.load[r] > 0:
-                rise = min(rise, scratch.left[r] / scratch.load[r])
+                rise = min(rise, scratch.remaining[r] / scratch.load[r])
         level += rise
         for i in range(n):
             if scratch.is_rising[i]:
@@ -112,11 +112,11 @@ def fill(n: int, scratch: Filling, capacity: Any) -> None:
         for r in range(n_resources):
             if scratch.load[r] > 0:
                 # Treat the limiting resource as exhausted despite rounding.
-                if scratch.left[r] / scratch.load[r] <= rise * (1 + 1e-12):
+                if scratch.remaining[r] / scratch.load[r] <= rise * (1 + 1e-12):
                     for i in range(n):
-                        if scratch.drawn[i * n_resources + r] > 0:
+                        if scratch.usage[i * n_resources + r] > 0:
                             scratch.is_rising[i] = 0
-                scratch.left[r] = max(0.0, scratch.left[r] - rise * scratch.load[r])
+                scratch.remaining[r] = max(0.0, scratch.remaining[r] - rise * scratch.load[r])
         n_rising = 0
         if level < 1.0 - 1e-12:
             for i in range(n):

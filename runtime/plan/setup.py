@@ -72,10 +72,10 @@ class Setup:
         """Return the blocks with the sizes of this micro-batch; None: of a full one."""
         return self.workload.smaller if self.semantics.is_smaller(micro_batch) else self.workload.blocks
 
-    def alike(self, micro_batches: range) -> list[tuple[int, int]]:
+    def micro_batch_groups(self, micro_batches: range) -> list[tuple[int, int]]:
         """Group equivalent micro-batches: (representative, count). First and last move gradients otherwise than the rest."""
         if self.semantics.sum_groups > 1:
-            return _summed_alike(self.semantics, micro_batches)
+            return _groups_with_sums(self.semantics, micro_batches)
         last = self.semantics.n_micro_batches - 1
         n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
         counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
@@ -376,8 +376,8 @@ class Setup:
 
 
 @lru_cache(maxsize=256)
-def _summed_alike(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
-    """Group micro-batches as `Setup.alike`, also by the sums that they begin and join."""
+def _groups_with_sums(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
+    """Group micro-batches as `Setup.micro_batch_groups`, also by the sums that they begin and join."""
     last, sorts = semantics.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
     for m in micro_batches:
         sorts.setdefault((m in (0, last), semantics.is_smaller(m), semantics.begins_sum(m), semantics.n_joined(m)), []).append(m)

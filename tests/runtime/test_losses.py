@@ -18,7 +18,7 @@ from penstock.runtime.errors import PlanError
 from penstock.runtime.executor import execute
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.plan import Policy, Semantics, Update, saves
-from penstock.runtime.plan.objective import KNOWN, Objective, Of, parse_objective
+from penstock.runtime.plan.objective import KNOWN, LossUnit, Objective, parse_objective
 from penstock.runtime.plan.workload import Model
 from tests.real_layers import peak_bytes
 from tests.tiny import tiny_config
@@ -179,7 +179,7 @@ def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
     if is_packed:
         batches = [packed(batch, objective.rows_each) for batch in batches]
         extras |= batches[0].extras
-    if objective.of is Of.TOKENS:
+    if objective.of is LossUnit.TOKENS:
         extras["reference"] = torch.full((4 * n, semantics.seq_len), -4.0)
     batches = [replace(batch, extras=extras) for batch in batches]
     return semantics, batches
@@ -213,7 +213,7 @@ def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
 
 def test_extras_of_a_function_reach_the_rows_that_they_are_of():
     """A loss of tokens in which each sequence has a weight, and each token one."""
-    objective = Objective("own.py:f", {}, Of.TOKENS, ("weight", "advantage"), 3, "0" * 64)
+    objective = Objective("own.py:f", {}, LossUnit.TOKENS, ("weight", "advantage"), 3, "0" * 64)
     semantics = semantics_of("llama", compute_dtype="fp32", micro_batch=4, objective=objective)
     of = lambda logits, targets, weight, advantage: (  # noqa: E731  # what it does to targets moves no mask
         F.cross_entropy(logits, targets.clamp_(min=0), reduction="none") * weight * advantage
@@ -287,7 +287,7 @@ def test_a_loss_that_is_printed_is_read_back():
     for name in (*NAMES, KTO, *GRPO, *DISTILL, *KNOWN):
         of = parse_objective(name)
         assert parse_objective(str(of)) == of
-    file, own = TypeAdapter(Semantics), Objective("own.py:f", {}, Of.PAIRS, ("reference",), 3, "0" * 64)
+    file, own = TypeAdapter(Semantics), Objective("own.py:f", {}, LossUnit.PAIRS, ("reference",), 3, "0" * 64)
     for of in (Objective(), parse_objective("dpo:0.25"), own):
         semantics = semantics_of("llama", micro_batch=2, objective=of)
         assert file.validate_json(file.dump_json(semantics)) == semantics
