@@ -258,7 +258,7 @@ class Execution:
             n_quiet_looks += 1  # looks instead of time: a suspended process is not quiet
             n_stuck_looks = n_stuck_looks + 1 if all(track.is_stuck for track in self._busy) else 0
             if n_stuck_looks >= 2:
-                raise StallError(f"no lane moves any more: {self}")
+                raise StallError(f"deadlock, no lane advances: {self}")
             if n_quiet_looks * LOOK_S > say_at_s:
                 say(f"no op has ended for {n_quiet_looks * LOOK_S:.0f} s, and the run goes on: {self}")
                 say_at_s *= 2

@@ -17,10 +17,10 @@ def parse_bytes(text: str) -> int:
     """Parse `80GB` or `80G` (10^9), `1.5TB`, `24GiB` (2^30), or plain bytes from 10^6. Raise PenstockError for others."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is not None and not match[2] and float(match[1]) < LEAST_PLAIN_BYTES:
-        raise PenstockError(f"{text.strip()[:40]!r} is not a size, for it has no unit; write for example 80GB, 1.5TB or 24GiB")
+        raise PenstockError(f"{text.strip()[:40]!r} is not a size: it has no unit; write for example 80GB, 1.5TB or 24GiB")
     value = 0.0 if match is None else float(match[1]) * _UNITS.get(match[2].upper() or "B", 0)
     if not 0.5 < value < 2**63:
-        raise PenstockError(f"{text[:40]!r} is not a size above zero that exists; write for example 80GB, 1.5TB or 24GiB")
+        raise PenstockError(f"{text[:40]!r} is not a size above zero; write for example 80GB, 1.5TB or 24GiB")
     return round(value)
 
 

@@ -93,24 +93,24 @@ class Objective:
             if odd := [extra for extra in self.extras if not _EXTRA.fullmatch(extra)]:
                 raise PlanError(f"--loss {self.name}: asks for {odd[0][:60]!r}; write it in at most 40 small letters, digits and _")
             if self.wide > MOST_WIDE:
-                raise PlanError(f"--loss {self.name}: {self.wide} fp32 values a logit are kept; keep at most {MOST_WIDE}")
+                raise PlanError(f"--loss {self.name}: {self.wide} fp32 values per logit are saved; save at most {MOST_WIDE}")
             return
         if (self.of, self.extras, self.wide, self.sha256) != (known.of, known.asks(self.numbers), known.wide, None):
-            raise PlanError(f"--loss {self.name}: not what that loss is; leave all but its numbers out")
+            raise PlanError(f"--loss {self.name}: has fields that differ from that loss; give its numbers only")
         if self.numbers.keys() != known.numbers.keys():
             raise PlanError(f"--loss {self.name}: its numbers are {', '.join(known.numbers) or 'none'}; {_HOW}")
         for number, value in self.numbers.items():
             least, limit = _LEAST.get(number, (0.0, 1e6))
             if not least <= value < limit:
-                raise PlanError(f"--loss {self.name}: {number} is {value:g}; it lies from {least:g} to below {limit:g}")
+                raise PlanError(f"--loss {self.name}: {number} is {value:g}; it must be at least {least:g} and below {limit:g}")
         if (group := self.numbers.get("group", MOST_GROUP)) != int(group) or not 2 <= group <= MOST_GROUP:
             raise PlanError(f"--loss {self.name}: group is {group:g}; it is a whole number of answers, from 2 to {MOST_GROUP}")
         if self.name == "distill" and (self.numbers["beta"] > 1 or self.numbers["k"] % 1):
-            raise PlanError(f"--loss {self.name}: beta lies from 0 (forward KL) to 1 (reverse), and k is a whole number of ids")
+            raise PlanError(f"--loss {self.name}: beta must be 0 (forward KL) to 1 (reverse), and k a whole number of ids")
         if any(self.numbers.get(number, 0) % 1 for number in ("labels", "mean")):
-            raise PlanError(f"--loss {self.name}: labels are a whole number of them, and mean is 0 (the last token) or 1")
+            raise PlanError(f"--loss {self.name}: labels must be a whole number, and mean 0 (the last token) or 1")
         if self.numbers.get("beta") == 0 and known.numbers["beta"]:
-            raise PlanError(f"--loss {self.name}: beta is 0, so that nothing is learned; choose one above it")
+            raise PlanError(f"--loss {self.name}: beta is 0, so that nothing is learned; choose a larger one")
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.numbers.items()), self.sha256, self.of, self.extras, self.wide))
@@ -178,7 +178,7 @@ def parse_objective(text: str) -> Objective:
         number, is_named, value = part.rpartition("=")
         number = number if is_named else next(iter(known.numbers), "")  # the first one needs no name
         if number in parsed:
-            raise PlanError(f"--loss {text[:80]!r}: {number[:40]} is said twice; say it once")
+            raise PlanError(f"--loss {text[:80]!r}: {number[:40]} is given twice; give it once")
         try:
             parsed[number] = float(value)
         except ValueError:

@@ -55,7 +55,7 @@ class Optimizer(StrEnum):
         return 2 * self.state_bytes(master) + ITEM_BYTES[gradient]
 
 
-_HOW = "write adamw or lion, and what less is kept: adamw:moments=bf16 or int8, lion:moments=bf16,master=bf16 or split24"
+_HOW = "write adamw or lion, with dtypes below fp32: adamw:moments=bf16 or int8, lion:moments=bf16,master=bf16 or split24"
 MASTERS = ("fp32", "split24", "bf16")
 
 
@@ -72,7 +72,7 @@ def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:
     if options or len(pairs) > len({key for key, _ in pairs}) or name not in [*Optimizer] or master not in (None, *MASTERS):
         raise PlanError(f"--optimizer {str(text)[:80]!r} is not understood; {_HOW}")
     if None not in (master, master_dtype) and master != master_dtype:
-        raise PlanError(f"--optimizer {text} with --master {master_dtype}: a master is one of both; leave out --master")
+        raise PlanError(f"--optimizer {text} with --master {master_dtype}: these differ; leave out --master")
     rounding = None if master in (None, "fp32") else "stochastic"
     fields = {"optimizer": Optimizer(name), "master_dtype": master, "weight_rounding": rounding}
     return {field: value for field, value in fields.items() if value is not None}

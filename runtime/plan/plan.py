@@ -137,7 +137,7 @@ def refuse_malformed(plan: Plan) -> None:
         raise PlanError("fewer than three blocks, or a batch that is smaller than its micro-batch")
     refuse_sum_groups(plan.semantics)
     if len(plan.workload.smaller) != (len(blocks) if plan.semantics.n_left else 0):
-        raise PlanError("blocks of a smaller micro-batch must be there just where the last one is smaller")
+        raise PlanError("blocks of a smaller micro-batch are needed if and only if the last one is smaller")
     if [b.kind for b in blocks] != [BlockKind.EMBEDDING, *[BlockKind.LAYER] * (len(blocks) - 2), BlockKind.HEAD]:
         raise PlanError("blocks are not embedding, layers, head in this order")
     if repeat is not None and not 0 < repeat.start < repeat.end < len(plan.ops):
@@ -190,7 +190,7 @@ def shortened(plan: Plan, times: int) -> Plan:
     """Return the plan of a step with fewer micro-batches, in which repeated ops run `times` times."""
     repeat = plan.repeat
     assert repeat is not None, "the plan repeats something"
-    assert 2 <= times <= repeat.times, "fewer repetitions are asked for"
+    assert 2 <= times <= repeat.times, "times must be from 2 to repeat.times"
     n_fewer = (repeat.times - times) * repeat.micro_batches
     semantics = replace(plan.semantics, batch_size=plan.semantics.batch_size - n_fewer * plan.semantics.micro_batch)
     later = (op if op.micro_batch is None else replace(op, micro_batch=op.micro_batch - n_fewer) for op in plan.ops[repeat.end :])

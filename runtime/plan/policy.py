@@ -144,7 +144,7 @@ class Semantics:
         """Return one rank's semantics; raise PlanError if sum groups do not divide evenly among the ranks."""
         total = self.all_ranks
         if ranks < 1 or ranks.bit_count() > 1 or total.sum_groups % ranks:
-            how = "with --sum-groups as many groups or a multiple: the bits of the result depend on these alone"
+            how = "with --sum-groups the same number or a multiple: the bits of the result depend on it alone"
             raise PlanError(f"{ranks} ranks cannot share {total.sum_groups} sum groups; choose a power of two, and {how}")
         if ranks > 1 and total.n_left:
             raise PlanError(f"{ranks} ranks: {total.batch_size} sequences are not equal micro-batches of {total.micro_batch}")
@@ -208,7 +208,7 @@ def _save_from_file(value: object) -> object:
     if not isinstance(value, dict) or not all(isinstance(layers, list | tuple) for layers in value.values()):
         raise PlanError('save names layers by what they save, as {"all": [3, 4], "products": [1]}')
     if unknown := [word for word in value if word not in RICHER]:
-        raise PlanError(f"save knows all, products and attention, not {str(unknown[0])[:40]!r}")
+        raise PlanError(f"save takes all, products and attention, not {str(unknown[0])[:40]!r}")
     return saves(**value)
 
 

@@ -314,7 +314,7 @@ class Setup:
     def recompute(self, block: int, micro_batch: int | None = None) -> Tier:
         """Return the recomputation in a layer's backward of this micro-batch; None: of a full one."""
         again = self.blocks_of(micro_batch)[block].recompute(self.policy.saved(block))
-        assert again is not None, "a policy is refused that saves what a block cannot"
+        assert again is not None, "illegal policy: the block cannot save this"
         return again
 
     def of_tiers(self, layers: Sequence[int], name: str) -> list[int]:

@@ -53,7 +53,7 @@ class Train:
 
     def __post_init__(self) -> None:
         if (self.lora is not None) + bool(self.names) + (self.layers is not None) > 1:
-            raise PlanError("train says one thing: lora, names, or layers")
+            raise PlanError("train takes one of lora, names and layers")
 
     @property
     def all(self) -> bool:

@@ -299,12 +299,12 @@ def test_a_loss_that_is_printed_is_read_back():
         ("dop", "is not known"),
         ("dpo:gamma=1", "its numbers are beta, label_smoothing"),
         ("dpo:beta=x", "is no number"),
-        ("dpo:label_smoothing=0.5", "from 0 to below 0.5"),
+        ("dpo:label_smoothing=0.5", "at least 0 and below 0.5"),
         ("dpo:beta=0", "nothing is learned"),
-        ("dpo:0.1,beta=0.2", "beta is said twice"),
+        ("dpo:0.1,beta=0.2", "beta is given twice"),
         ("dpo:beta=nan", "beta is nan"),
-        ("distill:beta=1.5", "beta lies from 0 (forward KL) to 1"),
-        ("distill:k=0", "k is 0; it lies from 1 to below 1e+06"),
+        ("distill:beta=1.5", "beta must be 0 (forward KL) to 1"),
+        ("distill:k=0", "k is 0; it must be at least 1 and below 1e+06"),
         ("kto:group=2.5", "group is 2.5; it is a whole number of answers"),
     ],
 )
@@ -316,5 +316,5 @@ def test_a_loss_that_does_not_exist_is_refused_in_a_line(text, says):
 
 def test_half_a_pair_in_a_micro_batch_is_refused():
     for sizes in ({"micro_batch": 1}, {"micro_batch": 2, "batch_size": 5}):
-        with pytest.raises(PlanError, match="each 2 sequences are of one micro-batch"):
+        with pytest.raises(PlanError, match="each 2 sequences must share a micro-batch"):
             plan_of(tiny_config("llama"), semantics_of("llama", objective=parse_objective("orpo"), **sizes), Policy())
