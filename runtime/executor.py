@@ -231,7 +231,6 @@ class Execution:
         self.timeline = Timeline(tuple(sorted(spans, key=lambda span: (span.step, span.op, span.repetition))))
 
     def _completed_steps(self) -> Iterator[Step]:
-        """Yield completed steps that have not been reported."""
         while self._n_reported < self.n_done:
             turn, before_s, self._reported_s = self._n_reported, self._reported_s, time.perf_counter()
             self._n_reported += 1

@@ -77,6 +77,5 @@ def _calls_fused(plan: Setup, attention: Attention, on_cuda: bool) -> bool:
 
 
 def padded_tokens(n_tokens: int) -> int:
-    """Return a document's padded length."""
     block = SHORT_BLOCK if n_tokens < LONG_TOKENS else LONG_BLOCK
     return -(-n_tokens // block) * block

@@ -183,8 +183,6 @@ def trained(semantics: Semantics, train: str | None, base: Base | None, optimize
 
 
 class Update(StrEnum):
-    """Time of the host optimizer."""
-
     EAGER = "eager"  # when a block's gradient arrives; needs no clipping and on_nonfinite: stop
     BARRIER = "barrier"  # after the global norm; the next step starts once all blocks are updated
     DEFERRED = "deferred"  # after the global norm, block by block during the next step's forward
