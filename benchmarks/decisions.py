@@ -41,7 +41,7 @@ def cell(name: str, machine: str) -> Cell:
         return where | {"why_not": str(error)}
     gap, sizes = plan.certificate.gap_fraction, plan.plan.semantics
     chosen = {"micro_batch": sizes.micro_batch, "attention": sizes.attention_kernel} | policy_in_numbers(asdict(plan.plan.policy))
-    return where | {"tokens_per_s": sizes.whole.tokens_per_step / plan.step_s, "gap_fraction": gap, "chosen": chosen}
+    return where | {"tokens_per_s": sizes.all_ranks.tokens_per_step / plan.step_s, "gap_fraction": gap, "chosen": chosen}
 
 
 def policy_in_numbers(policy: Mapping[str, Any]) -> dict[str, Any]:

@@ -376,7 +376,7 @@ def _data(
 
     semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     reason, objective = supports_documents(plan.model.config, semantics), semantics.objective
-    n_rows = semantics.whole.batch_size
+    n_rows = semantics.all_ranks.batch_size
     batches = UserBatches(cast("Batches", data), semantics.seq_len, n_rows, vocab_size, reason, objective)
     return {"data.path": batches.fingerprint}, batches
 

@@ -19,13 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import PlanError
-from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, Of
+from penstock.runtime.plan.objective import CROSS_ENTROPY, LossUnit, Objective
 
 Function = Callable[..., Any]
 ARGUMENTS = {
-    Of.TOKENS: ("logits", "targets"),
-    Of.SEQUENCES: ("logps", "n_tokens"),
-    Of.PAIRS: ("chosen", "rejected", "n_chosen", "n_rejected"),
+    LossUnit.TOKENS: ("logits", "targets"),
+    LossUnit.SEQUENCES: ("logps", "n_tokens"),
+    LossUnit.PAIRS: ("chosen", "rejected", "n_chosen", "n_rejected"),
 }
 N_ROWS, N_VOCAB = 6, 61  # shape of the tiny call
 _KINDS = "; or ".join(f"{kind}: {', '.join(names)}" for kind, names in ARGUMENTS.items())
@@ -114,9 +114,9 @@ def _names(code: CodeType) -> Iterator[str]:
         yield from _names(constant) if isinstance(constant, CodeType) else ()
 
 
-def _extra(parameter: str, kind: Of, called: str) -> str:
+def _extra(parameter: str, kind: LossUnit, called: str) -> str:
     """Return the batch extra for a parameter: the parameter's name; for pairs `x` for `x_chosen` and `x_rejected`."""
-    if kind is not Of.PAIRS:
+    if kind is not LossUnit.PAIRS:
         return parameter
     extra, _, half = parameter.rpartition("_")
     if half not in ("chosen", "rejected") or not extra:
@@ -128,7 +128,7 @@ def _checked_width(loss: LossFunction, called: str) -> int:
     """Check a loss on a tiny call. Return the peak number of fp32 values per logit. PlanError for a function that is no loss."""
     generator, kind = torch.Generator().manual_seed(0), loss.objective.of
     extras = {name: torch.rand(N_ROWS, generator=generator, dtype=torch.float64) for name in loss.objective.extras}
-    if kind is Of.TOKENS:
+    if kind is LossUnit.TOKENS:
         leaf = torch.randn(N_ROWS, N_VOCAB, generator=generator).requires_grad_()
         second = torch.randint(N_VOCAB, (N_ROWS,), generator=generator)
         second[-1] = UNSUPERVISED
@@ -154,7 +154,7 @@ def _checked_width(loss: LossFunction, called: str) -> int:
 
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            losses = values(N_ROWS)[: N_ROWS - 1 if kind is Of.TOKENS else None]  # drop the unsupervised row
+            losses = values(N_ROWS)[: N_ROWS - 1 if kind is LossUnit.TOKENS else None]  # drop the unsupervised row
         (gradient,) = torch.autograd.grad(losses.sum(), [leaf], allow_unused=True) if losses.requires_grad else (None,)
         part = values(2)
         if changed := [name for name, tensor in arguments.items() if not torch.equal(tensor, copies[name])]:
@@ -171,4 +171,4 @@ def _checked_width(loss: LossFunction, called: str) -> int:
     if not torch.allclose(part, losses[: len(part)], rtol=1e-4, atol=1e-5):
         raise PlanError(f"loss: {called} of some {kind} depends on others of the tile or micro-batch; compute them independently")
     n_kept = -(-sum(saved_bytes.values()) // (leaf.numel() * leaf.element_size()))  # fp32 values per logit
-    return CROSS_ENTROPY.wide + 2 * max(n_kept - 1, 0) if kind is Of.TOKENS else CROSS_ENTROPY.wide
+    return CROSS_ENTROPY.wide + 2 * max(n_kept - 1, 0) if kind is LossUnit.TOKENS else CROSS_ENTROPY.wide

@@ -1,4 +1,4 @@
-"""Compilation of functions on arrays, by numba where it is installed; without it they are interpreted, to the same bits."""
+"""Compilation of array functions by numba if installed; otherwise they are interpreted, with bitwise identical results."""
 
 import warnings
 from collections.abc import Callable
@@ -19,45 +19,44 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F, **options: Any) -> F:
-    """In machine code, kept between processes where a folder can be written. No operation on floats is reordered or fused."""
+    """Compile to machine code, cached between processes if a folder is writable. No float operation is reordered or fused."""
     if not IS_COMPILED:
         return function
     try:
-        found = numba.njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # no folder to keep it in
+        kernel = numba.njit(cache=True, nogil=True, **options)(function)
+    except RuntimeError:  # no cache folder
         return cast(F, numba.njit(nogil=True, **options)(function))
-    kept = vars(found)["_cache"]
-    kept.load_overload, kept.save_overload = map(_if_the_disk_lets, (kept.load_overload, kept.save_overload))
-    return cast(F, found)
+    store = vars(kernel)["_cache"]
+    store.load_overload, store.save_overload = map(_ignoring_os_errors, (store.load_overload, store.save_overload))
+    return cast(F, kernel)
 
 
 def compiled_bare(function: F) -> F:
-    """The same of a function that allocates nothing: references to its arrays are not counted at each access, which takes the event
-    loop ten times as long as all else that it does."""
+    """Compile a function without allocations. Reference counting of its arrays would take ten times the event loop's other time."""
     return compiled(function, _nrt=False, forceinline=True)
 
 
 def compiled_loop(function: F) -> F:
-    """A part of `compiled_kernel`s, with IEEE's division. It is inlined and cached with them. If it were called, the linker could
-    take the code that was compiled for it alone, whose loops LLVM may not vectorise."""
+    """Compile a loop with IEEE division, inlined into `compiled_kernel`s. For a call the linker could choose the code compiled for
+    the loop alone, where LLVM may not vectorise."""
     return cast(F, numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)) if IS_COMPILED else function
 
 
 def compiled_kernel(function: F) -> F:
-    """The same of a kernel; a warning tells once that one is compiled, which takes seconds."""
-    found = compiled(function, error_model="numpy")
+    """Compile a kernel with IEEE division; warn once per process that compilation takes seconds."""
+    kernel = compiled(function, error_model="numpy")
     if IS_COMPILED:
-        kept = vars(found)["_cache"]
-        kept.load_overload = _or_announced(kept.load_overload)
-    return found
+        store = vars(kernel)["_cache"]
+        store.load_overload = _with_announcement(store.load_overload)
+    return kernel
 
 
-def _or_announced(load: Callable[..., Any]) -> Callable[..., Any]:
+def _with_announcement(load: Callable[..., Any]) -> Callable[..., Any]:
     def loaded(*args: Any) -> Any:
-        found = load(*args)
-        if found is None:
+        overload = load(*args)
+        if overload is None:
             _announce()
-        return found
+        return overload
 
     return loaded
 
@@ -67,8 +66,8 @@ def _announce() -> None:
     warnings.warn("compiling the host's optimizer: seconds, once on this machine", RuntimeWarning, stacklevel=2)
 
 
-def _if_the_disk_lets(access: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but nothing is found or kept where a disk is full or refuses: an OSError would end a run."""
+def _ignoring_os_errors(access: Callable[..., Any]) -> Callable[..., Any]:
+    """Ignore OSErrors of a cache access, such as a full disk, which would end a run."""
 
     def tried(*args: Any) -> Any:
         with suppress(OSError):
@@ -79,10 +78,10 @@ def _if_the_disk_lets(access: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def integers(values: Any) -> Any:
-    """Values that such functions read and write: an array of int64, or a list, which the interpreter reads faster."""
+    """Return int64 values for compiled functions: an array, or a list, which the interpreter reads faster."""
     return np.array(values, dtype=np.int64) if IS_COMPILED else np.asarray(values).tolist()
 
 
 def floats(values: Any) -> Any:
-    """The same of float64."""
+    """Return float64 values, as `integers`."""
     return np.array(values, dtype=np.float64) if IS_COMPILED else np.asarray(values, dtype=np.float64).tolist()

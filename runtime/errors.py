@@ -1,32 +1,32 @@
-"""Errors that a user can mend, with the exit code of each."""
+"""Errors that a user can fix, with their exit codes."""
 
 
 class PenstockError(ValueError):
-    """Root of every error a user can cause. The message is one line: what, where, what to do."""
+    """Root of all errors that a user can cause. The message is one line: problem, place, remedy."""
 
     exit_code = 2
 
 
 class PlanError(PenstockError):
-    """A plan file, or a request for a plan, that cannot be right."""
+    """An invalid plan file, or an invalid request for a plan."""
 
 
 class RanksError(PenstockError):
-    """The ranks of a run do not reach each other, or are not of one run."""
+    """Ranks of a run that do not reach each other, or belong to different runs."""
 
 
 class WrongPlanError(PlanError):
-    """A plan that was read, and that the checker says no to."""
+    """A well-formed plan that the checker rejects."""
 
     exit_code = 1
 
 
 class ProfileError(PenstockError):
-    """A hardware profile that is incomplete, or asked for a size it never measured."""
+    """A hardware profile that is incomplete, or lacks a requested size."""
 
 
 class WorkloadError(PenstockError):
-    """A model configuration that is missing, malformed or of a type not yet proven."""
+    """A model configuration that is missing, malformed or of an unproven type."""
 
 
 class DataError(PenstockError):
@@ -38,11 +38,11 @@ class CheckpointError(PenstockError):
 
 
 class DiskError(PenstockError):
-    """A disk that frozen weights cannot be read from."""
+    """A disk with unreadable frozen weights."""
 
 
 class DoesNotFitError(PenstockError):
-    """The workload does not fit the machine: the message names the missing bytes and what would fit."""
+    """The workload does not fit the machine: the message names the missing bytes and a change that fits."""
 
     exit_code = 3
 
@@ -53,5 +53,5 @@ class DoesNotFitError(PenstockError):
         self.smallest_change = smallest_change
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        """It may come from another process."""
+        """Support pickling by another process."""
         return type(self), (str(self), self.short_device_bytes, self.short_host_bytes, self.smallest_change)

@@ -1,7 +1,7 @@
-"""The executor: performs a plan on a machine, a thread for each lane.
+"""The executor: performs a plan on a machine, with a thread for each lane.
 
-Each lane walks its ops in plan order, step after step: wait, perform, signal. Nothing joins the lanes between steps; the plan's
-waits are all there is. How a lane waits for another is in `lane_track.py`; the caller's thread is woken once a step.
+Each lane performs its ops in plan order, step after step: wait, perform, signal. No barrier separates steps; lanes synchronise only
+by the plan's waits (`lane_track.py`). The caller's thread wakes up once a step.
 """
 
 import sys
@@ -20,18 +20,18 @@ from penstock.runtime.plan.timeline import Span, Timeline, is_kept
 from .errors import PenstockError
 from .lane_track import LOOK_S, Bell, Entry, Track, tracks_of
 
-QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
-KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow
-MOST_SPANS = 2**15  # of these, and twice as many timers of a device, each some hundred bytes
+QUIET_S = 600.0  # without the end of an op: noted on stderr, and again after twice the time; a long op is no error
+KEEP_STEPS = 64  # steps with spans in memory; it must not grow with a run
+MOST_SPANS = 2**15  # limit of these spans; each also has two device timers, some hundred bytes each
 
 
 @dataclass(frozen=True)
 class StepResult:
-    n_supervised: int  # tokens that were to be predicted
+    n_supervised: int  # tokens with a target
     grad_norm: float  # before clipping
-    skipped: bool  # as the norm was not finite
-    loss_sum: Callable[[], float]  # over all that it is the mean of; returns once the device has added it up
-    n_losses: int  # these: supervised tokens, sequences or pairs
+    skipped: bool  # the norm was not finite
+    loss_sum: Callable[[], float]  # waits until the device has added up the losses
+    n_losses: int  # terms of `loss_sum`: supervised tokens, sequences or pairs
 
     @cached_property
     def loss(self) -> float:
@@ -42,71 +42,71 @@ Record = tuple[Span, Any]
 
 
 class Machine(Protocol):
-    """Performs ops: a `CpuMachine`, a `CudaMachine`, or an `EmulatedMachine`, which keeps another machine's time."""
+    """Performs ops: a `CpuMachine`, a `CudaMachine`, or an `EmulatedMachine`, where ops take another machine's time."""
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
-        """Do a run's work of a lane, its `lane` too, on the thread where it belongs: the calling one, or one of all runs."""
+        """Run `work`, which enters `lane`, on the lane's thread: the calling one, or one shared by all runs."""
 
     def lane(self, lane: Lane) -> AbstractContextManager[None]:
-        """Prepare the calling thread to be this lane, until the context ends."""
+        """Prepare the calling thread for this lane, until the context ends."""
 
     def prepare(self, step: int) -> None:
-        """Make the step's batch. Called on the caller's thread, while the step before it is in progress."""
+        """Make the step's batch. Called on the caller's thread during the previous step."""
 
     def perform(self, index: int, op: Op, step: int) -> Any:
-        """Do op number `index` of the plan for this step. Called on its lane's thread. What tells when it really ran, or None."""
+        """Perform op number `index` of the plan, on its lane's thread. Return its timer for `measured`, or None."""
 
     def mark(self, op: Op) -> Any:
-        """Called on the lane's thread after `perform`: a token for lanes that wait for the op."""
+        """Return a token for lanes that wait for the op. Called on the lane's thread after `perform`."""
 
     def follow(self, lane: Lane, token: Any) -> None:
-        """Called on the thread of a lane that waits, with the token of what it waits for."""
+        """Wait for another lane's token. Called on the thread of the waiting lane."""
 
     def result(self, step: int) -> StepResult | None:
-        """What came of a step that all lanes have done, handed over: the machine forgets it. None: it was no training."""
+        """Return and forget the result of a step that all lanes have completed; None if it was no training."""
 
     def measured(self, records: Sequence[Record]) -> Sequence[Span]:
-        """When ops really ran, given the host's times of `perform` and its results. Called once all lanes have ended."""
+        """Return measured spans of ops, from host times and results of `perform`. Called after all lanes have ended."""
 
 
 class StallError(RuntimeError):
-    """Every lane waits: the message says who waits for whom."""
+    """Deadlock: all lanes wait for each other. The message lists their waits."""
 
 
 class OpError(RuntimeError):
-    """An op failed: the message names it; the cause is chained."""
+    """Failed op, named in the message; the cause is chained."""
 
 
 class Stop:
-    """A request to end a run after the step in progress. A signal handler may call it: it waits for nothing."""
+    """Request to end a run after the current step. `request` never blocks: a signal handler may call it."""
 
-    def __init__(self, also: "Stop | None" = None) -> None:
-        """`also`: a request to that one is one to this one too."""
-        self._is_requested, self._also = False, also
+    def __init__(self, parent: "Stop | None" = None) -> None:
+        """A request to `parent` is a request to this one, too."""
+        self._is_requested, self._parent = False, parent
 
     @property
     def is_requested(self) -> bool:
-        return self._is_requested or (self._also is not None and self._also.is_requested)
+        return self._is_requested or (self._parent is not None and self._parent.is_requested)
 
     def request(self) -> None:
         self._is_requested = True
 
     def last_step(self, begun: int) -> int:
-        """The run's last step after a request; `begun`: the furthest step that any lane has begun."""
+        """Return the run's last step after a request; `begun`: the latest step begun by a lane."""
         return begun
 
 
 class AgreedStop(Stop):
-    """A stop of several ranks: all learn of a request to one of them during a step, and end after the next step. No lane can be
-    further: no op of the step after next begins before all ranks have met in the next one."""
+    """Stop of several ranks: all learn of a request to one of them during a step, and end after the next step. No lane can be
+    further, because ops after the next step wait for all ranks to meet in it."""
 
-    def __init__(self, asked: Stop) -> None:
-        """`asked`: the requests to this rank."""
+    def __init__(self, local: Stop) -> None:
+        """`local`: requests to this rank."""
         super().__init__()
-        self.asked, self._last_step = asked, 0
+        self.local, self._last_step = local, 0
 
-    def hear(self, step: int, is_asked: bool) -> None:
-        if is_asked and not self.is_requested:
+    def hear(self, step: int, is_requested: bool) -> None:
+        if is_requested and not self.is_requested:
             self._last_step = step + 1
             self.request()
 
@@ -116,22 +116,19 @@ class AgreedStop(Stop):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that all lanes have done."""
-
     number: int
-    seconds: float  # since the step before was done, or since the start
-    busy_s: Mapping[Lane, float]  # in which each lane's thread was at the step's ops
-    result: StepResult | None  # the machine's
+    seconds: float  # since the end of the previous step, or the start
+    busy_s: Mapping[Lane, float]  # time of each lane's thread in the step's ops
+    result: StepResult | None
 
 
 class Execution:
-    """A run of a plan, performed while one iterates: it gives each step when its last op is done, and has a timeline at the end.
+    """A run of a plan, performed by iteration over its completed steps; `timeline` is set at the end.
 
-    The first failure, of a lane or within the context, stops all lanes and is raised once each has ended the op that it was in:
-    errors of the user as they are, others as OpError naming the op. StallError when all lanes wait for each other. An op that hangs
-    cannot be told from a long one: after `quiet_s` without the end of any op, stderr says what each lane is at. After
-    `stop.request()` all lanes end after the same step, the earliest that none of them has gone beyond. `on_interrupt()` runs on
-    Ctrl-C before the lanes are joined, one of which may be blocked in a collective.
+    The first failure of a lane or in the context stops all lanes after their current op and is raised: user errors unchanged,
+    others as OpError naming the op; StallError if all lanes wait for each other. An op that hangs looks like a long one: after
+    `quiet_s` without the end of any op, stderr lists each lane's op. After `stop.request()` all lanes end after the same step, the
+    earliest possible. `on_interrupt()` runs on Ctrl-C before the lanes are joined, because one may be blocked in a collective.
     """
 
     def __init__(
@@ -144,12 +141,12 @@ class Execution:
         stop: Stop | None = None,
         on_interrupt: Callable[[], None] = lambda: None,
     ) -> None:
-        self.timeline = Timeline(())  # in the end: when each op of the last KEEP_STEPS ran, in seconds since the start
+        self.timeline = Timeline(())  # set at the end: ops of the last KEEP_STEPS, in seconds since the start
         self.machine, self.tracks, self.numbers = machine, tracks_of(plan), range(first_step, first_step + n_steps)
-        self.news = Bell()  # a step's end in some lane, or a failure: wakes the caller's thread
+        self.news = Bell()  # rung at the end of a step in a lane or at a failure, wakes the caller's thread
         self._quiet_s, self._stop, self._on_interrupt = quiet_s, stop or Stop(), on_interrupt
         self._failure: BaseException | None = None  # the first
-        self._n_begun = self._n_reported = 0  # steps that some lane has begun; that the caller has been given
+        self._n_begun = self._n_reported = 0  # steps begun by a lane; steps reported to the caller
         self._n_prepared = 0  # steps with a batch
         self._one_at_a_time = threading.Lock()
         self._steps = self._perform()
@@ -167,12 +164,12 @@ class Execution:
 
     @property
     def n_done(self) -> int:
-        """Steps that every lane has done."""
+        """Steps completed by all lanes."""
         return min(track.n_done // track.n_in_step for track in self.tracks)
 
     @property
     def n_repeated(self) -> int:
-        """Repetitions, counted over all steps, that every lane has done which repeats anything."""
+        """Repetitions, over all steps, completed by all lanes with repeated ops."""
         return min((track.n_repeated(track.n_done) for track in self.tracks if track.repeated), default=0)
 
     @property
@@ -180,12 +177,12 @@ class Execution:
         return [track for track in self.tracks if track.n_done < len(self.numbers) * track.n_in_step]
 
     def __str__(self) -> str:
-        """What each lane that has not ended does or waits for."""
+        """Return the op or wait of each lane that has not ended."""
         return "; ".join(map(str, self._busy))
 
     def begins(self, turn: int) -> bool:
-        """True if a lane may begin this step. After a request to stop, the last step is the furthest that any lane has begun: the
-        others can all end it, as no op waits for one of a later step."""
+        """True if a lane may begin this step. After a request to stop, the last step is the latest begun by a lane: the others can
+        complete it, because no op waits for a later step."""
         with self._one_at_a_time:
             if self._stop.is_requested:
                 last = self._stop.last_step(self.numbers.start + self._n_begun - 1)
@@ -209,7 +206,7 @@ class Execution:
         n_kept = max(2, min(KEEP_STEPS, MOST_SPANS // sum(track.n_spans for track in self.tracks)))
         workers: list[_Worker] = []
         try:
-            # Compute last: its thread settings are to stay.
+            # Start the GPU lane last: its thread settings persist.
             for track in sorted(self.tracks, key=lambda track: track.lane is Lane.GPU):
                 workers.append(_Worker(track, self, n_kept))
                 workers[-1].start()
@@ -223,18 +220,17 @@ class Execution:
         finally:
             self._join(workers)
             for track in self.tracks:
-                track.tokens.clear()  # tracks refer to each other: without this, what a machine left would live until a collection
+                track.tokens.clear()  # tracks are cyclic: tokens would otherwise live until a garbage collection
         if self._failure is not None:
             try:
-                yield from self._done()  # by then
+                yield from self._completed_steps()
             finally:
                 raise self._failure
         spans = self.machine.measured([record for worker in workers for record in worker.records])
         spans = [replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans]
         self.timeline = Timeline(tuple(sorted(spans, key=lambda span: (span.step, span.op, span.repetition))))
 
-    def _done(self) -> Iterator[Step]:
-        """The steps that are done and not reported."""
+    def _completed_steps(self) -> Iterator[Step]:
         while self._n_reported < self.n_done:
             turn, before_s, self._reported_s = self._n_reported, self._reported_s, time.perf_counter()
             self._n_reported += 1
@@ -243,13 +239,13 @@ class Execution:
             yield Step(number, self._reported_s - before_s, busy_s, self.machine.result(number))
 
     def _watch(self) -> Iterator[Step]:
-        """Report steps; raise on a stall, in which every lane waits; print a note if no op ends for long."""
+        """Yield steps; raise on a stall, in which all lanes wait; print a note if no op ends for long."""
         last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, self._quiet_s
         while True:
-            while self._n_prepared < min(self._n_begun + 1, len(numbers := self.numbers)):  # which a stop shortens at any time
+            while self._n_prepared < min(self._n_begun + 1, len(numbers := self.numbers)):  # a stop may shorten `numbers`
                 self.machine.prepare(numbers[self._n_prepared])
                 self._n_prepared += 1
-            yield from self._done()
+            yield from self._completed_steps()
             if self._n_reported == len(self.numbers) or self._failure is not None:
                 return
             if self.news.sleep():
@@ -258,18 +254,18 @@ class Execution:
             if n_done != last_done:
                 last_done, n_quiet_looks, n_stuck_looks, say_at_s = n_done, 0, 0, self._quiet_s
                 continue
-            n_quiet_looks += 1  # counted in looks: a process that was suspended for an hour has not been quiet for one
+            n_quiet_looks += 1  # looks instead of time: a suspended process is not quiet
             n_stuck_looks = n_stuck_looks + 1 if all(track.is_stuck for track in self._busy) else 0
             if n_stuck_looks >= 2:
-                raise StallError(f"no lane moves any more: {self}")
+                raise StallError(f"deadlock, no lane advances: {self}")
             if n_quiet_looks * LOOK_S > say_at_s:
                 say(f"no op has ended for {n_quiet_looks * LOOK_S:.0f} s, and the run goes on: {self}")
                 say_at_s *= 2
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait until every lane has ended. After a failure, for each `quiet_s` at most: an op that hangs never ends."""
+        """Wait until all lanes have ended; after a failure at most `quiet_s` for each, because an op may hang."""
         for thread in threads:
-            while thread.is_alive():  # not so the one whose start a signal interrupted: it sees the failure and ends by itself
+            while thread.is_alive():  # false if a signal interrupted its start: it sees the failure and ends
                 thread.join(timeout=self._quiet_s)
                 if thread.is_alive() and self._failure is not None:
                     say(f"the run has failed, and waits no longer for {thread.name}: {self}")
@@ -321,7 +317,7 @@ class _Worker(threading.Thread):
             self._at = "its end"
 
     def _perform(self, entry: Entry, repetition: int, turn: int) -> bool:
-        """Wait for what the op waits for, and do it; False where the lane is stopped."""
+        """Wait for the op's dependencies and perform it; return False if the lane is stopped."""
         track, machine, op = self.track, self.machine, self.track.op(entry, repetition)
         if entry.begins:
             track.forget_tokens(self.execution.n_done, self.execution.n_repeated)

@@ -1,8 +1,8 @@
-"""Ranks: what the processes that share a step do together.
+"""Ranks: collectives of the processes that share a step.
 
-Each rank has a device and a part of the host's state, and performs the same plan. Three ops are collectives, each in the order of
-its lane: `gather` of weights, `exchange` of partial sums of gradients, and `clip`, which shares numbers. No library sums: the order
-of sums is decided here, so that the bits do not depend on the number of ranks.
+Each rank has a device and a shard of the host's state, and performs the same plan. Three ops are collectives, each in the order of
+its lane: `gather` of weights, `exchange` of partial gradient sums, and `clip`, which shares numbers. Sums are computed here in a
+fixed order, not by a library, so that the bits do not depend on the number of ranks.
 """
 
 from dataclasses import replace
@@ -13,38 +13,38 @@ import torch
 from .batch import Batch, Batches
 from .host.slabs import Shared
 
-Among = Literal["here", "hosts"]  # the ranks of this host; or those, one of every host, that have this one's place there
+ExchangeScope = Literal["here", "hosts"]  # ranks of this host; or the ranks at this one's place on all hosts
 
 
 class Ranks(Protocol):
-    """All ranks, as one of them sees them. What each of them calls returns when the last has called it."""
+    """All ranks, seen from one of them. Collective calls return once every rank has made them."""
 
-    rank: int  # those of a host one after another
+    rank: int  # consecutive on a host
     n: int
     n_here: int  # on each host
-    by_memory: bool  # all are on one host, and a rank's device reads from other ranks' host memory
+    by_memory: bool  # all ranks are on one host, and a device reads the host memory of other ranks
 
     def common(self, mine: Shared) -> list[torch.Tensor] | None:
-        """A slab of each rank that the others may read, this one's too; None where one of them cannot be read."""
+        """Return a slab of each rank, readable by the others, including this one's; None if one cannot be read."""
 
     def of_host(self, n_bytes: int) -> torch.Tensor:
-        """A slab of zeros that all ranks of this one's host have."""
+        """Return a zero slab shared by all ranks of this host."""
 
     def meet(self) -> None:
-        """Return when all ranks have come here (barrier)."""
+        """Wait for all ranks (barrier)."""
 
-    def gather(self, whole: torch.Tensor) -> None:
-        """Fill a flat tensor of n equal parts, of which this rank's is in its place, with those of the others (all-gather)."""
+    def gather(self, tensor: torch.Tensor) -> None:
+        """All-gather in place: a flat tensor of n equal parts has this rank's part at its position."""
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor, scope: ExchangeScope = "here") -> None:
         """All-to-all of flat tensors with an equal part for each of these ranks, in order."""
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
-        """Each rank's flat fp64 row of host memory into (n, row) `rows`, those of the others too. Of a lane of its own."""
+        """All-gather of each rank's flat fp64 row in host memory into (n, row) `rows`, on a separate lane."""
 
 
 def folded(parts: torch.Tensor, n: int) -> torch.Tensor:
-    """The sum of n equal parts of a flat tensor by a balanced binary tree, left part and right part; it takes the parts' place."""
+    """Sum n equal parts of a flat tensor by a balanced binary tree, left part plus right part, in place."""
     parts = parts.view(n, -1)
     while len(parts) > 1:
         parts[0::2].add_(parts[1::2])
@@ -53,7 +53,7 @@ def folded(parts: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def of_rank(batches: Batches, rank: int, batch_size: int) -> Batches:
-    """One rank's sequences of each step, with the number of supervised tokens of all ranks, for the mean."""
+    """Return one rank's sequences of each step, with the supervised tokens of all ranks for the mean."""
 
     def batch_of(step: int) -> Batch:
         batch = batches(step)

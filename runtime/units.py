@@ -1,7 +1,4 @@
-"""Units: bytes, counts, times and rates, as text is read and shown.
-
-Inside, everything is in base units (bytes, seconds, FLOP); prefixes exist only here.
-"""
+"""Units: parse and format bytes, counts, times and rates. Other modules use base units only (bytes, seconds, FLOP)."""
 
 import re
 
@@ -13,23 +10,22 @@ KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 _UNITS = {"B": 1, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
 _UNITS |= {"K": KB, "M": MB, "G": GB, "T": TB}
 
-LEAST_PLAIN_BYTES = MB  # of a number without a unit: 128 would be a guess
+LEAST_PLAIN_BYTES = MB  # smallest number without a unit: 128 is ambiguous
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `80GB` or `80G` (10^9), `1.5TB`, `24GiB` (2^30), or of a number that can be meant for nothing but bytes.
-    PenstockError when it is no positive size, or a small number without a unit."""
+    """Parse `80GB` or `80G` (10^9), `1.5TB`, `24GiB` (2^30), or plain bytes from 10^6. Raise PenstockError for others."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is not None and not match[2] and float(match[1]) < LEAST_PLAIN_BYTES:
-        raise PenstockError(f"{text.strip()[:40]!r} is not a size, for it has no unit; write for example 80GB, 1.5TB or 24GiB")
+        raise PenstockError(f"{text.strip()[:40]!r} is not a size: it has no unit; write for example 80GB, 1.5TB or 24GiB")
     value = 0.0 if match is None else float(match[1]) * _UNITS.get(match[2].upper() or "B", 0)
     if not 0.5 < value < 2**63:
-        raise PenstockError(f"{text[:40]!r} is not a size above zero that exists; write for example 80GB, 1.5TB or 24GiB")
+        raise PenstockError(f"{text[:40]!r} is not a size above zero; write for example 80GB, 1.5TB or 24GiB")
     return round(value)
 
 
 def parse_count(text: str) -> int:
-    """A count such as `100M`, `1.5B`, `2T` or 250000; PenstockError when it is none above zero."""
+    """Parse a positive count such as `100M`, `1.5B`, `2T` or 250000; raise PenstockError for other texts."""
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([KkMmGgBbTt]?)\s*", text)
     n = 0 if match is None else round(float(match[1]) * {"": 1, "K": KB, "M": MB, "G": GB, "B": GB, "T": TB}[match[2].upper()])
     if not 0 < n < 10**18:
@@ -38,7 +34,7 @@ def parse_count(text: str) -> int:
 
 
 def on_one_line(text: str, longest: int = 480) -> str:
-    """Text for a terminal's line, whatever a file's name holds: control characters are written out, the middle of much is cut."""
+    """Return text for one line of a terminal: control characters escaped, the middle of long text cut."""
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return plain if len(plain) <= longest else f"{plain[: longest // 2]} ... {plain[-(longest // 2) :]}"
 
@@ -49,7 +45,7 @@ def show_bytes(n_bytes: float) -> str:
 
 
 def show_count(n: int) -> str:
-    """`116.8 G`, `494 M`, `54.59 k`: of parameters, four significant digits."""
+    """`116.8 G`, `494 M`, `54.59 k`: parameters, four significant digits."""
     for scale, name in ((GB, "G"), (MB, "M"), (KB, "k")):
         if n >= scale:
             return f"{n / scale:.4g} {name}"
@@ -64,7 +60,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`: how long to wait."""
+    """`45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`: time to wait."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -74,7 +70,7 @@ def show_duration(seconds: float) -> str:
 
 
 def show_rate(per_s: float, unit: str) -> str:
-    """`412 TFLOP/s`, `55.9 GB/s`: decimal prefixes of the given unit per second."""
+    """`412 TFLOP/s`, `55.9 GB/s`."""
     return _show(per_s, ((TB, f"T{unit}"), (GB, f"G{unit}"), (MB, f"M{unit}"), (KB, f"k{unit}")), unit) + "/s"
 
 

@@ -213,7 +213,7 @@ def frozen_of(machine: CpuMachine) -> Tensors:
 
 def machine_for(plan: Plan, machine_type=Remembering, batches: Sequence[Batch] = (), **options):
     """Return a machine that trains `plan` from the weights of `begin`, on a cycle of batches."""
-    whole = plan.semantics.whole
+    whole = plan.semantics.all_ranks
     batches = batches or batches_of(plan.model.config["vocab_size"], whole.batch_size, whole.seq_len)
     folder = Path(tempfile.mkdtemp(prefix="disk-")) if plan.policy.disk_blocks else None
     if folder is not None:

@@ -250,7 +250,7 @@ def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any],
             "seed": seed,
             "data_fingerprint": data.fingerprint,
             "model_fingerprint": plan.model.fingerprint,
-            "semantics": asdict(plan.semantics.whole),
+            "semantics": asdict(plan.semantics.all_ranks),
             "optimizer": optimizer,
         }
     )

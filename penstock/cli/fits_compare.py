@@ -97,7 +97,7 @@ def fits(
     families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
     tasks = [(*group, *family, variant, sizes, search, hosts) for family, group in families_of_gpus for variant in variants]
     at_once = len(groups) * len(variants)
-    estimates, step = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.whole
+    estimates, step = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.all_ranks
     results = _larger(estimates) if less_state else estimates
     if as_json:
         rows = [fit.to_json(tokens) for fit in results]
@@ -191,7 +191,7 @@ def compare(
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     if as_json:
         rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
-        about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].whole.tokens_per_step}
+        about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
         ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
         click.echo(json.dumps(about | ranking))
         return

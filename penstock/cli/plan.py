@@ -169,7 +169,7 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     answer, hour, (device, remainder) = planned.answer, hourly(planned.profile), provenance_of(planned.plan, planned.profile)
     rented, bought = hour.per_million(planned.tokens_per_s)
     return {
-        "semantics": asdict(planned.plan.semantics.whole) | {"ranks": planned.plan.semantics.ranks},
+        "semantics": asdict(planned.plan.semantics.all_ranks) | {"ranks": planned.plan.semantics.ranks},
         "policy": planned.plan.policy.to_json(),
         **answer.claim.to_json(),
         "baselines": answer.all_baselines(),

@@ -82,7 +82,7 @@ def overview(session: "Session") -> dict[str, str]:
         "tokenizer": str(session.tokenizer_from or "bytes"),
         "device": _device(session),
         **session.data.words(),
-        "steps": f"{steps}, each of {performed.whole.batch_size:,} sequences, {performed.tokens_per_step:,} tokens",
+        "steps": f"{steps}, each of {performed.all_ranks.batch_size:,} sequences, {performed.tokens_per_step:,} tokens",
         **({"optimizer": f"{semantics.optimizer_in_words}, betas {rule.beta1:g}, {rule.beta2:g}"} if semantics.is_lean else {}),
         "learning rate": f"{rule.lr:g}, {rule.schedule.kind}",
         "predicted": _predicted(session, n_steps - first_step),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.runtime.errors import DataError
-from penstock.runtime.plan.objective import ANSWER, CROSS_ENTROPY, LAST, Objective, Of
+from penstock.runtime.plan.objective import ANSWER, CROSS_ENTROPY, LAST, LossUnit, Objective
 from penstock.settings import DataSettings
 
 from .chat import ChatTemplate
@@ -34,11 +34,11 @@ Report = Callable[[str], None]  # callback that receives progress messages
 
 def required_format(objective: Objective) -> str | None:
     """Return the row format that a loss requires, or None if it trains on any text or chat."""
-    if objective.of is Of.TOKENS and {*EXTRA_NAMES[ROLLOUTS]} <= {*objective.extras}:
+    if objective.of is LossUnit.TOKENS and {*EXTRA_NAMES[ROLLOUTS]} <= {*objective.extras}:
         return ROLLOUTS
     if objective.name == "classify":
         return LABELLED
-    return {Of.PAIRS: PREFERENCE, Of.ANSWERS: UNPAIRED}.get(objective.of)
+    return {LossUnit.PAIRS: PREFERENCE, LossUnit.ANSWERS: UNPAIRED}.get(objective.of)
 
 
 def no_report(words: str) -> None:
@@ -74,7 +74,7 @@ def read_data(
     sets = list[PackedSet]()
     for part in settings.parts:
         reader = reader_of(part, tokenizer, vocab_size, run or cache.parent, preferred, objective)
-        group = 1 if objective is None or objective.of is not Of.ANSWERS else objective.rows_each // 2
+        group = 1 if objective is None or objective.of is not LossUnit.ANSWERS else objective.rows_each // 2
         is_of_means = objective is not None and bool(objective.numbers.get("mean"))  # over a sequence
         packing, is_shared = _packing(part, reader, by_document and not is_of_means)
         shape = Shape(packing, seq_len, tokenizer.end_id, part.too_long, part.unsupervised, group, is_shared)

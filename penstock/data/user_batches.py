@@ -8,7 +8,7 @@ import torch
 
 from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.errors import DataError
-from penstock.runtime.plan.objective import CROSS_ENTROPY, TEACHER, Objective, Of
+from penstock.runtime.plan.objective import CROSS_ENTROPY, TEACHER, LossUnit, Objective
 
 
 class Batches(Protocol):
@@ -57,7 +57,7 @@ class UserBatches:
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model has ids 0 to {last}")
-        extras, shapes = batch.extras, (shape[:1],) if self.objective.of is not Of.TOKENS else (shape[:1], shape)
+        extras, shapes = batch.extras, (shape[:1],) if self.objective.of is not LossUnit.TOKENS else (shape[:1], shape)
         # For a built-in loss, one number per sequence would be mistaken for one per token.
         of_tokens = () if self.objective.sha256 is not None else ("old", "reference")
         for name in self.objective.extras:

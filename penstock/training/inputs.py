@@ -170,7 +170,7 @@ def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bo
         _tokenizer_folder(settings, folder),
         _vocab_size(plan),
         semantics.seq_len,
-        rows_each if held_out else semantics.whole.batch_size,
+        rows_each if held_out else semantics.all_ranks.batch_size,
         settings.seed,
         tokens_folder(Path(settings.out)),
         by_document=supports_documents(plan.model.config, semantics) is None,

@@ -22,7 +22,7 @@ from penstock.runtime.compute.losses import HALVES
 from penstock.runtime.errors import DataError, PenstockError, PlanError
 from penstock.runtime.executor import Stop
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan.objective import TEACHER, Of
+from penstock.runtime.plan.objective import TEACHER, LossUnit
 from penstock.runtime.units import on_one_line, show_seconds
 
 from .inputs import Prompts
@@ -86,9 +86,9 @@ def _in_words(values: dict[str, float]) -> str:
         nearness = f"  divergence {values['eval_divergence']:.4f}" if "eval_divergence" in values else ""
         of_tokens = f"perplexity {values['eval_perplexity']:.4g}{nearness}  {values['eval_tokens']:,} tokens"
         return f"loss {values['eval_loss']:.4f}  {of_tokens}"
-    how = "labelled" if f"eval_{Of.SEQUENCES}" in values else "preferred" if "eval_pairs" in values else "judged"
+    how = "labelled" if f"eval_{LossUnit.SEQUENCES}" in values else "preferred" if "eval_pairs" in values else "judged"
     right = f"  {values['eval_accuracy']:.1%} {how} rightly" if "eval_accuracy" in values else ""
-    n = next((f"{values[f'eval_{unit}']:,} {unit}" for unit in Of if f"eval_{unit}" in values), "")
+    n = next((f"{values[f'eval_{unit}']:,} {unit}" for unit in LossUnit if f"eval_{unit}" in values), "")
     return f"loss {values['eval_loss']:.4f}{right}  {n}"
 
 
@@ -130,7 +130,7 @@ def evaluate(
     """
     began_s, losses, divergences, n_tokens = time.perf_counter(), list[torch.Tensor](), list[torch.Tensor](), 0
     objective = machine.plan.semantics.objective
-    if objective.of is not Of.TOKENS:
+    if objective.of is not LossUnit.TOKENS:
         return _of_answers(machine, sequence, n_sequences, stop) | {"eval_s": time.perf_counter() - began_s}
     plan, n_passes, batch_of = passes(machine.plan, sequence, n_sequences)
 
@@ -176,9 +176,9 @@ def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples
     n_losses = len(in_groups(n_tokens)) * rows_each // (2 if objective.of in HALVES else 1)
     report = {"eval_loss": values.sum().item() / n_losses, f"eval_{objective.of}": n_losses}
     scores = in_groups(sums - extras["reference"] if "reference" in extras else sums if objective.n_labels else sums / n_tokens)
-    if objective.of is Of.PAIRS:
+    if objective.of is LossUnit.PAIRS:
         report["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
-    elif objective.of is Of.ANSWERS:
+    elif objective.of is LossUnit.ANSWERS:
         over = scores[:, 0::2] - scores[:, 1::2].mean(dim=1, keepdim=True).clamp(min=0)
         report["eval_accuracy"] = (torch.where(in_groups(extras["label"])[:, 0::2] > 0, over, -over).sign() / 2 + 0.5).mean().item()
     elif objective.n_labels is not None:

@@ -87,7 +87,7 @@ class Facets:
 
 def uses_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Uses]]:
     """Yield (kind, resource uses) of a block's ops. Speculative updates use the same resources as updates."""
-    distinct = [m for m, _ in plan.alike(range(plan.semantics.n_micro_batches))]
+    distinct = [m for m, _ in plan.micro_batch_groups(range(plan.semantics.n_micro_batches))]
     for kind, row in OPS.items():
         is_there = row.where(plan, block) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, block))
         if is_there and kind not in (Kind.SPECULATE, Kind.SETTLE):

@@ -26,7 +26,7 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     one_group = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
     may_stay, may_square = places_to_stay(one_group, cost.profile), [*can_square(plan.workload, plan.semantics)]
     if not plan.workload.trains_all:
-        may_stay = may_square = [*plan.workload.mixed] if plan.semantics.whole.sum_groups == 1 else []
+        may_stay = may_square = [*plan.workload.mixed] if plan.semantics.all_ranks.sum_groups == 1 else []
     host = dict(machine_facets(plan, cost, (), ()))
     squared = dict(machine_facets(plan, cost, may_square, ()))
     staying = dict(machine_facets(plan, cost, (), may_stay))
@@ -58,7 +58,7 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
 
     # Forward of every block, and backward down to the first trained block, without recompute. The head does both in one op.
     compute_s, first = 0.0, plan.workload.first_trained
-    for (m, count), (b, *equal_blocks) in product(plan.alike(range(semantics.n_micro_batches)), plan.workload.classes):
+    for (m, count), (b, *equal_blocks) in product(plan.micro_batch_groups(range(semantics.n_micro_batches)), plan.workload.classes):
         block, n = plan.blocks_of(m)[b], count * (1 + len(equal_blocks))
         is_head = block.kind is BlockKind.HEAD
         compute_s += n * (cost.loss_s if is_head else cost.forward_s)(block, semantics)

@@ -131,7 +131,7 @@ def ops_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Dem
             continue
         if row.often is Often.MICRO_BATCH and kind in _SUMMING:
             added = Counter[Demand]()  # most micro-batches have equal demands; the first has the least
-            for m, count in plan.alike(range(n)):
+            for m, count in plan.micro_batch_groups(range(n)):
                 added[cost.demand(plan, Op(kind, block, m))] += count
             yield from ((kind, demand, count) for demand, count in added.items())
         elif row.often is Often.MICRO_BATCH:
@@ -265,7 +265,7 @@ def work_of(plan: Setup, works: WorkCache, facets: Facets, block: int, groups: G
     if is_layer:
         joins = () if plan.reduced or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
         n = plan.semantics.n_micro_batches
-        for kind, (m, count) in product(joins, plan.alike(range(n - groups.n_alone, n)) if joins else ()):
+        for kind, (m, count) in product(joins, plan.micro_batch_groups(range(n - groups.n_alone, n)) if joins else ()):
             add("last_leaving", facets.op_cost(kind, cost.demand(plan, Op(kind, block, m))), count)
         work.scalars["backwards_in_turn"] += _in_turn_s(plan, cost, block, of_block)
         return work

@@ -115,5 +115,5 @@ def _computing_s(plan: Setup, cost: CostModel) -> float:
     keeping = replace(plan, policy=Policy(accumulation_group=n, save=saves(all=range(1, head))))
     kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(first, head)]
     unpacking_s = sum(cost.demand(plan, Op(Kind.DEQUANTISE, b)).alone_s for b in range(head) if plan.unpacks(b))
-    demands = ((count, cost.demand(keeping, Op(kind, b, m))) for kind, b in kinds for m, count in plan.alike(range(n)))
+    demands = ((count, cost.demand(keeping, Op(kind, b, m))) for kind, b in kinds for m, count in plan.micro_batch_groups(range(n)))
     return 2 * n * unpacking_s + sum(count * demand.alone_s for count, demand in demands)

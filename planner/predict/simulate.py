@@ -132,7 +132,7 @@ class Simulator:
         return State(
             none(n), none(n), none(n), none(n, IDLE), none(n), zeros(n), zeros(n), floats([1.0] * n), zeros(1),
             none(self.n_ops), none(steps, ops.n_performed), zeros(steps * n), zeros(steps), none(1), none(1),
-            none(n), Filling.of(n, len(ops.capacity)), none(2, IDLE), none(1), none(1), zeros(turns),
+            none(n), Filling.allocate(n, len(ops.capacity)), none(2, IDLE), none(1), none(1), zeros(turns),
             none(turns * n * N_WHERE), zeros(turns * n), zeros(turns * n), zeros(steps * ops.n_spans), zeros(steps * ops.n_spans),
         )  # fmt: skip
 

@@ -54,7 +54,7 @@ class SearchResult:
 def model_flop(plan: Plan) -> int:
     """Model FLOP of one step, the convention for MFU: forward plus twice that for backward, without recompute, with the causal half
     of attention. Frozen weights have no gradient."""
-    counts = plan.alike(range(plan.semantics.n_micro_batches))
+    counts = plan.micro_batch_groups(range(plan.semantics.n_micro_batches))
     first = plan.workload.first_trained
 
     def block_flop(block: Block, is_trained: bool) -> int:

@@ -82,9 +82,9 @@ def trained_in_words(plan: Plan) -> str:
 
 def batch_in_words(semantics: Semantics) -> str:
     """Describe a batch: `67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`; per rank for several ranks."""
-    batch = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
+    batch = f"{counted(semantics.all_ranks.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
     last = f", the last of {semantics.n_left}" if semantics.n_left else ""
-    n_groups, ranks = semantics.whole.sum_groups, semantics.ranks
+    n_groups, ranks = semantics.all_ranks.sum_groups, semantics.ranks
     groups = f", in {n_groups} sum groups" if n_groups > 1 else ""
     gpus = f" on each of {ranks} GPUs" if ranks > 1 else ""
     return f"{batch}, in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{gpus}{groups}"

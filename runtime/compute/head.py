@@ -13,7 +13,7 @@ from penstock.runtime.layers.kernels import use_fused_norm
 from penstock.runtime.layers.layer_chain import LayerChain
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.objective import ANSWER, LAST, Of
+from penstock.runtime.plan.objective import ANSWER, LAST, LossUnit
 
 from .answers import Answers
 from .cross_entropy import add_product, row_losses
@@ -108,7 +108,7 @@ class OutputHead:
         n_tokens, answers = targets_BT.shape[1], self._answers(targets_BT, extras)
         if not self.objective.has_first_pass:
             own = {name: extras[name] if extras[name].dim() > 1 else extras[name][:, None] for name in self.objective.extras}
-            if self.objective.per is Of.SEQUENCES:
+            if self.objective.per is LossUnit.SEQUENCES:
                 own["n_tokens"] = answers.spread(answers.n_tokens.clamp(min=1))
             zero = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
             return zero, {name: x.expand(-1, n_tokens, *x.shape[2:]).flatten(0, 1) for name, x in own.items()}

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import PlanError
-from penstock.runtime.plan.objective import REFERENCE, Objective, Of
+from penstock.runtime.plan.objective import REFERENCE, LossUnit, Objective
 
 from .answers import in_order
 
 Extras = Mapping[str, Tensor]
 MOST_AHEAD = 20.0  # upper clamp of log-ratios, with gradient 0 above
 LEAST = 1e-30  # lower clamp of probabilities before their logarithm
-HALVES = {Of.PAIRS: ("chosen", "rejected"), Of.ANSWERS: ("own", "other")}  # names of two consecutive sequences
+HALVES = {LossUnit.PAIRS: ("chosen", "rejected"), LossUnit.ANSWERS: ("own", "other")}  # names of two consecutive sequences
 
 
 def label_smoothing(logits: Tensor, targets: Tensor, epsilon: float) -> Tensor:
@@ -203,11 +203,11 @@ class LossFunction:
         """Loss per item. `first`, `second`: logits and targets, or log-probabilities and token counts."""
         arguments: dict[str, Tensor]
         match self.objective.of:
-            case Of.TOKENS:
+            case LossUnit.TOKENS:
                 arguments = {"logits": first, "targets": second, **extras}
-            case Of.SEQUENCES:
+            case LossUnit.SEQUENCES:
                 arguments = {"logps": first, "scores": first, "n_tokens": second, **extras}
-            case Of.PAIRS | Of.ANSWERS as of:
+            case LossUnit.PAIRS | LossUnit.ANSWERS as of:
                 has_gain, halves = REFERENCE in extras and self.objective.sha256 is None, enumerate(HALVES[of])
                 gain = {"gain": first - extras[REFERENCE]} if has_gain else {}
                 by_name = (gain | {"": first, "n": second, **extras}).items()
@@ -219,7 +219,7 @@ class LossFunction:
         """Sum over the supervised positions of a tile."""
         is_left_out = targets_N == UNSUPERVISED  # computed before a user's function may change the targets
         losses_N = self.each(logits_NV, targets_N, extras)
-        if self.objective.per is Of.SEQUENCES:  # the sum over tokens is a mean
+        if self.objective.per is LossUnit.SEQUENCES:  # the sum over tokens is a mean
             losses_N = losses_N / self.objective.numbers.get("max_completion_length", extras["n_tokens"])
         return losses_N.masked_fill(is_left_out, 0.0).sum()
 
@@ -234,7 +234,7 @@ class LossFunction:
             is_counted = is_counted[0::2] & is_counted[1::2]
         is_there_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
         # Absent items: a value with a finite slope (0 may have an infinite one, and NaN gradients), or with log-ratio 0
-        logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is Of.ANSWERS else -1.0)
+        logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is LossUnit.ANSWERS else -1.0)
         return torch.where(is_counted, self.each(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
 
     def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:

@@ -149,7 +149,7 @@ class Updates:
         if self._shared is None:
             squares = [square for slot in op.every("norm") for square in self._squared(slot)]
         else:
-            is_asked = self.agreed is not None and self.agreed.asked.is_requested
+            is_asked = self.agreed is not None and self.agreed.local.is_requested
             mine = {slot.index: self._squares(slot) for slot in op.every("norm")}
             squares, self._losses[step], is_asked = self._shared.share(numbers, mine, losses(), is_asked)
             if self.agreed is not None:
@@ -230,7 +230,7 @@ class Updates:
         for p in self.state.owned[op.block]:
             now = self.state.param_state(p)
             target, source = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
-            arguments = self._gradient(op, p), factor, n_updates, settings.of(p.name, p.shape), source
+            arguments = self._gradient(op, p), factor, n_updates, settings.for_parameter(p.name, p.shape), source
             tasks += Step(target, *arguments, self._rule, self._rounding(p, n_updates)).tasks()
         return tasks
 
@@ -256,7 +256,7 @@ class Updates:
         run, end = list[Parameter](), 0
         run_key: LaunchKey = settings, None
         for p in self.state.owned[block]:
-            offset, key = self._offsets[block][p.name], (settings.of(p.name, p.shape), self._rounding(p, n_updates))
+            offset, key = self._offsets[block][p.name], (settings.for_parameter(p.name, p.shape), self._rounding(p, n_updates))
             if run and (offset, key) != (end, run_key):
                 yield run_key, run
                 run = []

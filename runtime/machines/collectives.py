@@ -64,7 +64,7 @@ class Collectives:
             total = folded(received, n_here)
             if n_hosts > 1:
                 of_hosts = self._arenas.view(op["received"], "fp32", (n_hosts * n_now,), half)
-                self._ranks.exchange(total, of_hosts, among="hosts")
+                self._ranks.exchange(total, of_hosts, scope="hosts")
                 total = folded(of_hosts, n_hosts)
             mine = self._arenas.view(op["gradient"], plan.gradient_dtype(op.block), (n_now,), first // n_ranks + begin)
             mine.copy_(total)

@@ -19,7 +19,7 @@ from penstock.runtime.plan import Lane, Op, Semantics
 from penstock.runtime.plan.objective import CROSS_ENTROPY
 from penstock.runtime.plan.region import Demand, Region, shares
 from penstock.runtime.plan.timeline import Span
-from penstock.runtime.ranks import Among
+from penstock.runtime.ranks import ExchangeScope
 
 from .torch_machine import TorchMachine
 
@@ -78,8 +78,8 @@ class EmulatedRanks:
         parts = weights.view(self.n, -1)
         parts[1:] = parts[0]
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
-        n = self.n_here if among == "here" else self.n // self.n_here
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor, scope: ExchangeScope = "here") -> None:
+        n = self.n_here if scope == "here" else self.n // self.n_here
         received.view(n, -1)[:] = parts.view(n, -1)[0]
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:

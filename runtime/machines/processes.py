@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from penstock.runtime.errors import PlanError, RanksError
 from penstock.runtime.host.slabs import Shared, shared_slab, slab_of
-from penstock.runtime.ranks import Among
+from penstock.runtime.ranks import ExchangeScope
 
 PATIENCE = timedelta(minutes=30)  # timeout of blocking collectives: longer than the longest op of the slowest rank
 LONG = timedelta(days=30)  # timeout of collectives issued a step ahead or between steps, where an evaluation may be long
@@ -74,8 +74,8 @@ class Processes:
         with _rank_errors("brought weights together"):
             _gather_into(flat, flat[self.rank * n : (self.rank + 1) * n], group=self._of_device)
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
-        group, where = (self._here, "") if among == "here" else (self._between_hosts, " between hosts")
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor, scope: ExchangeScope = "here") -> None:
+        group, where = (self._here, "") if scope == "here" else (self._between_hosts, " between hosts")
         with _rank_errors(f"exchanged gradients{where}"):
             dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=group)
 

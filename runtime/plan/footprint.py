@@ -1,25 +1,20 @@
-"""Memory that a plan takes on device and host, by use.
-
-The planner books, the checker adds up and a run checks the same numbers. Memory of a process before it begins a plan is not among
-them: a GPU's context, and Python with its libraries.
-"""
+"""Memory of a plan on device and host, by use, for planner, checker and executor. The memory of CUDA and Python is excluded."""
 
 from .plan import Plan
 from .setup import Place, Setup
 from .workload import ITEM_BYTES, Attention, Saved, text_of
 
-# Of which lengths are multiples: whole blocks of queries, as torch's kernel for processors cuts them (32 below 192 tokens, 64 below
-# 768, 256 from there), but no more lengths than that below 192. Its keys come in blocks of 512.
+# Padded lengths are whole query blocks of torch's CPU attention (32 below 192 tokens, 64 below 768, then 256), but multiples of 64
+# below 192 tokens, for fewer distinct lengths. Key blocks have 512 tokens.
 SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
-USUAL_WORKSPACE_BYTES = 2**30  # assumed, of a GPU whose profile is not at hand
-INT64 = 8  # bytes of a position
-COMPILER_BYTES = 125_000_000  # numba and the kernels of the host's optimizer in a process
-CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
+USUAL_WORKSPACE_BYTES = 2**30  # assumed for a GPU without a profile
+INT64 = 8  # bytes per position
+COMPILER_BYTES = 125_000_000  # numba and the host optimizer's kernels in a process
+CUDA_HEAD_ELEMENTS = 8  # torch pads other head widths to a multiple before it calls the kernel
 
 
 def device_needs(plan: Setup, on_cuda: bool, workspace_bytes: float | None) -> dict[str, int]:
-    """Peak bytes of device memory, by use. `workspace_bytes`: memory of kernels and libraries after their first use; None: for an
-    old profile without that number, whose plans book neither it nor documents."""
+    """Return peak device bytes by use. `workspace_bytes`: of kernels and libraries; None (old profile): excluded, as documents."""
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.DEVICE}
     needs |= {"kept activations": plan.kept_bytes, "block being computed": plan.transient_bytes}
     if workspace_bytes is not None:
@@ -28,7 +23,7 @@ def device_needs(plan: Setup, on_cuda: bool, workspace_bytes: float | None) -> d
 
 
 def planned_device_needs(plan: Plan, on_cuda: bool | None = None) -> dict[str, int]:
-    """The same on the machine of the plan's own profile; or on the other kind of device, of which the profile knows nothing."""
+    """Return peak device memory by use for the plan's profile, or for the other kind of device, without a profile."""
     device = plan.profile["device"]
     of_cuda, workspace = device["kind"] == "cuda", device.get("workspace_bytes")
     if on_cuda is not None and on_cuda != of_cuda:
@@ -37,52 +32,50 @@ def planned_device_needs(plan: Plan, on_cuda: bool | None = None) -> dict[str, i
 
 
 def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
-    """Bytes of host memory for one of `n_here` ranks, by arena, and of the compiler; the ranks share frozen weights."""
+    """Return host memory by arena, and of the compiler, for one of `n_here` ranks, which share frozen weights."""
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
     needs["compiler"] = COMPILER_BYTES
     if n_here > 1 and not plan.workload.trains_all:
-        frozen_bytes = sum(len(alike) * plan.frozen_bytes(alike[0]) for alike in plan.workload.classes)
+        frozen_bytes = sum(len(blocks) * plan.frozen_bytes(blocks[0]) for blocks in plan.workload.classes)
         needs["state"] -= frozen_bytes - -(-frozen_bytes // n_here)
     return needs
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:
-    """Upper bound of the device memory that documents take beyond the plan's, for any lengths and any model. Positions, cosines and
-    sines of each micro-batch of a group; fp32 tables of each layer that saves all, where a plan books one sequence's; and the
-    tensors of attention to one document, padded on a CPU. Without fused attention for a document (no mask), autograd saves
-    attention's results twice: of each document, and joined."""
-    of = plan.semantics
-    item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
-    pads = not on_cuda and of.compute_dtype == "bf16"
-    n_computed, keeping = padded_tokens(of.seq_len) if pads else of.seq_len, {*plan.policy.saving(Saved.ALL)}
-    for alike in plan.workload.classes:
-        if (attention := plan.workload.blocks[alike[0]].attention) is None:
+    """Upper bound of additional device memory for packed documents: positions, cosines and sines of each micro-batch of a group;
+    fp32 tables of each layer that saves all, beyond those of one sequence; attention tensors of one document, padded on a CPU.
+    Without fused attention (no mask), autograd saves attention outputs twice: per document, and concatenated."""
+    semantics = plan.semantics
+    item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[semantics.compute_dtype], 0, 0
+    pads = not on_cuda and semantics.compute_dtype == "bf16"
+    n_computed, keeping = padded_tokens(semantics.seq_len) if pads else semantics.seq_len, {*plan.policy.saving(Saved.ALL)}
+    for blocks in plan.workload.classes:
+        if (attention := plan.workload.blocks[blocks[0]].attention) is None:
             continue
-        n_keeping = len(keeping.intersection(alike))
+        n_keeping = len(keeping.intersection(blocks))
         n_heads, width = attention.n_heads, attention.head_dim
         n_kv_heads = attention.n_kv_heads or n_heads
         n, table_bytes, wide_bytes = attention.n_sequences, 2 * width * item_bytes, 2 * width * ITEM_BYTES["fp32"]
         joined_bytes = 0 if _calls_fused(plan, attention, on_cuda) else n * n_heads * width * item_bytes
         tables_bytes = n * (table_bytes + INT64) + n_keeping * max(n * table_bytes, (n - 1) * wide_bytes)
-        kept_bytes += of.seq_len * (tables_bytes + n_keeping * joined_bytes)
-        # Most in backward: gradients of queries, keys, values, a copy of the sums; padded, those three too, results, its gradient.
+        kept_bytes += semantics.seq_len * (tables_bytes + n_keeping * joined_bytes)
+        # Peak in backward: gradients of q, k, v and a copy of the sums; if padded, also q, k, v, the output and its gradient.
         n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads
         token_bytes = (n_made + pads * n_padded) * width * item_bytes + n_heads * ITEM_BYTES["fp32"]
-        turn_bytes = max(turn_bytes, n_computed * token_bytes + of.seq_len * joined_bytes)
+        turn_bytes = max(turn_bytes, n_computed * token_bytes + semantics.seq_len * joined_bytes)
     return plan.policy.accumulation_group * kept_bytes + turn_bytes
 
 
 def _calls_fused(plan: Setup, attention: Attention, on_cuda: bool) -> bool:
-    """True if the plan's documents have fused attention without a mask."""
+    """True if attention within a document uses a fused kernel without a mask."""
     config = text_of(plan.model.config)
     if plan.semantics.attention != "sdpa" or config.get("attention_dropout") or attention.window is not None:
         return False
-    if "v_head_dim" in config:  # values of another width than keys
+    if "v_head_dim" in config:  # values and keys have different widths
         return False
     return not on_cuda or (plan.semantics.compute_dtype != "fp32" and attention.head_dim % CUDA_HEAD_ELEMENTS == 0)
 
 
 def padded_tokens(n_tokens: int) -> int:
-    """The length class of a document."""
     block = SHORT_BLOCK if n_tokens < LONG_TOKENS else LONG_BLOCK
     return -(-n_tokens // block) * block

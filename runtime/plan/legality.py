@@ -1,4 +1,4 @@
-"""Combinations of model, semantics and policy that are refused."""
+"""Combinations of model, semantics and policy that are rejected."""
 
 from penstock.runtime.errors import PlanError
 
@@ -8,7 +8,7 @@ from .workload import Saved, Workload
 
 
 def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """PlanError, in a line, for a policy that is not legal with this workload and semantics."""
+    """Raise a one-line PlanError for a policy that is illegal with this workload and semantics."""
     if semantics.compute_dtype == "fp32" and semantics.master_dtype in ("bf16", "split24"):
         raise PlanError(f"fp32 compute from a {semantics.master_dtype} master gains nothing; use --compute bf16 or --master fp32")
     if semantics.weight_rounding == "stochastic" and semantics.master_dtype not in ("bf16", "split24"):
@@ -28,77 +28,77 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
 
 
 def refuse_sum_groups(semantics: Semantics) -> None:
-    """PlanError where micro-batches do not form `sum_groups` groups, or these no balanced binary tree."""
-    n, of = semantics.n_micro_batches, semantics.sum_groups
-    if n % of or of.bit_count() > 1:
-        raise PlanError(f"a step of {n} micro-batches has no {of} sum groups; choose a power of two that divides them")
+    """Raise PlanError unless micro-batches form `sum_groups` equal groups for a balanced binary tree."""
+    n, n_groups = semantics.n_micro_batches, semantics.sum_groups
+    if n % n_groups or n_groups.bit_count() > 1:
+        raise PlanError(f"a step of {n} micro-batches has no {n_groups} sum groups; choose a power of two that divides them")
 
 
 def refuse_half_pairs(semantics: Semantics) -> None:
-    """PlanError where micro-batches do not hold whole pairs that a loss is of, or no kernel computes the loss as it is planned."""
-    of = semantics.objective
-    if semantics.micro_batch % of.rows_each or semantics.batch_size % of.rows_each:
-        how = "are of one micro-batch; choose multiples for --batch-size and --micro-batch"
-        raise PlanError(f"--loss {of.name}: each {of.rows_each} sequences {how}")
-    if of.n_labels is not None and not semantics.train.trains(SCORE):
-        raise PlanError(f"--loss {of.name}: nothing would train its new head; use --train all, lora, or names:{SCORE},...")
-    if of.takes_eager and semantics.loss != "eager":
-        raise PlanError(f"--loss {of.name}: no fused kernel computes it; plan it with the loss's own, eager")
+    """Raise PlanError if a micro-batch splits a unit of the loss, or no kernel computes the loss as planned."""
+    objective = semantics.objective
+    if semantics.micro_batch % objective.rows_each or semantics.batch_size % objective.rows_each:
+        how = "must share a micro-batch; choose multiples for --batch-size and --micro-batch"
+        raise PlanError(f"--loss {objective.name}: each {objective.rows_each} sequences {how}")
+    if objective.n_labels is not None and not semantics.train.trains(SCORE):
+        raise PlanError(f"--loss {objective.name}: nothing would train its new head; use --train all, lora, or names:{SCORE},...")
+    if objective.takes_eager and semantics.loss != "eager":
+        raise PlanError(f"--loss {objective.name}: no fused kernel computes it; plan it with loss: eager")
 
 
 def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """PlanError where something is asked that only a model has which is trained whole."""
+    """Raise PlanError for settings that require all weights to be trained."""
     if workload.trains_all:
         if semantics.base != "bf16":
-            raise PlanError(f"--base {semantics.base}: what is trained is not packed, and here that is all; add --train lora")
+            raise PlanError(f"--base {semantics.base}: trained weights cannot be packed, and all are trained; add --train lora")
         return
     if workload.first_trained == len(workload.blocks):
-        raise PlanError(f"--train {semantics.train}: no weight of this model is trained by that")
+        raise PlanError(f"--train {semantics.train}: selects no weight of this model")
     if policy.update is Update.EAGER or policy.speculate_blocks:
-        raise PlanError("where weights are frozen nothing is updated before the norm is known: update barrier or deferred")
+        raise PlanError("frozen weights require updates after the global norm: use update barrier or deferred")
     if policy.device_blocks not in ((), workload.mixed) or policy.square_on_device:
-        how = "device_blocks are all blocks that are trained in part, or none; leave out square_on_device"
-        raise PlanError(f"where weights are frozen, {how}")
-    if policy.device_blocks and semantics.whole.sum_groups > 1:
-        how = "summed there in order, not in sum groups; leave out one"
-        raise PlanError(f"what is trained of a frozen block on the device is {how}")
+        how = "device_blocks must be all partly trained blocks, or none; leave out square_on_device"
+        raise PlanError(f"with frozen weights, {how}")
+    if policy.device_blocks and semantics.all_ranks.sum_groups > 1:
+        how = "in order, not in sum groups; leave out one"
+        raise PlanError(f"the device sums gradients of partly trained blocks {how}")
     if policy.device_blocks and semantics.gradient_dtype != "fp32":
-        raise PlanError("what is trained of a frozen block on the device is summed there in fp32: use --gradient-dtype fp32")
+        raise PlanError("the device sums gradients of partly trained blocks in fp32: use --gradient-dtype fp32")
     first = workload.first_trained
     if any(b < first - 1 for b in policy.spill_blocks) or any(policy.saved(b) is not Saved.INPUT for b in range(1, first)):
-        raise PlanError(f"no backward comes below block {first}, for which outputs could spill, or anything be saved")
+        raise PlanError(f"backward ends at block {first}; spill and save no activations of blocks below it")
 
 
 def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """PlanError where several ranks cannot do what they would do alone."""
+    """Raise PlanError for settings that several ranks do not support."""
     if semantics.ranks == 1:
         return
-    if semantics.whole.shared_by(semantics.ranks) != semantics:
+    if semantics.all_ranks.shared_by(semantics.ranks) != semantics:
         raise PlanError(f"{semantics.ranks} ranks do not share the step equally; plan again")
     if workload.tied and len(workload.blocks[0].trained) > 1:
-        raise PlanError("several ranks cut a tied weight as it is cut in its own block, where it must be alone; use one GPU")
+        raise PlanError("several ranks need a tied weight to be the only trained weight of its block; use one GPU")
     if policy.accumulation_group < semantics.n_micro_batches:
         raise PlanError("several ranks exchange whole sums: all micro-batches of a rank must be in one accumulation_group")
     if policy.square_on_device or policy.device_blocks:
-        raise PlanError("with several ranks a gradient is whole nowhere on a device; leave out square_on_device and device_blocks")
+        raise PlanError("with several ranks no device holds a whole gradient; leave out square_on_device and device_blocks")
 
 
 def can_read(workload: Workload, semantics: Semantics) -> list[int]:
-    """The layers whose frozen weights may be on a disk."""
+    """Layers with frozen weights that may be on a disk."""
     layers = range(1, workload.n_layers + 1) if semantics.ranks == 1 and not workload.trains_all else ()
     return [b for b in layers if any(p.frozen and p.tied_to is None for p in workload.blocks[b].parameters)]
 
 
 def can_square(workload: Workload, semantics: Semantics) -> range:
-    """The blocks whose gradients are whole on the device: a tied weight's are two until the host adds them, ranks have parts."""
+    """Blocks with whole gradients on the device. Those of a tied weight are two until the host adds them; ranks have parts."""
     if semantics.ranks > 1:
         return range(0)
     return range(1, workload.n_layers + 1) if workload.tied else range(workload.n_layers + 2)
 
 
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
-    """The blocks whose state a device may hold: their gradients are whole there, and a processor updates all elements alike."""
-    if not workload.trains_all and semantics.whole.sum_groups > 1:  # what stays is summed in order
+    """Blocks with state that a device may hold: whole gradients there, and updates bitwise identical to the host's."""
+    if not workload.trains_all and semantics.all_ranks.sum_groups > 1:  # summed in order
         return []
     blocks, multiple = workload.blocks, semantics.device_multiple
     return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
@@ -130,19 +130,19 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if not of_disk <= {*can_read(workload, semantics)} or list(policy.disk_blocks) != sorted(of_disk):
         raise PlanError("disk_blocks must be layers with frozen weights, of one GPU's plan, in ascending order, each once")
     if any(workload.blocks[b].trained and b not in policy.device_blocks for b in of_disk.intersection(policy.resident_blocks)):
-        how = "is read once, and must not be loaded again: train none on the host"
+        how = "cannot be trained on the host, because it is read once"
         raise PlanError(f"a block in disk_blocks and in resident_blocks {how}")
     if uneven := {*policy.device_blocks}.difference(can_stay(workload, semantics)):
         how = f"a number of elements that is no multiple of {semantics.device_multiple}; leave it to the host"
         raise PlanError(f"device_blocks: block {min(uneven)} has parameters of {how}")
     if both := {*policy.device_blocks}.intersection(policy.resident_blocks).difference(workload.mixed):
-        raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; its weights are on the device as it is")
+        raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; leave it out of resident_blocks")
     if len(policy.save) > n_layers:
-        raise PlanError(f"save names layer {len(policy.save)}, but there are {n_layers}")
+        raise PlanError(f"save names layer {len(policy.save)}, but the model has {n_layers} layers")
     if policy.save[-1:] == (Saved.INPUT,):
-        raise PlanError("save ends with a layer that saves its input, as all do that it does not name; leave it out")
+        raise PlanError("save ends with a layer that saves its input, which is the default; leave it out")
     if any(policy.saved(b + 1) is Saved.ALL for b in policy.spill_blocks):
-        raise PlanError("a layer that saves all saves its input too: the block before it cannot spill")
+        raise PlanError("a layer that saves all needs its input on the device: leave the block before it out of spill_blocks")
     for b, saved in dict.fromkeys(zip(workload.first_alike[1:], policy.save, strict=False)):
         if any(blocks[b].recompute(saved) is None for blocks in (workload.blocks, workload.smaller) if blocks):
             raise PlanError(f"this model's layers cannot save only {saved}; leave `{saved}` out of save")
@@ -150,6 +150,6 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if any(policy.saved(b) not in LEAVE for b in offloaded) or list(offloaded) != sorted({*offloaded}):
         raise PlanError("offload_blocks must be layers that save attention or products, in ascending order, each once")
     if policy.boundary_stride > 1 and (policy.spill_blocks or any(saved is not Saved.INPUT for saved in policy.save)):
-        raise PlanError("with boundary_stride above 1 layers save their input alone and no boundary spills")
+        raise PlanError("boundary_stride above 1 excludes save and spill_blocks; leave them out")
     if policy.boundary_stride > n_layers:
-        raise PlanError(f"boundary_stride is {policy.boundary_stride}, but there are {n_layers} layers")
+        raise PlanError(f"boundary_stride is {policy.boundary_stride}, but the model has {n_layers} layers")

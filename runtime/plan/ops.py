@@ -1,7 +1,6 @@
 """Ops, the instructions of a plan, and the table of their kinds.
 
-The table, `OPS`, says of each kind its lane, its operands, which blocks have it, how often, and its phase of a step. Lowering,
-costs, bounds and counts read it; the checker has one of its own.
+Lowering, costs, bounds and counts read the table, `OPS`; the checker has an independent one.
 """
 
 import re
@@ -17,13 +16,13 @@ from penstock.runtime.errors import PlanError
 from .policy import Policy, Semantics
 from .workload import BlockKind, Workload
 
-MAX_REPETITIONS = 10**6  # of a step; a billion tokens in micro-batches of a thousand
+MAX_REPETITIONS = 10**6  # per step: a billion tokens in micro-batches of a thousand
 
 
 class Lane(StrEnum):
-    """A queue that does one op at a time, in order: a stream or a thread."""
+    """Queue that performs ops in order, one at a time: a stream or a thread."""
 
-    __hash__ = str.__hash__  # a tenth of the time of an enumeration's own; so below
+    __hash__ = str.__hash__  # ten times faster than Enum.__hash__; also below
 
     GPU = "gpu"
     H2D = "h2d"
@@ -34,7 +33,7 @@ class Lane(StrEnum):
 
 
 class Kind(StrEnum):
-    """What an op does; `OPS` says the rest."""
+    """Operation of an op, see `OPS`."""
 
     __hash__ = str.__hash__
 
@@ -64,7 +63,7 @@ class Kind(StrEnum):
 
 
 class Often(StrEnum):
-    """How many ops of a kind a step has for a block that has any."""
+    """Ops of a kind per step, for a block that has any."""
 
     USE = "one whenever its weights are needed and are in no slot"
     MICRO_BATCH = "one for each micro-batch"
@@ -73,7 +72,7 @@ class Often(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which part of a step an op belongs to (docs/bounds.md, "Phases")."""
+    """Part of a step (docs/bounds.md, "Phases")."""
 
     READING = "reads from a disk"
     LOADING = "loads"
@@ -91,7 +90,7 @@ class Phase(StrEnum):
 
 
 class Subject(Protocol):
-    """What the table asks of a plan: a `Setup`."""
+    """Properties of a plan that the table reads. `Setup` implements it."""
 
     @property
     def semantics(self) -> Semantics: ...
@@ -110,13 +109,13 @@ Where = Callable[[Subject, int], bool]
 
 @dataclass
 class Row:
-    """A kind of op. An operand that is read and written is changed in place. Of an optional operand (`x?`) an op has none or one,
-    of a repeated one (`into*`) any number; docs/plan-language.md says when."""
+    """A kind of op. Operands that are both read and written are changed in place. An op has at most one optional operand `x?`, and
+    any number of a repeated one, `into*`; docs/plan-language.md defines when."""
 
     lane: Lane
-    operands: str  # the names of those read, `>`, and of those written
+    operands: str  # names read, `>`, names written
     often: Often
-    where: Where  # which blocks have it
+    where: Where  # True for blocks with this op
     phase: Phase
 
     def __post_init__(self) -> None:
@@ -124,7 +123,7 @@ class Row:
         every = [*reads, *writes]
         self.reads = frozenset(name.rstrip("?*") for name in reads)
         self.writes = frozenset(name.rstrip("?*") for name in writes)
-        self.names = tuple(dict.fromkeys(name.rstrip("?*") for name in every))  # in the order in which an op has them
+        self.names = tuple(dict.fromkeys(name.rstrip("?*") for name in every))  # in the order of an op's operands
         self.required = frozenset(name for name in every if name[-1] not in "?*")
         self.repeated = frozenset(name[:-1] for name in every if name[-1] == "*")
 
@@ -138,7 +137,7 @@ def _has_backward(s: Subject, b: int) -> bool:
 
 
 def _is_recomputed(s: Subject, b: int) -> bool:
-    """Whether the layer's output shares a slot, and a backward comes to the last layer of its run."""
+    """True if the layer's output shares a slot and backward reaches the last layer of its run."""
     stride, top = s.policy.boundary_stride, s.workload.n_layers
     is_inside = s.workload.blocks[b].kind is BlockKind.LAYER and b % stride > 0 and b != top
     return is_inside and min(b - b % stride + stride, top) >= s.workload.first_trained
@@ -169,8 +168,8 @@ def _is_exchanged(s: Subject, b: int) -> bool:
     return s.semantics.ranks > 1 and _is_trained(s, b)
 
 
-# Gather and exchange, and with several ranks clip, are collectives: they begin when every rank has come to them.
-# x is the input of a block, y its output; in backward their gradients take their places.
+# Gather, exchange and, with several ranks, clip are collectives: they start when every rank has reached them.
+# x: input of a block; y: its output; in backward their gradients replace them.
 OPS = {
     Kind.READ: Row(Lane.DISK, "> frozen", Often.USE, _listed("disk_blocks"), Phase.READING),
     Kind.LOAD: Row(Lane.H2D, "state frozen? tied? > weights", Often.USE, lambda s, b: True, Phase.LOADING),
@@ -204,7 +203,7 @@ LANE_OF = {kind: row.lane for kind, row in OPS.items()}
 
 
 class Slot(NamedTuple):
-    """A fixed region of memory: the index-th slot of an arena. Written `weights[2]`."""
+    """Buffer number `index` of an arena. Written `weights[2]`."""
 
     arena: str
     index: int  # type: ignore[assignment]  # in the place of a tuple's method
@@ -221,8 +220,8 @@ class Slot(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Start only after op number `op` of the plan is done: in this step (distance 0) or in the one before (1). Between ops that
-    repeat: in the same repetition (back 0) or in the one before (1). Written `12`, `12@1`, `12~1`."""
+    """Dependency on op number `op`, in this step (distance 0) or the previous one (1). Between repeated ops: in the same repetition
+    (back 0) or the previous one (1). Written `12`, `12@1`, `12~1`."""
 
     op: int
     distance: int = 0
@@ -248,7 +247,7 @@ _OP_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One instruction. Its line, `forward gpu b2 m0 weights=weights[1] x=activations[4] y=activations[8] ^ 3 17@1`, parses back."""
+    """An instruction: `forward gpu b2 m0 weights=weights[1] x=activations[4] y=activations[8] ^ 3 17@1`."""
 
     kind: Kind
     block: int
@@ -262,7 +261,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        """The line without slots and waits: `forward gpu b2 m0`."""
+        """Return the line without slots and waits: `forward gpu b2 m0`."""
         micro_batch = "" if self.micro_batch is None else f" m{self.micro_batch}"
         return f"{self.kind} {self.lane} b{self.block}{micro_batch}"
 
@@ -281,7 +280,7 @@ class Op:
         return tuple([slot for name, slot in self.operands if name in names])
 
     def get(self, name: str) -> Slot | None:
-        """The operand of that name, if the op has it; the first of several."""
+        """Return the first operand of this name, or None."""
         for known, slot in self.operands:
             if known == name:
                 return slot
@@ -298,7 +297,7 @@ class Op:
 
     @staticmethod
     def parse(line: str) -> "Op":
-        """The op written as `line`; PlanError when it is not one."""
+        """Parse `str(op)`; raise PlanError if it is malformed."""
         match = _OP_LINE.fullmatch(line)
         if match is None:
             raise PlanError(f"{line[:120]!r} is not an op; write for example: load h2d b3 state=state[3] weights=weights[1] ^ 12")
@@ -337,8 +336,7 @@ OpLine = Annotated[Op, BeforeValidator(_op_from_line), PlainSerializer(str)]
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Ops start..end-1 are performed `times` times in a step, each time with micro-batches that are `micro_batches` further.
-    Written `repeat 453-911 x1022 m+1`."""
+    """Ops start..end-1 run `times` times a step, each on micro-batches `micro_batches` further: `repeat 453-911 x1022 m+1`."""
 
     start: Annotated[int, Field(ge=1)]
     end: Annotated[int, Field(ge=2)]
@@ -349,7 +347,6 @@ class Repeat:
         return f"repeat {self.start}-{self.end - 1} x{self.times} m+{self.micro_batches}"
 
     def __contains__(self, i: int) -> bool:
-        """Whether op number i of the plan repeats."""
         return self.start <= i < self.end
 
     @property
@@ -357,7 +354,7 @@ class Repeat:
         return self.end - self.start
 
     def op(self, op: Op, repetition: int) -> Op:
-        """A repeated op as it is performed in this repetition, counted from 0; its waits stay those of the plan."""
+        """Return a repeated op with the micro-batch of this repetition, counted from 0; waits are unchanged."""
         if op.micro_batch is None or not repetition:
             return op
         return replace(op, micro_batch=op.micro_batch + repetition * self.micro_batches)

@@ -1,12 +1,12 @@
 """Layout and size of packed weights: nf4, int8, fp8, mxfp4.
 
-A packed weight is its codes, then its scales, fp32 but for mxfp4, each part from a multiple of 256 bytes on:
+A packed weight is its codes, then its scales (fp32, except mxfp4), each aligned to 256 bytes:
 
-    nf4    4-bit NormalFloat (QLoRA): two codes a byte, the first in the upper half; the largest |number| of each 64
-    int8   a signed byte a number; the largest |number| of each row
-    fp8    float8_e4m3fn; for each 128 x 128 block of each matrix what its numbers are multiplied with
-    mxfp4  two E2M1 codes a byte, the first in the lower half; for each 32 numbers along the inputs a byte, s for 2^(s - 127).
-           The order is that of gpt_oss's stacks, (experts, inputs, outputs); that of its files is (experts, outputs, inputs)
+    nf4    4-bit NormalFloat (QLoRA): two codes a byte, the first in the upper half; absolute maximum of each 64 elements
+    int8   a signed byte per element; absolute maximum of each row
+    fp8    float8_e4m3fn; a factor for each 128 x 128 block of each matrix
+    mxfp4  two E2M1 codes a byte, the first in the lower half; a byte s for each 32 elements along the inputs: factor 2^(s - 127).
+           The order is that of gpt_oss's parameters, (experts, inputs, outputs); its files have (experts, outputs, inputs)
 """
 
 from collections.abc import Mapping
@@ -16,40 +16,37 @@ from typing import Literal, assert_never
 
 from .workload import OF_LAYER, SLOT_ALIGN_BYTES
 
-Base = Literal["bf16", "nf4", "int8", "fp8", "mxfp4"]  # what frozen weights come in; bf16: as they are
+Base = Literal["bf16", "nf4", "int8", "fp8", "mxfp4"]  # storage of frozen weights; bf16: not packed
 
-NF4_BLOCK = 64  # numbers of the flat tensor that share a scale
-FP8_BLOCK = 128  # rows, and columns, that do
-MXFP4_BLOCK = 32  # rows of a column that do
+NF4_BLOCK = 64  # elements of the flat tensor per scale
+FP8_BLOCK = 128  # rows and columns per scale
+MXFP4_BLOCK = 32  # rows of a column per scale
 SCALE_BYTES = 4
 
-# A weight is unpacked a chunk at a time: few enough numbers that a large GPU's cache holds what a chunk is made by way of, and so
-# many that a kernel moves tens of megabytes, some ten times what starting it costs.
+# Unpack in chunks: small enough that a large GPU's cache holds their intermediates, large enough that a kernel moves tens of
+# megabytes, about ten times its launch cost.
 UNPACK_CHUNK_ELEMENTS = 2**22
-NF4_TABLE_BYTES = 256 * 2 * 4  # two fp32 numbers for each byte
-UNPACK_SCRATCH_BYTES = UNPACK_CHUNK_ELEMENTS * 4 + NF4_TABLE_BYTES  # at most: a chunk in fp32, and the table, which stays
+NF4_TABLE_BYTES = 256 * 2 * 4  # two fp32 values per byte
+UNPACK_SCRATCH_BYTES = UNPACK_CHUNK_ELEMENTS * 4 + NF4_TABLE_BYTES  # upper bound: a chunk in fp32, and the persistent table
 
-# A GPU unpacks a matrix by one kernel, which reads codes and scales and writes the weight, each once (`at_once_bytes`). torch's own
-# calls are the definition, and run on a CPU. Calls for each chunk, and bytes that they move for each number of a bf16 weight:
-#   nf4    widen the codes to indices: read 1/2, write 2. Look them up in the table: read 2, write 4. Times the scale: read
-#          4 + 4/64, write 2
-#   int8   codes times the scale: read 1, write 4. Times 1/127: read 4, write 2. A scale is shared by a row
-#   fp8    widen: read 1, write 2. Times the scale: read 2, write 2. A scale is shared by 16,384 numbers. Blocks that are cut
-#          short at the right, or below, take a call of their own
-#   mxfp4  widen the codes to indices: read 1/2, write 2. Look them up: read 2, write 2. Times the scale: read 2, write 2. For each
-#          32 numbers their scale, before: widen it, read 1, write 4; look it up, read 4, write 2; and read 2
-# An fp32 weight takes 2 bytes more of the first two, and 6 of fp8 and mxfp4.
+# A GPU unpacks a matrix by one kernel, which reads codes and scales and writes the weight once (`at_once_bytes`). The reference
+# implementation, which runs on a CPU, makes these torch calls for each chunk; r, w: bytes read and written per bf16 element.
+#   nf4    widen codes to indices (r 1/2, w 2), look up (r 2, w 4), multiply by the scale (r 4 + 4/64, w 2)
+#   int8   multiply by the row's scale (r 1, w 4), by 1/127 (r 4, w 2)
+#   fp8    widen (r 1, w 2), multiply by the scale of 16,384 elements (r 2, w 2). Partial blocks take separate calls
+#   mxfp4  widen (r 1/2, w 2), look up (r 2, w 2), multiply (r 2, w 2); first, per scale: widen (r 1, w 4), look up (r 4, w 2), r 2
+# An fp32 weight takes 2 bytes more for nf4 and int8, and 6 for fp8 and mxfp4.
 UNPACK_KERNELS: dict[Base, int] = {"nf4": 3, "int8": 2, "fp8": 2, "mxfp4": 5}
 UNPACK_BYTES_PER_ELEMENT: dict[Base, float]
 UNPACK_BYTES_PER_ELEMENT = {"nf4": 14.5 + SCALE_BYTES / NF4_BLOCK, "int8": 11.0, "fp8": 7.0, "mxfp4": 10.5 + 13 / MXFP4_BLOCK}
 
-DEQUANTISED = ("fp8", "mxfp4")  # forms of published weights that are read as what they stand for, in bf16
+DEQUANTISED = ("fp8", "mxfp4")  # published formats that are read as their bf16 values
 
 _PACKED = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def published_as(config: Mapping[str, object]) -> Base | None:
-    """Packed form of the weights by a model's config.json: bf16 if it names none, None for one that is not read."""
+    """Return the packed format in a model's config.json: bf16 if it names none, None if it is not supported."""
     match config.get("quantization_config") or config.get("compression_config"):
         case None:
             return "bf16"
@@ -65,17 +62,15 @@ def published_as(config: Mapping[str, object]) -> Base | None:
 @dataclass(frozen=True, slots=True)
 class Layout:
     code_bytes: int
-    scales: tuple[int, ...]  # their shape
-    scale_bytes: int = SCALE_BYTES  # of each
+    scales: tuple[int, ...]  # shape
+    scale_bytes: int = SCALE_BYTES  # per scale
 
     @property
     def scales_at(self) -> int:
-        """The byte at which they begin."""
         return _aligned(self.code_bytes)
 
     @property
     def n_bytes(self) -> int:
-        """All of it, up to where another may begin."""
         return self.scales_at + _aligned(prod(self.scales) * self.scale_bytes)
 
 
@@ -84,7 +79,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 def is_packed(name: str, shape: tuple[int, ...], base: Base) -> bool:
-    """True for matrices of a layer's projections and experts; mxfp4: of experts alone. nf4 and mxfp4 need whole blocks."""
+    """True for weights of a layer's projections and experts (mxfp4: experts only). nf4 and mxfp4 need whole blocks."""
     if base == "bf16" or len(shape) not in (2, 3) or not (OF_LAYER.match(name) and name.endswith(_PACKED)):
         return False
     n_elements = prod(shape)
@@ -113,6 +108,6 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
 
 
 def at_once_bytes(shape: tuple[int, ...], base: Base, item_bytes: int) -> int:
-    """Memory traffic of the kernel that unpacks a matrix into numbers of that many bytes."""
-    of = layout(shape, base)
-    return of.code_bytes + prod(of.scales) * of.scale_bytes + prod(shape) * item_bytes
+    """Return the memory traffic of the kernel that unpacks a matrix to elements of `item_bytes`."""
+    packed = layout(shape, base)
+    return packed.code_bytes + prod(packed.scales) * packed.scale_bytes + prod(shape) * item_bytes

@@ -18,65 +18,62 @@ from .setup import Setup
 from .workload import FILE, BlockKind
 
 FORMAT_VERSION = 4
-MAX_PLAN_FILE_BYTES = 128 * 2**20  # more than twice the longest plan that is made, of 500,000 ops; its tree takes twenty times that
-MAX_BLOCKS = 10_002  # of the deepest model that is read, with embedding and head
-MAX_PARAMETERS = 4096  # of a block: experts are stacked, so that a layer has some twenty
+MAX_PLAN_FILE_BYTES = 128 * 2**20  # more than twice the longest plan made (500,000 ops); parsed, it takes 20 times that
+MAX_BLOCKS = 10_002  # of the deepest supported model, with embedding and head
+MAX_PARAMETERS = 4096  # per block; experts are stacked, so that a layer has about twenty
 
 P = TypeVar("P", bound="Plan")
 
 
-@dataclass(frozen=True, slots=True)  # so that a default is no attribute of the class, which `_Written` would inherit
+@dataclass(frozen=True, slots=True)  # with slots a default is no class attribute, which `_Written` would inherit
 class Plan(Setup):
-    """The ops of one steady-state step and everything needed to perform them."""
+    """Ops of one steady-state step, and everything needed to perform them."""
 
     profile: dict[str, Any]
     ops: tuple[OpLine, ...]
     format_version: Literal[4] = 4
     repeat: Repeat | None = None  # None: every op is performed once a step
-    __pydantic_config__ = FILE  # of all that a plan holds, too
+    __pydantic_config__ = FILE  # applies to nested fields, too
 
     def __str__(self) -> str:
-        """The plan as JSON, which parses back."""
         return json.dumps(_fields(self))
 
     @staticmethod
     def parse(text: str) -> "Plan":
-        """The plan that `str(plan)` made; PlanError when it is not one."""
+        """Parse `str(plan)`; raise PlanError if it is malformed."""
         return _validated(_PLAN, text, "plan")
 
     def often(self, i: int) -> int:
         return self.repeat.times if self.repeat is not None and i in self.repeat else 1
 
     def number(self, i: int, repetition: int) -> int:
-        """Where op number i stands in this repetition, were all of them written out."""
+        """Return the number of op i in this repetition if all repetitions were written out."""
         if self.repeat is None or i < self.repeat.start:
             return i
         return i + (repetition if i in self.repeat else self.repeat.times - 1) * self.repeat.n_ops
 
     @property
     def n_performed(self) -> int:
-        """Ops that a step performs: those that repeat, as often as they do."""
+        """Ops performed per step, counting repetitions."""
         return len(self.ops) + (0 if self.repeat is None else (self.repeat.times - 1) * self.repeat.n_ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written(Plan):
-    """A plan as it is in a file."""
-
     format_version: Literal[4]
-    fingerprint: str  # the model's
+    fingerprint: str  # of the model
     claim: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """What a plan file holds: the plan and what the planner claims of it."""
+    """Contents of a plan file: the plan, and the planner's predictions."""
 
     plan: Plan
     claim: dict[str, Any] | None
 
     def write(self, path: Path) -> None:
-        """Write the file whole or not at all; PlanError where the folder cannot be written."""
+        """Write the file atomically; raise PlanError if the folder is not writable."""
         fields = _fields(self.plan) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim}
         try:
             write_whole(path, f"{json.dumps(fields)}\n")
@@ -85,39 +82,39 @@ class PlanFile:
 
     @staticmethod
     def read(path: Path) -> "PlanFile":
-        """The plan in a file, fully validated; PlanError names what is wrong in one line."""
+        """Read and validate a plan; raise a one-line PlanError if it is malformed."""
         try:
             text = read_whole(path, MAX_PLAN_FILE_BYTES)
         except OSError as error:
             raise PlanError(f"{path}: cannot be read ({error.strerror}); make one with `penstock plan MODEL -o FILE`") from None
-        found = _validated(_WRITTEN, text, str(path))
-        if found.model.fingerprint != found.fingerprint:
+        written = _validated(_WRITTEN, text, str(path))
+        if written.model.fingerprint != written.fingerprint:
             raise PlanError(f"{path}: the model's fingerprint does not match its configuration; make it again with `penstock plan`")
-        return PlanFile(Plan(**{field.name: getattr(found, field.name) for field in fields(Plan)}), found.claim)
+        return PlanFile(Plan(**{field.name: getattr(written, field.name) for field in fields(Plan)}), written.claim)
 
 
 _PLAN, _WRITTEN = TypeAdapter(Plan), TypeAdapter(_Written)
 
 
 def _fields(plan: Plan) -> dict[str, Any]:
-    """The plan as a JSON object; `repeat` only where something does, `optimizer` where it is not what it was before a choice."""
-    said: dict[str, Any] = json.loads(_PLAN.dump_json(plan))
+    """Return the plan as a JSON object, without `repeat` if it is None and without the default optimizer."""
+    fields: dict[str, Any] = json.loads(_PLAN.dump_json(plan))
     if plan.semantics.optimizer is Optimizer.ADAMW:
-        del said["semantics"]["optimizer"]
+        del fields["semantics"]["optimizer"]
     if plan.repeat is None:
-        del said["repeat"]
-    return said
+        del fields["repeat"]
+    return fields
 
 
 def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
-    """The plan in a JSON text, its numbers referring only to what exists."""
+    """Parse a plan from JSON, and check its references."""
     try:
         plan = adapter.validate_json(text)
         refuse_malformed(plan)
     except ValidationError as error:
         errors = error.errors()
-        for found in (other for other in errors if other["loc"] == ("format_version",) and other["type"] != "missing"):
-            how = f"{str(found['input'])[:20]}, and this Penstock reads {FORMAT_VERSION}; plan again with `penstock plan`"
+        for entry in (entry for entry in errors if entry["loc"] == ("format_version",) and entry["type"] != "missing"):
+            how = f"{str(entry['input'])[:20]}, and this Penstock reads {FORMAT_VERSION}; plan again with `penstock plan`"
             raise PlanError(f"{where}: a plan of format {how}") from None
         place = on_one_line(".".join(map(str, errors[0]["loc"])), 120) or "the file"
         problem = errors[0]["msg"].removeprefix("Value error, ")[:160]
@@ -128,7 +125,7 @@ def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
 
 
 def refuse_malformed(plan: Plan) -> None:
-    """PlanError, in a line, unless the plan is well-formed: blocks in order, arenas of different names; every block, micro-batch,
+    """Raise a one-line PlanError unless the plan is well-formed: blocks in order, unique arena names; every block, micro-batch,
     slot and op that an op refers to exists; repeated ops are in the plan, and no op waits for a later part of its step."""
     blocks, n_micro_batches, repeat = plan.workload.blocks, plan.semantics.n_micro_batches, plan.repeat
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
@@ -140,7 +137,7 @@ def refuse_malformed(plan: Plan) -> None:
         raise PlanError("fewer than three blocks, or a batch that is smaller than its micro-batch")
     refuse_sum_groups(plan.semantics)
     if len(plan.workload.smaller) != (len(blocks) if plan.semantics.n_left else 0):
-        raise PlanError("blocks of a smaller micro-batch must be there just where the last one is smaller")
+        raise PlanError("blocks of a smaller micro-batch are needed if and only if the last one is smaller")
     if [b.kind for b in blocks] != [BlockKind.EMBEDDING, *[BlockKind.LAYER] * (len(blocks) - 2), BlockKind.HEAD]:
         raise PlanError("blocks are not embedding, layers, head in this order")
     if repeat is not None and not 0 < repeat.start < repeat.end < len(plan.ops):
@@ -166,7 +163,7 @@ def refuse_malformed(plan: Plan) -> None:
 
 
 def unrolled(plan: Plan) -> Plan:
-    """The same plan with repeated ops written out, to be looked at: repeats are performed, simulated and checked as they are."""
+    """Return the plan with repeated ops written out, for inspection; executor, simulator and checker use `repeat`."""
     repeat = plan.repeat
     if repeat is None:
         return plan
@@ -176,24 +173,24 @@ def unrolled(plan: Plan) -> Plan:
 
 
 def _written_out(op: Op, repeat: Repeat, repetition: int | None) -> Op:
-    """The op, in this repetition if it repeats, with the numbers that ops have when all are written out."""
+    """Return the op of this repetition (None: it does not repeat), with waits renumbered for the unrolled plan."""
     waits = []
     for wait in op.waits:
         number, distance, last = wait.op, wait.distance, (repeat.times - 1) * repeat.n_ops
         if wait.op >= repeat.end or (wait.op in repeat and (repetition is None or distance)):
             number += last
         elif wait.op in repeat and repetition is not None:
-            of = repetition - wait.back
-            number, distance = (number + of * repeat.n_ops, 0) if of >= 0 else (number + last, 1)
+            source = repetition - wait.back
+            number, distance = (number + source * repeat.n_ops, 0) if source >= 0 else (number + last, 1)
         waits.append(Wait(number, distance))
     return replace(repeat.op(op, repetition or 0), waits=tuple(dict.fromkeys(waits)))
 
 
 def shortened(plan: Plan, times: int) -> Plan:
-    """The plan of a step with fewer micro-batches, in which the same ops repeat `times` times."""
+    """Return the plan of a step with fewer micro-batches, in which repeated ops run `times` times."""
     repeat = plan.repeat
     assert repeat is not None, "the plan repeats something"
-    assert 2 <= times <= repeat.times, "fewer repetitions are asked for"
+    assert 2 <= times <= repeat.times, "times must be from 2 to repeat.times"
     n_fewer = (repeat.times - times) * repeat.micro_batches
     semantics = replace(plan.semantics, batch_size=plan.semantics.batch_size - n_fewer * plan.semantics.micro_batch)
     later = (op if op.micro_batch is None else replace(op, micro_batch=op.micro_batch - n_fewer) for op in plan.ops[repeat.end :])

@@ -1,4 +1,4 @@
-"""A plan without its ops: model, semantics, policy, arenas, and the sizes that follow."""
+"""A plan without its ops: model, semantics, policy and arenas, and the sizes derived from them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ from .workload import (
     aligned_elements,
 )
 
-DISK_PAGE_BYTES = 4096  # of which direct reads, and where they begin, are multiples
-# Distance at which caches map addresses alike: arrays a multiple of it apart make an update 3 times slower (measured)
+DISK_PAGE_BYTES = 4096  # alignment of offsets and lengths of direct reads
+# Cache aliasing distance: arrays a multiple of it apart make an update 3 times slower (measured)
 ALIASED_BYTES = 2**28
-EXCHANGED_BYTES = 2**28  # of sums that ranks exchange at a time: some milliseconds, and no slot for a whole vocabulary's
+EXCHANGED_BYTES = 2**28  # limit of one exchange: a few milliseconds, and no slot for the whole gradient of a vocabulary
 
 
 class Place(StrEnum):
@@ -57,7 +57,7 @@ class Arena:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a plan is about, with the arenas its ops will use."""
+    """Model, semantics, policy and arenas of a plan. Methods derive layouts, op counts and memory."""
 
     semantics: Semantics
     policy: Policy
@@ -69,14 +69,13 @@ class Setup:
         return next((arena for arena in self.arenas if arena.name == name), None)
 
     def blocks_of(self, micro_batch: int | None) -> tuple[Block, ...]:
-        """The blocks with the sizes of this micro-batch; None: of what all have in common."""
+        """Return the blocks with the sizes of this micro-batch; None: of a full one."""
         return self.workload.smaller if self.semantics.is_smaller(micro_batch) else self.workload.blocks
 
-    def alike(self, micro_batches: range) -> list[tuple[int, int]]:
-        """One micro-batch of each sort, and the sort's size: the first and the last of a step move their gradients differently, and
-        the last may be smaller."""
+    def micro_batch_groups(self, micro_batches: range) -> list[tuple[int, int]]:
+        """Group equivalent micro-batches: (representative, count). First and last move gradients otherwise than the rest."""
         if self.semantics.sum_groups > 1:
-            return _summed_alike(self.semantics, micro_batches)
+            return _groups_with_sums(self.semantics, micro_batches)
         last = self.semantics.n_micro_batches - 1
         n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
         counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
@@ -84,47 +83,46 @@ class Setup:
 
     @cached_property
     def reduced(self) -> bool:
-        """Whether the device sums the micro-batches: all are in one group, and a gradient crosses the link once a step."""
+        """True if the device sums all micro-batches (one accumulation group): a gradient crosses the link once a step."""
         return self.policy.accumulation_group >= self.semantics.n_micro_batches
 
     def stored(self) -> dict[str, str]:
-        """Dtypes of a `state` slot's arrays, by name and in order; the uploaded one is first. An fp32 master beside bf16 compute is
-        split into the uploaded bf16 weight and its missing 16 bits; split24 stores eight of them."""
-        of = self.semantics
-        lacks = {"fp32": "int16", "split24": "byte"}.get(of.master_dtype) if of.compute_dtype == "bf16" else None
-        return {**({"weight": "bf16", "remainder": lacks} if lacks else {"master": of.master_dtype}), **of.optimizer.moments}
+        """Return the dtypes of the arrays in a `state` slot, by name and in order, the uploaded one first. With bf16 compute an
+        fp32 master is split into the bf16 weight and its missing 16 bits; split24 stores 8 of these."""
+        master, moments = self.semantics.master_dtype, self.semantics.optimizer.moments
+        remainder = {"fp32": "int16", "split24": "byte"}.get(master) if self.semantics.compute_dtype == "bf16" else None
+        return {**({"weight": "bf16", "remainder": remainder} if remainder else {"master": master}), **moments}
 
     def state_bytes(self, n_elements: int) -> dict[str, int]:
-        """Bytes of each array for `n_elements`, a multiple of ALIGN_ELEMENTS; the last is padded to a slot's end. Pad an array so
-        that no two arrays begin a multiple of `ALIASED_BYTES` apart."""
-        found, begins = {name: int(STORED_BYTES[dtype] * n_elements) for name, dtype in self.stored().items()}, [0]
-        *padded, last = found
+        """Return the bytes of each array for `n_elements`, a multiple of ALIGN_ELEMENTS. Padding separates arrays that would start
+        a multiple of `ALIASED_BYTES` apart, and aligns the slot's end."""
+        sizes, begins = {name: int(STORED_BYTES[dtype] * n_elements) for name, dtype in self.stored().items()}, [0]
+        *padded, last = sizes
         for name in padded:
-            begin = begins[-1] + found[name]
-            while n_elements and any((begin - other) % ALIASED_BYTES == 0 for other in begins):
+            begin = begins[-1] + sizes[name]
+            while n_elements and any((begin - earlier) % ALIASED_BYTES == 0 for earlier in begins):
                 begin += SLOT_ALIGN_BYTES
-            found[name] = begin - begins[-1]
+            sizes[name] = begin - begins[-1]
             begins.append(begin)
-        found[last] += -sum(found.values()) % SLOT_ALIGN_BYTES
-        return found
+        sizes[last] += -sum(sizes.values()) % SLOT_ALIGN_BYTES
+        return sizes
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Those that have ops: nothing is exchanged by one rank, or read where all is in memory."""
+        """Lanes with ops: `net` only with several ranks, `disk` only with disk blocks."""
         has = {Lane.NET: self.semantics.ranks > 1, Lane.DISK: bool(self.policy.disk_blocks)}
         return tuple(lane for lane in Lane if has.get(lane, True))
 
     def regions(self, block: int) -> list[tuple[int, int]]:
-        """(start, length) of each region sharded across ranks: the block's own trained weights, then a tied weight, sharded like
-        its owner."""
+        """Return (start, length) of regions sharded across ranks: owned trained weights, then a tied one, cut as its owner."""
         blocks, n_pieces = self.workload.blocks, self.semantics.n_pieces
         owned, ties = blocks[block].piece_elements(n_pieces) * n_pieces, any(p.tied_to is not None for p in blocks[block].trained)
         return [(0, owned), *([(owned, blocks[0].piece_elements(n_pieces) * n_pieces)] if ties else [])]
 
     def slot_elements(self, block: int) -> int:
-        """Elements of a device slot that holds the block's weights; with several ranks, padded to equal shards."""
-        of = self.workload.blocks[block]
-        return self.gradient_elements(block) + of.slot_elements - of.trained_elements
+        """Elements of a device slot of the block's weights; with several ranks, padded to equal shards."""
+        b = self.workload.blocks[block]
+        return self.gradient_elements(block) + b.slot_elements - b.trained_elements
 
     def part_elements(self, block: int) -> int:
         """Elements of a rank's shard of masters and moments."""
@@ -133,61 +131,60 @@ class Setup:
         return self.regions(block)[0][1] // self.semantics.ranks
 
     def gradient_elements(self, block: int) -> int:
-        """Elements of a slot on the device that holds the block's gradient."""
         if self.semantics.ranks == 1:
             return self.workload.blocks[block].trained_elements
         return sum(n for _, n in self.regions(block))
 
     def frozen_bytes(self, block: int) -> int:
-        """Bytes of the frozen weights that a block owns, in the host's memory. The ranks of a host have one copy."""
+        """Bytes of the frozen weights that a block owns in host memory; the ranks of a host share one copy."""
         return sum(self.stored_bytes(p) for p in self.workload.blocks[block].parameters if p.frozen and p.tied_to is None)
 
     def read_bytes(self, block: int) -> int:
-        """Bytes of them that a read brings from a disk, in whole pages."""
+        """Bytes of a disk read of the block's frozen weights, in whole pages."""
         return -(-self.frozen_bytes(block) // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
 
     def uploaded(self, block: int) -> tuple[dict[str, int], int]:
-        """Byte offset of each weight that a block owns, by name, in the slot it is uploaded to; and the bytes of all of them.
-        Trained weights come first, with those of all ranks."""
-        of, item, places = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], dict[str, int]()
-        at = item * self.gradient_elements(block)
-        for p in of.parameters:
+        """Return byte offsets of owned weights in the upload slot, by name, and its bytes. Trained ones, of all ranks, are
+        first."""
+        b, item, places = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], dict[str, int]()
+        offset = item * self.gradient_elements(block)
+        for p in b.parameters:
             if p.frozen and p.tied_to is None:
-                places[p.name] = at
-                at += self.stored_bytes(p)
-        trained = of.offsets(owned_only=True)[0]
-        return {p.name: item * trained[p.name] for p in of.trained if p.tied_to is None} | places, at
+                places[p.name] = offset
+                offset += self.stored_bytes(p)
+        trained = b.offsets(owned_only=True)[0]
+        return {p.name: item * trained[p.name] for p in b.trained if p.tied_to is None} | places, offset
 
     def loaded(self, block: int, rank: int = 0) -> list[tuple[str, int, int, int]]:
-        """Copies of a load: (operand, byte offset there, byte offset in `weights`, bytes). Weights trained on the device are not
-        among them; of weights that several ranks train, only the rank's shard is."""
-        of, item, ranks = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], self.semantics.ranks
+        """Return the copies of a load: (operand, byte offset there, byte offset in `weights`, bytes). Weights trained on the device
+        are excluded; with several ranks, only the rank's shard of trained weights is copied."""
+        b, item, ranks = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], self.semantics.ranks
         if ranks > 1:
             cut = zip(("state", "tied"), self.regions(block), strict=False)
-            runs = [(name, 0, item * (at + rank * (n // ranks)), item * (n // ranks)) for name, (at, n) in cut]
+            runs = [(name, 0, item * (start + rank * (n // ranks)), item * (n // ranks)) for name, (start, n) in cut]
         else:
-            runs = [] if self.is_apart(block) else [("state", 0, 0, item * of.state_elements)]
+            runs = [] if self.is_apart(block) else [("state", 0, 0, item * b.state_elements)]
         if n_bytes := self.frozen_bytes(block):
             name = "frozen" if block in self.policy.disk_blocks else "state"
-            first, to = self.frozen_on_host(block)[1], self.uploaded(block)[1] - n_bytes
-            if runs == [(name, 0, 0, first)] and to == first:  # one copy brings both
-                runs, first, to, n_bytes = [], 0, 0, first + n_bytes
-            runs.append((name, first, to, n_bytes))
-        for p in of.parameters:
+            first, target = self.frozen_on_host(block)[1], self.uploaded(block)[1] - n_bytes
+            if runs == [(name, 0, 0, first)] and target == first:  # contiguous: one copy
+                runs, first, target, n_bytes = [], 0, 0, first + n_bytes
+            runs.append((name, first, target, n_bytes))
+        for p in b.parameters:
             if p.tied_to is not None and (p.frozen or ranks == 1):
-                at = self.frozen_on_host(0)[0][p.tied_to] if p.frozen else item * self.offsets[0][p.tied_to]
-                runs.append(("tied", at, item * self.offsets[block][p.name], item * aligned_elements(p)))
+                offset = self.frozen_on_host(0)[0][p.tied_to] if p.frozen else item * self.offsets[0][p.tied_to]
+                runs.append(("tied", offset, item * self.offsets[block][p.name], item * aligned_elements(p)))
         return [run for run in runs if run[-1]]
 
     def frozen_on_host(self, block: int) -> tuple[dict[str, int], int]:
-        """Byte offset of each frozen weight that a block owns, in its slot of `state` or `frozen`; and the first one's."""
+        """Return the byte offset of each owned frozen weight in its `state` or `frozen` slot, and that of the first."""
         places, n_bytes = self.uploaded(block)
         first = 0 if self.is_alone(block) else self.part_elements(block) * ITEM_BYTES[self.semantics.compute_dtype]
         shift_bytes, names = first - n_bytes + self.frozen_bytes(block), {p.name for p in self.workload.blocks[block].trained}
-        return {name: at + shift_bytes for name, at in places.items() if name not in names}, first
+        return {name: offset + shift_bytes for name, offset in places.items() if name not in names}, first
 
     def stored_bytes(self, p: Parameter) -> int:
-        """What a weight takes in that form, up to where the next one begins."""
+        """Bytes of a weight in its stored form, padded to the next weight's start."""
         item = ITEM_BYTES[self.semantics.compute_dtype]
         n_bytes = layout(p.shape, self.semantics.base).n_bytes if self.is_packed(p) else aligned_elements(p) * item
         return -(-n_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
@@ -196,68 +193,67 @@ class Setup:
         return p.frozen and p.tied_to is None and is_packed(p.name, p.shape, self.semantics.base)
 
     def unpacks(self, block: int) -> bool:
-        """Whether the block comes packed, so that it is unpacked before it is computed with."""
+        """True if the block's weights are uploaded packed and dequantised before use."""
         return self.semantics.base != "bf16" and any(map(self.is_packed, self.workload.blocks[block].parameters))
 
     def is_apart(self, block: int) -> bool:
-        """True if the device holds the block's trained weights, with their gradient's fp32 sum, and the host its frozen weights."""
+        """True if the device holds the block's trained weights and their fp32 gradient sum, and the host its frozen weights."""
         return block in self.policy.device_blocks and self.workload.blocks[block].is_mixed
 
     def is_alone(self, block: int) -> bool:
-        """True if the block's frozen weights have a host slot of their own."""
+        """True if the block's frozen weights have a separate host slot."""
         return self.is_apart(block) or block in self.policy.disk_blocks
 
     def stays_loaded(self, block: int) -> bool:
-        """True if one load lasts for a run: the loaded weights are frozen and resident."""
+        """True if the block is loaded once per run, because its loaded weights are frozen and resident."""
         is_frozen = not self.workload.blocks[block].trained or self.is_apart(block)
         return is_frozen and block in self.policy.resident_blocks
 
     def sum_dtype(self, block: int) -> Dtype:
-        """Dtype of a sum of the block's gradients; the compute dtype for a single gradient that a rank exchanges."""
-        of = self.semantics
-        is_one = of.ranks > 1 and of.n_micro_batches == 1 and self.workload.blocks[block].kind is BlockKind.LAYER
-        return of.compute_dtype if is_one else "fp32"
+        """Dtype of a sum of the block's gradients; the compute dtype if a rank exchanges a single gradient."""
+        semantics = self.semantics
+        is_one = semantics.ranks > 1 and semantics.n_micro_batches == 1 and self.workload.blocks[block].kind is BlockKind.LAYER
+        return semantics.compute_dtype if is_one else "fp32"
 
     def exchanged_elements(self) -> int:
-        """Elements of each rank's part of a sum that are exchanged at a time."""
+        """Elements of each rank's shard in one exchange."""
         ranks, largest = self.semantics.ranks, max(n for b in range(len(self.workload.blocks)) for _, n in self.regions(b))
-        most = EXCHANGED_BYTES // ITEM_BYTES["fp32"] // ranks
-        return min(largest // ranks, most - most % ALIGN_ELEMENTS)
+        limit = EXCHANGED_BYTES // ITEM_BYTES["fp32"] // ranks
+        return min(largest // ranks, limit - limit % ALIGN_ELEMENTS)
 
     @cached_property
     def offsets(self) -> list[dict[str, int]]:
         """First element of each parameter, by name, in a device slot of each block."""
-        blocks, found = self.workload.blocks, [block.offsets()[0] for block in self.workload.blocks]
-        for b, block in enumerate(blocks if self.semantics.ranks > 1 else ()):  # the parts are longer
-            found[b] |= {p.name: self.regions(b)[1][0] for p in block.trained if p.tied_to is not None}
+        blocks, offsets = self.workload.blocks, [block.offsets()[0] for block in self.workload.blocks]
+        for b, block in enumerate(blocks if self.semantics.ranks > 1 else ()):  # shards are padded
+            offsets[b] |= {p.name: self.regions(b)[1][0] for p in block.trained if p.tied_to is not None}
             longer = self.gradient_elements(b) - block.trained_elements
-            found[b] |= {p.name: found[b][p.name] + longer for p in block.parameters if p.frozen}
-        return found
+            offsets[b] |= {p.name: offsets[b][p.name] + longer for p in block.parameters if p.frozen}
+        return offsets
 
     def squares(self, block: int) -> bool:
         return block in self.squared
 
     @cached_property
     def squared(self) -> list[int]:
-        """Blocks whose squared gradient norm is computed on the device."""
+        """Blocks with their squared gradient norm computed on the device."""
         whole_there = can_square(self.workload, self.semantics) if self.policy.square_on_device else ()
         return sorted({*whole_there, *self.policy.device_blocks})
 
     def norm_numbers(self, block: int) -> int:
-        """Sums of squares of a block's gradient: one for each trained parameter; with several ranks, one for each tile of a rank's
-        shard, where each parameter and each piece may have a shorter tile."""
-        of = self.workload.blocks[block]
+        """Number of square sums of a block's gradient: one per trained parameter; with several ranks, one per tile of a shard,
+        where each parameter and each piece may add a shorter tile."""
+        b = self.workload.blocks[block]
         if self.semantics.ranks == 1:
-            return len(of.trained)
-        return self.part_elements(block) // NORM_TILE_ELEMENTS + len(of.parameters) + self.semantics.sum_groups
+            return len(b.trained)
+        return self.part_elements(block) // NORM_TILE_ELEMENTS + len(b.parameters) + self.semantics.sum_groups
 
     def shared_numbers(self) -> int:
-        """The most that others learn of a rank in a step: sums of squares, losses of micro-batches, and whether it is to end."""
+        """Upper bound of the numbers that a rank shares per step: square sums, losses of micro-batches, a stop flag."""
         return sum(map(self.norm_numbers, range(len(self.workload.blocks)))) + self.semantics.n_micro_batches + 1
 
     def n_ops(self, kind: Kind, block: int) -> int:
-        """Ops of `kind` per step for a block. Loads: one for each of `uses`; there are fewer where weights are still in their slot,
-        and one more for each group whose outputs are computed again."""
+        """Ops of `kind` per step for a block. Loads are `uses`: weights still in a slot save one, recomputation adds one."""
         row, n = OPS[kind], self.semantics.n_micro_batches
         if not row.where(self, block):
             return 0
@@ -267,23 +263,23 @@ class Setup:
 
     @cached_property
     def blocks_alike(self) -> dict[int, list[int]]:
-        """Blocks that differ in nothing but names and to which the policy does the same, by the first of them."""
-        found: dict[object, list[int]] = {}
+        """Blocks with equal treatment, by the first of them."""
+        groups: dict[object, list[int]] = {}
         for b, treatment in enumerate(self.treatments):
-            found.setdefault(treatment, []).append(b)
-        return {blocks[0]: blocks for blocks in found.values()}
+            groups.setdefault(treatment, []).append(b)
+        return {blocks[0]: blocks for blocks in groups.values()}
 
     @cached_property
     def treatments(self) -> list[tuple[object, ...]]:
-        """What each block is but for names, and all that the policy says of it alone."""
+        """Key of each block: the first block of equal sizes, and all settings of the policy for this block."""
         blocks, policy, never = range(len(self.workload.blocks)), self.policy, (False,) * len(self.workload.blocks)
         is_again = [OPS[Kind.RECOMPUTE].where(self, b) for b in blocks] if policy.boundary_stride > 1 else never
         listed = (getattr(policy, name) for name in BLOCK_LISTS)
-        is_listed = (map(frozenset(of).__contains__, blocks) if of else never for of in listed)
+        is_listed = (map(frozenset(numbers).__contains__, blocks) if numbers else never for numbers in listed)
         return list(zip(self.workload.first_alike, map(policy.saved, blocks), is_again, *is_listed, strict=True))
 
     def uses(self, block: int) -> int:
-        """How many runs of micro-batches compute with a block's weights: each group's forward, and a layer's backward."""
+        """Number of passes that use a block's weights: each group's forward, and a layer's backward."""
         is_layer = self.workload.blocks[block].kind is BlockKind.LAYER
         n_groups = -(-self.semantics.n_micro_batches // self.policy.accumulation_group)
         return n_groups * (1 + (is_layer and block >= self.workload.first_trained))
@@ -296,36 +292,35 @@ class Setup:
         return Slot("device_state", on_device.index(block)) if block in on_device else Slot("state", block)
 
     def staying_bytes(self, block: int) -> int:
-        """Device bytes of a block's state, with the gradient that waits for the norm."""
-        of = self.workload.blocks[block]
-        return sum(self.state_bytes(of.state_elements).values()) + of.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
+        """Device bytes of a block's state and gradient if the device updates it."""
+        b = self.workload.blocks[block]
+        return sum(self.state_bytes(b.state_elements).values()) + b.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
 
     @property
     def n_streaming(self) -> int:
-        """Slots of `weights` for layers that come and go. Where they come packed, as many wait so, and one is unpacked."""
+        """Slots of `weights` for streamed layers: a single one if layers are uploaded packed."""
         return 1 if self.packed_slots else self.policy.prefetch_depth + 1
 
     @cached_property
     def packed_slots(self) -> int:
-        """Slots of `packed`, for layers that come and go."""
         layers = range(1, self.workload.n_layers + 1) if self.semantics.base != "bf16" else ()
         return self.policy.prefetch_depth + 1 if any(map(self.unpacks, layers)) else 0
 
     def weights_slot(self, block: int) -> Slot:
-        """Where the weights of a resident block lie, or of the embedding or the head."""
+        """Return the slot of the weights of a resident block, or of embedding or head."""
         resident, n_streaming = self.policy.resident_blocks, self.n_streaming
         return Slot("weights", n_streaming + 1 + resident.index(block) if block in resident else n_streaming)
 
     def recompute(self, block: int, micro_batch: int | None = None) -> Tier:
-        """What a layer's backward computes again, of this micro-batch; None: of most."""
+        """Return the recomputation in a layer's backward of this micro-batch; None: of a full one."""
         again = self.blocks_of(micro_batch)[block].recompute(self.policy.saved(block))
-        assert again is not None, "a policy is refused that saves what a block cannot"
+        assert again is not None, "illegal policy: the block cannot save this"
         return again
 
     def of_tiers(self, layers: Sequence[int], name: str) -> list[int]:
         """Field `name` of each layer's tier, computed once per distinct layer."""
-        alike, saved = self.workload.first_alike, self.policy.saved
-        sorts = [(alike[b], saved(b)) for b in layers]
+        first, saved = self.workload.first_alike, self.policy.saved
+        sorts = [(first[b], saved(b)) for b in layers]
         known = {sort: getattr(self.recompute(b), name) for sort, b in dict(zip(sorts, layers, strict=True)).items()}
         return [known[sort] for sort in sorts]
 
@@ -338,7 +333,7 @@ class Setup:
         return "fp32" if self.workload.tied or not self.reduced else self.semantics.gradient_dtype
 
     def host_gradient_dtype(self, block: int) -> Dtype:
-        """Dtype of the block's gradient on the host: fp32 where the host sums, what was sent elsewhere."""
+        """Dtype of the block's gradient on the host: fp32 if the host sums, else the transferred one."""
         return self.gradient_dtype(block) if self.reduced else "fp32"
 
     @property
@@ -347,44 +342,43 @@ class Setup:
 
     @property
     def kept_bytes(self) -> int:
-        """What layers save on the device, of one group of micro-batches, besides their input; and the embedding for them."""
+        """Saved activations of one accumulation group on the device, without layer inputs; with the embedding's side outputs."""
         away = sum(self.of_tiers(self.policy.offload_blocks, "saved_bytes"))
         saved = sum(n * self.recompute(b).saved_bytes for b, n in self._layers_alike)
         return self.policy.accumulation_group * (saved - away + self.workload.blocks[0].side_bytes)
 
     @cached_property
     def _layers_alike(self) -> list[tuple[int, int]]:
-        """By class and what is saved: one such layer, and how many there are."""
+        """(representative, count) of layers with equal sizes and saved activations."""
         saved = self.policy.save + (Saved.INPUT,) * (self.workload.n_layers - len(self.policy.save))
-        alike = [*zip(self.workload.first_alike[1:-1], saved, strict=True)]
-        one = dict(zip(alike, range(1, self.workload.n_layers + 1), strict=True))
-        return [(one[key], n) for key, n in Counter(alike).items()]
+        keys = [*zip(self.workload.first_alike[1:-1], saved, strict=True)]
+        one = dict(zip(keys, range(1, self.workload.n_layers + 1), strict=True))
+        return [(one[key], n) for key, n in Counter(keys).items()]
 
     @property
     def transient_bytes(self) -> int:
-        """Peak of the block being computed, in the allocator."""
+        """Peak allocator memory of the block being computed."""
         return max(self.other_transient_bytes, *(self.recompute(b).transient_bytes for b, _ in self._layers_alike))
 
     @property
     def other_transient_bytes(self) -> int:
-        """The same without layers: embedding, unpacking, head; without its sum of earlier micro-batches where the host sums."""
+        """Peak of embedding, unpacking and head; if the host sums, without the head's sum of earlier micro-batches."""
         embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
         unpacked = UNPACK_SCRATCH_BYTES if self.packed_slots else 0
         return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes), unpacked)
 
     def checkpoint_bytes(self, weights_only: bool = False) -> int:
-        """Bytes of the tensors in `checkpoint-N`: each weight, and unless `weights_only` masters and moments of trained weights.
-        With adapters: only the adapters, in fp32."""
-        of, n_trained = self.semantics, self.workload.n_trained
-        state_bytes = 0 if weights_only else sum(STORED_BYTES[dtype] for dtype in of.saved_state.values())
-        weights_bytes = ITEM_BYTES["fp32"] * n_trained if of.train.lora else ITEM_BYTES[of.compute_dtype] * self.workload.n_params
-        return weights_bytes + round(n_trained * state_bytes)
+        """Tensor bytes in `checkpoint-N`: weights (or fp32 adapters only) and, unless `weights_only`, masters and moments."""
+        semantics, n_trained = self.semantics, self.workload.n_trained
+        state_bytes = 0 if weights_only else sum(STORED_BYTES[dtype] for dtype in semantics.saved_state.values())
+        n_weights, dtype = (n_trained, "fp32") if semantics.train.lora else (self.workload.n_params, semantics.compute_dtype)
+        return ITEM_BYTES[dtype] * n_weights + round(n_trained * state_bytes)
 
 
 @lru_cache(maxsize=256)
-def _summed_alike(of: Semantics, micro_batches: range) -> list[tuple[int, int]]:
-    """One of each sort: whether it begins a sum, and how many that then joins, tell them apart besides."""
-    last, sorts = of.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
+def _groups_with_sums(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
+    """Group micro-batches as `Setup.micro_batch_groups`, also by the sums that they begin and join."""
+    last, sorts = semantics.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
     for m in micro_batches:
-        sorts.setdefault((m in (0, last), of.is_smaller(m), of.begins_sum(m), of.n_joined(m)), []).append(m)
-    return [(alike[0], len(alike)) for alike in sorts.values()]
+        sorts.setdefault((m in (0, last), semantics.is_smaller(m), semantics.begins_sum(m), semantics.n_joined(m)), []).append(m)
+    return [(group[0], len(group)) for group in sorts.values()]

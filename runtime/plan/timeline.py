@@ -1,4 +1,4 @@
-"""Timelines: when each op ran, predicted or measured."""
+"""Timelines: predicted or measured times of ops."""
 
 import json
 from collections import Counter
@@ -12,20 +12,20 @@ from .plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op of one step, from start to end in seconds since the timeline began."""
+    """Execution of one op in one step, in seconds since the timeline began."""
 
     op: int
     step: int
     start_s: float
     end_s: float
-    repetition: int = 0  # of an op that repeats in its step
+    repetition: int = 0  # of a repeated op
 
 
-FIRST_KEPT, LAST_KEPT = 2, 2  # of an op that repeats, a timeline keeps the first repetitions and the last
+FIRST_KEPT, LAST_KEPT = 2, 2  # repetitions of a repeated op in a timeline, at its start and end
 
 
 def often(plan: Plan, span: Span) -> float:
-    """Ops of a step that a span stands for: 1, or more where repetitions are left out."""
+    """Return the ops per step that a span represents: more than 1 if repetitions are omitted."""
     return plan.often(span.op) / min(plan.often(span.op), FIRST_KEPT + LAST_KEPT)
 
 
@@ -35,13 +35,11 @@ def is_kept(repetition: int, times: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of some consecutive steps of a plan, predicted or measured."""
-
     spans: tuple[Span, ...]
 
     @property
     def step_ends_s(self) -> list[float]:
-        """When each step's last op was done, in step order."""
+        """End of each step's last op, in step order."""
         ends: dict[int, float] = {}
         for span in self.spans:
             ends[span.step] = max(ends.get(span.step, 0.0), span.end_s)
@@ -49,7 +47,6 @@ class Timeline:
 
     @property
     def step_times_s(self) -> list[float]:
-        """Time from one step's end to the next one's: one fewer than there are steps."""
         return [b - a for a, b in pairwise(self.step_ends_s)]
 
     @property
@@ -57,19 +54,18 @@ class Timeline:
         return max((span.end_s for span in self.spans), default=0.0)
 
     def busy_s(self, plan: Plan) -> dict[Lane, float]:
-        """Median over the steps of the time each lane spent in ops, in one step."""
+        """Return the median time per step of each lane in ops."""
         per_step: dict[Lane, Counter[int]] = {lane: Counter() for lane in plan.lanes}
         for span in self.spans:
             per_step[plan.ops[span.op].lane][span.step] += often(plan, span) * (span.end_s - span.start_s)  # type: ignore[assignment]
         return {lane: median(steps.values()) if steps else 0.0 for lane, steps in per_step.items()}
 
     def from_step(self, first: int) -> "Timeline":
-        """The spans of step `first` and later: leaves out the warm-up."""
         return Timeline(tuple(span for span in self.spans if span.step >= first))
 
 
 def chrome_trace(plan: Plan, tracks: dict[str, Timeline]) -> str:
-    """JSON that Perfetto and chrome://tracing open: one process per timeline (`predicted`, `measured`), one thread per lane."""
+    """Return JSON for Perfetto and chrome://tracing: a process per timeline (`predicted`, `measured`), a thread per lane."""
     lanes = list(plan.lanes)
     events: list[dict[str, object]] = []
     for pid, (name, timeline) in enumerate(tracks.items(), start=1):

@@ -1,4 +1,4 @@
-"""Trained weights: all, adapters (LoRA), by name, or by layer; the rest is frozen, and only read."""
+"""Trained weights: all, adapters (LoRA), by name, or by layer; other weights are frozen."""
 
 import math
 import re
@@ -15,26 +15,26 @@ from .objective import SCORE
 from .packed import Base
 from .workload import FILE, OF_LAYER, Dtype, Natural
 
-# The projections that adapters may be added to, in the order in which layers have them
+# Projections that may have adapters, in the order of layers
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
-EXPERTS: Target = "experts"  # both stacks of a layer's experts; not unless it is said
+EXPERTS: Target = "experts"  # both stacks of a layer's experts; not a default target
 TARGETS: tuple[Target, ...] = get_args(Target)[:-1]
-# Weights of all experts of a layer
+# Stacked weights of a layer's experts
 STACK = re.compile(r"(?:^|\.)((?:mlp|feed_forward|block_sparse_moe)\.experts)\.(?:gate_up_proj|down_proj)$")
-ADAPTERS = ("lora_A", "lora_B")  # the two factors, as their files call them
+ADAPTERS = ("lora_A", "lora_B")  # the two factors, as named in adapter files
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection: A is (rank, in), B (out, rank). Of a stack of E
-    experts A is (E rank, in), the experts one after the other; B (out, rank E), where they are innermost."""
+    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection, with A (rank, in) and B (out, rank). For a stack of E
+    experts: A (E rank, in) with experts outermost, B (out, rank E) with experts innermost."""
 
     rank: Annotated[int, Field(gt=0, le=2**16)] = 16
     alpha: Annotated[float, Field(gt=0, lt=2**20)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[tuple[Target, ...], Field(min_length=1)] = TARGETS
-    rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank (rank-stabilised LoRA)
+    rslora: bool = False  # scale alpha / sqrt(rank) instead (rank-stabilised LoRA)
     __pydantic_config__ = FILE
 
     @property
@@ -48,12 +48,12 @@ _LORA = TypeAdapter(Lora)
 @dataclass(frozen=True, slots=True)
 class Train:
     lora: Lora | None = None
-    names: tuple[Name, ...] = ()  # of parameters, `*` standing for anything
-    layers: tuple[Natural, Natural] | None = None  # the first and the last, counted from 0 as their names are
+    names: tuple[Name, ...] = ()  # of parameters, with `*` as a wildcard
+    layers: tuple[Natural, Natural] | None = None  # first and last, from 0 as in names
 
     def __post_init__(self) -> None:
         if (self.lora is not None) + bool(self.names) + (self.layers is not None) > 1:
-            raise PlanError("train says one thing: lora, names, or layers")
+            raise PlanError("train takes one of lora, names and layers")
 
     @property
     def all(self) -> bool:
@@ -70,17 +70,17 @@ class Train:
         return True
 
     def rank(self, target: str) -> int:
-        """Rank of the adapter of a projection, by the last part of its name; 0: it has none."""
+        """Rank of a projection's adapter, by the last part of its name; 0: none."""
         return self.lora.rank if self.lora is not None and target in self.lora.targets else 0
 
     def __str__(self) -> str:
-        """As `parse_train` reads it."""
+        """Return text for `parse_train`."""
         if (lora := self.lora) is not None:
-            said = [f"r={lora.rank}", f"alpha={lora.alpha:g}"]
-            said += [f"dropout={lora.dropout:g}"] if lora.dropout else []
-            said += [f"targets={'+'.join(lora.targets)}"] if lora.targets != TARGETS else []
-            said += ["rslora"] if lora.rslora else []
-            return f"lora:{','.join(said)}"
+            options = [f"r={lora.rank}", f"alpha={lora.alpha:g}"]
+            options += [f"dropout={lora.dropout:g}"] if lora.dropout else []
+            options += [f"targets={'+'.join(lora.targets)}"] if lora.targets != TARGETS else []
+            options += ["rslora"] if lora.rslora else []
+            return f"lora:{','.join(options)}"
         if self.layers is not None:
             return f"layers:{self.layers[0]}-{self.layers[1]}"
         return f"names:{','.join(self.names)}" if self.names else "all"
@@ -94,10 +94,10 @@ def is_adapter(name: str) -> bool:
 
 
 def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dtype | None = None) -> dict[str, Any]:
-    """Fields of `Semantics` about trained weights, as in a file, if named. Adapters and their gradients are fp32."""
-    found = parse_train(train) if isinstance(train, str) else train or Train()
-    dtype = gradient_dtype or ("fp32" if found.lora is not None else None)
-    fields = {"train": None if train is None else asdict(found), "base": base, "gradient_dtype": dtype}
+    """Return the given fields of `Semantics` for trained weights, as in a file. Gradients of adapters default to fp32."""
+    parsed = parse_train(train) if isinstance(train, str) else train or Train()
+    dtype = gradient_dtype or ("fp32" if parsed.lora is not None else None)
+    fields = {"train": None if train is None else asdict(parsed), "base": base, "gradient_dtype": dtype}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -105,7 +105,6 @@ _HOW = "write all, lora, lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,r
 
 
 def parse_train(text: str) -> Train:
-    """Parse `--train`; PlanError if it is not understood."""
     word, _, rest = text.strip().partition(":")
     match word:
         case "all" if not rest:
@@ -114,8 +113,8 @@ def parse_train(text: str) -> Train:
             return Train(lora=_parse_lora(rest))
         case "names" if rest:
             return Train(names=tuple(dict.fromkeys(name.strip() for name in rest.split(",") if name.strip())))
-        case "layers" if found := re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", rest):
-            first, last = int(found[1]), int(found[2] or found[1])
+        case "layers" if match := re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", rest):
+            first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise PlanError(f"--train {text[:80]}: layer {last} comes before layer {first}")
             return Train(layers=(first, last))
@@ -123,27 +122,27 @@ def parse_train(text: str) -> Train:
 
 
 def _parse_lora(text: str) -> Lora:
-    """Parse `r=16,alpha=32`; alpha is twice the rank by default."""
+    """Parse `r=16,alpha=32`; alpha defaults to twice the rank."""
     pairs = [part.partition("=")[::2] for part in text.split(",") if part]
-    said: dict[str, Any] = dict(pairs)
-    if len(said) < len(pairs) or not said.keys() <= {"r", "alpha", "dropout", "targets", "rslora"} or said.get("rslora"):
+    fields: dict[str, Any] = dict(pairs)
+    if len(fields) < len(pairs) or not fields.keys() <= {"r", "alpha", "dropout", "targets", "rslora"} or fields.get("rslora"):
         raise PlanError(f"--train lora:{text[:80]} is not understood; {_HOW}")
-    if "r" in said:
-        said["rank"] = said.pop("r")
-    if "rslora" in said:
-        said["rslora"] = True
-    if "targets" in said:
-        said["targets"] = said["targets"].split("+")
-    lora = checked_lora(**said)
-    return lora if "alpha" in said else replace(lora, alpha=2.0 * lora.rank)
+    if "r" in fields:
+        fields["rank"] = fields.pop("r")
+    if "rslora" in fields:
+        fields["rslora"] = True
+    if "targets" in fields:
+        fields["targets"] = fields["targets"].split("+")
+    lora = checked_lora(**fields)
+    return lora if "alpha" in fields else replace(lora, alpha=2.0 * lora.rank)
 
 
-def checked_lora(**given: object) -> Lora:
-    """An adapter of these sizes, numbers or texts, its targets in the order of layers; PlanError where there can be none."""
+def checked_lora(**fields: object) -> Lora:
+    """Validate an adapter's fields, numbers or texts, and sort its targets; raise PlanError if one is invalid."""
     try:
-        lora = _LORA.validate_python(given, strict=False)
+        lora = _LORA.validate_python(fields, strict=False)
     except ValidationError as error:
         first = error.errors()[0]
-        where, found = ".".join(map(str, first["loc"])), on_one_line(str(first["input"]), 60)
-        raise PlanError(f"an adapter's {where} is {found}; {first['msg'].lower()}") from None
+        where, value = ".".join(map(str, first["loc"])), on_one_line(str(first["input"]), 60)
+        raise PlanError(f"an adapter's {where} is {value}; {first['msg'].lower()}") from None
     return replace(lora, targets=tuple(target for target in (*TARGETS, EXPERTS) if target in lora.targets))

@@ -55,7 +55,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_the_names_are_these_and_planning_imports_no_torch() -> None:
-    types = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
+    types = ["Batch", "Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
     names = [*types, "check", "forward", "plan", "predict", "probe", "stream", "train"]
     assert penstock.__all__ == names
     assert all(getattr(penstock, name) is not None for name in names)

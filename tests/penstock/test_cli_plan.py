@@ -136,7 +136,7 @@ def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
     [
         ('{"prefetch": 2}', "prefetch: Unexpected keyword argument"),
         ("{", "not JSON"),
-        ('{"save": {"all": [25]}}', "save names layer 25, but there are 24"),
+        ('{"save": {"all": [25]}}', "save names layer 25, but the model has 24"),
         ('{"save": {"all": [3], "products": [3]}}', "save names layer 3 twice; a layer saves one of attention, products, all"),
     ],
 )

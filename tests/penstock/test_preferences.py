@@ -21,7 +21,7 @@ from penstock.data.data import read_data, required_format
 from penstock.data.user_batches import UserBatches
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError
-from penstock.runtime.plan.objective import Of, parse_objective
+from penstock.runtime.plan.objective import LossUnit, parse_objective
 from penstock.settings import DataSettings
 from penstock.user_loss import function_in, planned_loss, user_loss
 from tests.bytes_of_files import write_lines
@@ -153,7 +153,8 @@ def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     found, expected = (read(path, loss).batch(0) for path in paths)
     assert torch.equal(found.input_ids, expected.input_ids)
     assert {name: of.tolist() for name, of in found.extras.items()} == {name: of.tolist() for name, of in expected.extras.items()}
-    assert required_format(replace(parse_objective(loss), name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
+    own = replace(parse_objective(loss), name="own.py:f", numbers={}, of=LossUnit.SEQUENCES, sha256="0" * 64)
+    assert required_format(own) is None
 
 
 def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
@@ -384,7 +385,7 @@ def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
         loss = user_loss(function_in(f"{path}:f"))
         seen.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
         with pytest.raises(PlanError, match="or is of another kind"):
-            planned_loss(replace(loss.objective, of=Of.TOKENS), f"{path}:f")
+            planned_loss(replace(loss.objective, of=LossUnit.TOKENS), f"{path}:f")
     assert [len({one[i] for one in seen}) for i in (0, 1)] == [3, 2]
     assert len(seen) == 3
 

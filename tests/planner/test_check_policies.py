@@ -29,19 +29,19 @@ ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # a plan's 
     ({"device_blocks": (1,)}, {"speculate_blocks": (1,)}, "leave them out of speculate_blocks"),
     ({"n_micro_batches": 2}, {"square_on_device": True}, "need all micro-batches in one group"),
     ({"n_micro_batches": 2}, {"accumulation_group": 3}, "a group of 3 micro-batches, but a step has 2"),
-    ({}, {"boundary_stride": 4}, "boundary_stride is 4, but there are 3 layers"),
-    ({"boundary_stride": 2}, {"save": saves(all=(1,))}, "layers save their input alone and no boundary spills"),
+    ({}, {"boundary_stride": 4}, "boundary_stride is 4, but the model has 3 layers"),
+    ({"boundary_stride": 2}, {"save": saves(all=(1,))}, "excludes save and spill_blocks"),
     ({"save": saves(all=(1,))}, {"offload_blocks": (1,)}, "offload_blocks must be layers that save attention or products"),
     ({}, {"save": (Saved.ALL, Saved.INPUT)}, "save ends with a layer that saves its input"),
-    ({}, {"save": saves(all=(4,))}, "save names layer 4, but there are 3"),
+    ({}, {"save": saves(all=(4,))}, "save names layer 4, but the model has 3"),
     ({}, {"save": saves(products=(2,))}, "this model's layers cannot save only products"),
-    ({"spill_blocks": (0, 2)}, {"save": saves(all=(1,))}, "the block before it cannot spill"),
+    ({"spill_blocks": (0, 2)}, {"save": saves(all=(1,))}, "leave the block before it out of spill_blocks"),
     ({"n_micro_batches": 2, "accumulation_group": 2, "ranks": 2}, {"accumulation_group": 1}, "several ranks exchange whole sums"),
     ({"ranks": 2}, {"device_blocks": (1,)}, "leave out square_on_device and device_blocks"),
     # Where weights are frozen
     (APART, {"speculate_blocks": (1,)}, "update barrier or deferred"),
-    (APART, {"device_blocks": (1, 2)}, "all blocks that are trained in part, or none"),
-    ({"train": Train(layers=(2, 2))}, {"spill_blocks": (1,)}, "no backward comes below block 3"),
+    (APART, {"device_blocks": (1, 2)}, "must be all partly trained blocks, or none"),
+    ({"train": Train(layers=(2, 2))}, {"spill_blocks": (1,)}, "backward ends at block 3"),
 )
 
 
@@ -63,8 +63,8 @@ def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str
         ({"update": Update.EAGER}, {"clip_norm": 1.0}, "eager updates need"),
         ({}, {"compute_dtype": "fp32", "master_dtype": "bf16"}, "fp32 compute from a bf16 master"),
         ({}, {"sum_groups": 2}, "a step of 1 micro-batches has no 2 sum groups"),
-        ({}, {"base": "nf4"}, "what is trained is not packed"),
-        (APART | {"n_micro_batches": 2}, {"sum_groups": 2}, "is summed there in order, not in sum groups"),
+        ({}, {"base": "nf4"}, "trained weights cannot be packed"),
+        (APART | {"n_micro_batches": 2}, {"sum_groups": 2}, "partly trained blocks in order, not in sum groups"),
         (APART, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
     ],
 )

@@ -484,11 +484,11 @@ def test_an_interrupt_while_a_lane_is_started_comes_out(monkeypatch):
 def test_lanes_may_ask_while_an_op_that_is_done_collects_garbage():
     """A collection runs code, in which other lanes have their turn."""
     track, made, begun = Track(Lane.GPU, None), [], []
-    track._asked |= {Track(Lane.CPU, None): 10**9 for _ in range(4)}
+    track._waiters |= {Track(Lane.CPU, None): 10**9 for _ in range(4)}
 
     def collected(phase, told):
-        if begun and len(track._asked) < 100:
-            track._asked[Track(Lane.H2D, None)] = 10**9
+        if begun and len(track._waiters) < 100:
+            track._waiters[Track(Lane.H2D, None)] = 10**9
 
     before = gc.get_threshold()
     gc.callbacks.append(collected)

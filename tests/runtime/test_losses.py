@@ -18,7 +18,7 @@ from penstock.runtime.errors import PlanError
 from penstock.runtime.executor import execute
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.plan import Policy, Semantics, Update, saves
-from penstock.runtime.plan.objective import KNOWN, Objective, Of, parse_objective
+from penstock.runtime.plan.objective import KNOWN, LossUnit, Objective, parse_objective
 from penstock.runtime.plan.workload import Model
 from tests.real_layers import peak_bytes
 from tests.tiny import tiny_config
@@ -179,7 +179,7 @@ def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
     if is_packed:
         batches = [packed(batch, objective.rows_each) for batch in batches]
         extras |= batches[0].extras
-    if objective.of is Of.TOKENS:
+    if objective.of is LossUnit.TOKENS:
         extras["reference"] = torch.full((4 * n, semantics.seq_len), -4.0)
     batches = [replace(batch, extras=extras) for batch in batches]
     return semantics, batches
@@ -213,7 +213,7 @@ def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
 
 def test_extras_of_a_function_reach_the_rows_that_they_are_of():
     """A loss of tokens in which each sequence has a weight, and each token one."""
-    objective = Objective("own.py:f", {}, Of.TOKENS, ("weight", "advantage"), 3, "0" * 64)
+    objective = Objective("own.py:f", {}, LossUnit.TOKENS, ("weight", "advantage"), 3, "0" * 64)
     semantics = semantics_of("llama", compute_dtype="fp32", micro_batch=4, objective=objective)
     of = lambda logits, targets, weight, advantage: (  # noqa: E731  # what it does to targets moves no mask
         F.cross_entropy(logits, targets.clamp_(min=0), reduction="none") * weight * advantage
@@ -287,7 +287,7 @@ def test_a_loss_that_is_printed_is_read_back():
     for name in (*NAMES, KTO, *GRPO, *DISTILL, *KNOWN):
         of = parse_objective(name)
         assert parse_objective(str(of)) == of
-    file, own = TypeAdapter(Semantics), Objective("own.py:f", {}, Of.PAIRS, ("reference",), 3, "0" * 64)
+    file, own = TypeAdapter(Semantics), Objective("own.py:f", {}, LossUnit.PAIRS, ("reference",), 3, "0" * 64)
     for of in (Objective(), parse_objective("dpo:0.25"), own):
         semantics = semantics_of("llama", micro_batch=2, objective=of)
         assert file.validate_json(file.dump_json(semantics)) == semantics
@@ -299,12 +299,12 @@ def test_a_loss_that_is_printed_is_read_back():
         ("dop", "is not known"),
         ("dpo:gamma=1", "its numbers are beta, label_smoothing"),
         ("dpo:beta=x", "is no number"),
-        ("dpo:label_smoothing=0.5", "from 0 to below 0.5"),
+        ("dpo:label_smoothing=0.5", "at least 0 and below 0.5"),
         ("dpo:beta=0", "nothing is learned"),
-        ("dpo:0.1,beta=0.2", "beta is said twice"),
+        ("dpo:0.1,beta=0.2", "beta is given twice"),
         ("dpo:beta=nan", "beta is nan"),
-        ("distill:beta=1.5", "beta lies from 0 (forward KL) to 1"),
-        ("distill:k=0", "k is 0; it lies from 1 to below 1e+06"),
+        ("distill:beta=1.5", "beta must be 0 (forward KL) to 1"),
+        ("distill:k=0", "k is 0; it must be at least 1 and below 1e+06"),
         ("kto:group=2.5", "group is 2.5; it is a whole number of answers"),
     ],
 )
@@ -316,5 +316,5 @@ def test_a_loss_that_does_not_exist_is_refused_in_a_line(text, says):
 
 def test_half_a_pair_in_a_micro_batch_is_refused():
     for sizes in ({"micro_batch": 1}, {"micro_batch": 2, "batch_size": 5}):
-        with pytest.raises(PlanError, match="each 2 sequences are of one micro-batch"):
+        with pytest.raises(PlanError, match="each 2 sequences must share a micro-batch"):
             plan_of(tiny_config("llama"), semantics_of("llama", objective=parse_objective("orpo"), **sizes), Policy())

@@ -90,7 +90,7 @@ def test_a_share_of_a_step_says_what_the_whole_is(ranks):
     whole = Semantics(seq_len=16, batch_size=16, micro_batch=2, sum_groups=8)
     part = whole.shared_by(ranks)
     assert (part.n_micro_batches, part.sum_groups, part.ranks) == (8 // ranks, 8 // ranks, ranks)
-    assert part.whole == whole
+    assert part.all_ranks == whole
     assert part.tokens_per_step == whole.tokens_per_step
     assert part.n_pieces == 8
     for other in (1, 2, 4, 8):
