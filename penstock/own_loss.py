@@ -148,7 +148,7 @@ def _looked_at(loss: LossFunction, called: str) -> int:
     def values(n_rows: int) -> Tensor:
         """Of the first rows."""
         of_rows, n = {name: extra[:n_rows] for name, extra in extras.items()}, n_rows // rows_each
-        found = loss.each(leaf[:n_rows], more[:n_rows], of_rows)
+        found = loss.per_item(leaf[:n_rows], more[:n_rows], of_rows)
         if not isinstance(found, Tensor) or tuple(found.shape) != (n,):
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise PlanError(f"loss: {called} returns {shape}, not ({n},): one number for each of the {n} {of}, no sum and no mean")

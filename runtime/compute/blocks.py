@@ -30,7 +30,7 @@ from penstock.runtime.plan.train import is_adapter
 from penstock.runtime.plan.workload import Workload
 
 from .balance import Balance
-from .head import OutputHead, within
+from .head import OutputHead, weights_within
 from .losses import LossFunction
 
 
@@ -74,9 +74,9 @@ class Templates:
         return f"{self.chain.layers_name}.{block - 1}."
 
     def _refuse_surprises(self) -> None:
-        found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
-        if odd := sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)):
+        if odd := sorted(name for name in shapes.keys() | planned.keys() if shapes.get(name) != planned.get(name)):
             first = f"than the plan counted (first: {odd[0]}); make the plan again"
             raise WorkloadError(f"the installed transformers builds other parameters {first}")
 
@@ -93,8 +93,8 @@ class Templates:
 
     def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table (B, T, D), by the model's embedding module."""
-        own = within(f"{self.chain.embedding_name}.", weights)
-        rows_BTD = functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))
+        table = weights_within(f"{self.chain.embedding_name}.", weights)
+        rows_BTD = functional_call(self.model.get_input_embeddings(), table, (tokens_BT,))
         return rows_BTD if self.chain.carried is None else self.chain.carried.padded(rows_BTD)
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
@@ -102,21 +102,21 @@ class Templates:
         (`layers/document_isolation.py`)."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
-        how = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
-        return embed_packed(self.chain, self._of_body(weights), *how)
+        arguments = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
+        return embed_packed(self.chain, self._of_body(weights), *arguments)
 
     def _of_body(self, weights: Weights) -> Weights:
         """Weights before the layers, by names in the body."""
         return {name.removeprefix(f"{self.chain.body_name}."): weight for name, weight in weights.items()}
 
-    def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, again: bool = False) -> torch.Tensor:
+    def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, graph_only: bool = False) -> torch.Tensor:
         """Output (B, T, D) of layer `block` (from 1). With `again`, a recompute, the output of a tiled MLP is not computed."""
-        own, layer = within(self._prefix(block), weights), self.layers[block - 1]
+        layer_weights, layer = weights_within(self._prefix(block), weights), self.layers[block - 1]
         attention = self.workload.blocks[block].attention
         with isolated_documents(inputs, self.semantics.attention, None if attention is None else attention.window):
             if self._tiled:
-                self._tiled[block - 1].graph_only = again
-            return inputs.run(lambda *args, **kwargs: functional_call(layer, own, args, kwargs), hidden_BTD)
+                self._tiled[block - 1].graph_only = graph_only
+            return inputs.run(lambda *args, **kwargs: functional_call(layer, layer_weights, args, kwargs), hidden_BTD)
 
     def constants(self) -> Weights:
         """Buffers of layers that are stored in files, by names in the model."""
@@ -131,7 +131,7 @@ class Templates:
     def evaluating(self) -> Iterator[None]:
         parts: list[Any] = [self.model, *self._tiled]
         if self.balance is not None:
-            self.balance.at = None
+            self.balance.position = None
         for part in parts:
             part.train(False)
         try:

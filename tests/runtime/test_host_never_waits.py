@@ -97,7 +97,7 @@ def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
     monkeypatch.setattr(templates, "embed", embed_noting_tokens)
     monkeypatch.setattr(templates, "layer", layer_without_note)
     execute(machine.plan, machine, N_STEPS)
-    assert not machine.compute.inputs.alike
+    assert not machine.compute.inputs.only_lookup
     assert given_to == {int(tokens.sum()) for batch in batches_of(96, 4, 16) for tokens in batch.input_ids}
     assert differences(machine) == []
 
