@@ -20,8 +20,7 @@ class Balance:
     """Sums of micro-batches in progress. Set `position` to (micro-batch, block) before each forward."""
 
     def __init__(self, model: Any, layers: list[nn.Module], weight: float, n_micro_batches: int) -> None:
-        """`weight`: coefficient relative to the mean token loss; `n_micro_batches`: per step. WorkloadError if the model's own
-        forward has no load-balancing loss."""
+        """`weight`: relative to the mean token loss. WorkloadError if the model's own forward has no load-balancing loss."""
         recorders = [getattr(part, "_can_record_outputs", None) or {} for part in (model, model.base_model)]
         self._recorder: Any = next((outputs["router_logits"] for outputs in recorders if "router_logits" in outputs), None)
         is_known = "load_balancing_loss_func" in unwrap(type(model).forward).__globals__

@@ -98,8 +98,7 @@ class Templates:
         return rows_BTD if self.chain.carried is None else self.chain.carried.padded(rows_BTD)
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
-        """Like `embed`, for packed documents. `plain`: calls without packing. Data readers check document isolation
-        (`layers/document_isolation.py`)."""
+        """Like `embed`, for packed documents; `plain`: calls without packing. Data readers check document isolation."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
         arguments = packed.input_ids, packed.positions_BT, plain, packed.document_tokens

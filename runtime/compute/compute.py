@@ -312,8 +312,7 @@ class Inputs:
         return hidden_BTD
 
     def _shared(self, n_sequences: int, calls: list[Call]) -> list[Call]:
-        """Replace tensors of calls by equal ones of the first micro-batch with this shape. Differentiable arguments, which depend
-        on tokens, are not shared."""
+        """Replace tensors of calls, other than differentiable ones, by equal ones of the first micro-batch with this shape."""
         if n_sequences not in self.first:
             not_shared = self.templates.chain.grad_arguments
             self.first[n_sequences] = [call.with_leaves(dict.fromkeys(i)) for call, i in zip(calls, not_shared, strict=True)]

@@ -20,8 +20,7 @@ LOWEST = torch.finfo(torch.float32).min  # initial maximum: finite, so that diff
 
 
 def row_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None = None) -> Tensor:
-    """Cross entropy of each row (N,), fp32; 0 for negative targets. With `each_N` (fp32), overwrite the logits by the gradient of
-    each row's loss times `each_N`."""
+    """Cross entropy of each row (N,), fp32; 0 for negative targets. `each_N` (fp32): overwrite logits by gradients times this."""
     kernel = loss_kernel(logits_NV.device, logits_NV.dtype, logits_NV.shape[1])
     return reference_losses(logits_NV, targets_N, each_N) if kernel is None else launched(kernel, logits_NV, targets_N, each_N)
 
@@ -101,8 +100,7 @@ def loss_kernel(device: torch.device, dtype: torch.dtype, vocab: int) -> Kernel 
 
 
 def is_equal_to_reference(kernel: Kernel, device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
-    """True if the kernel and the reference agree to the tolerance of exp and log. Rows have small and large logits, logits of -inf,
-    targets at both ends, and no target."""
+    """True if the kernel equals the reference within FEW_DIGITS: on small, large and infinite logits, with and without targets."""
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(8, vocab, generator=generator) * torch.tensor([0.1, 1, 3, 10, 100, 1e4, 3, 3])[:, None]
     logits_NV[6, 1::3] = -torch.inf

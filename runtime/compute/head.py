@@ -83,8 +83,7 @@ class OutputHead:
     def _by_tiles(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
     ) -> tuple[Tensor, Tensor]:
-        """Summed loss of tokens or sequences, and gradient of the normed rows. Accumulate the head's gradients onto `sums`, with a
-        new entry for a trained bias."""
+        """Summed loss of tokens or sequences, and gradient of the normed rows. Gradients of weight and bias are added to `sums`."""
         loss_sum, of_rows = self._first_pass(head, normed_ND, targets_BT, n_losses, extras)
         biases = [name for name in self._names if name != self.weight and name in self._trained]
         sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in biases}

@@ -136,8 +136,7 @@ def classify(scores: Tensor, label: Tensor) -> Tensor:
 
 
 class _TopAndRest(torch.autograd.Function):
-    """Log-probabilities (N, K + 1) of K ids in each row and of the remaining ids together. Takes few passes over the logits. Exact
-    for a remainder near 0, because it is summed rather than subtracted from 1."""
+    """Log-probabilities (N, K + 1) of K ids in each row, and of the remaining ids together: summed, as 1 minus K would lose bits."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, ids_NK: Tensor, temperature: float) -> Tensor:
@@ -224,8 +223,7 @@ class LossFunction:
         return losses_N.masked_fill(is_excluded, 0.0).sum()
 
     def values(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> Tensor:
-        """Loss per sequence, pair or answer, 0 without supervised tokens. `logps_B`: log-probabilities (packed: (B, K)), or scores
-        (B, C) (packed: (B, K, C))."""
+        """Loss per item, 0 without supervised tokens, of log-probabilities (B,) or scores (B, C); packed (B, K) or (B, K, C)."""
         rows_each = self.objective.rows_each
         extras = {n: unpacked_order(x, rows_each, n_tokens_B) for n, x in extras.items() if n in self.objective.extras}
         logps_B, n_tokens_B = (unpacked_order(x, rows_each, n_tokens_B) for x in (logps_B, n_tokens_B))

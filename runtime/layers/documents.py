@@ -39,8 +39,7 @@ class _Packed:
 
 @contextmanager
 def isolated_documents(call: Call, attention: str, window: int | None) -> Iterator[None]:
-    """Patch attention to run per document if the call has packed sequences. `attention`: its name in transformers' registry;
-    `window`: most tokens that a token attends to; None: all."""
+    """Patch transformers' function `attention` to run per document if the call has packed sequences. `window`: in tokens."""
     if call.documents is None:
         yield
         return
@@ -143,8 +142,7 @@ class _Attention(torch.autograd.Function):
 def _attention_by_document(
     query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor, n_tokens: list[int], scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, T, H, E) and log-sum-exps (B, T, H) of documents with `n_tokens`: one library call, so that activation
-    checkpointing stores both results whole."""
+    """Outputs (B, T, H, E) and log-sum-exps (B, T, H). A single library call, so that checkpointing stores both results whole."""
     inputs, (n_sequences, n_heads, seq_len, width) = (query_BHTE, key_BHTE, value_BHTE), query_BHTE.shape
     out_BTHE = query_BHTE.new_empty(n_sequences, seq_len, n_heads, width)
     sums_BTH = query_BHTE.new_empty(n_sequences, seq_len, n_heads, dtype=torch.float32)
@@ -172,8 +170,7 @@ def _copy_results(outputs: list[Tensor], results: Sequence[Tensor]) -> None:
 
 
 def _attend(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
-    """Fused causal attention of one document: outputs (B, H, T, E) and log-sum-exps (B, H, T). No token attends to later padding,
-    and outputs of padding are not read."""
+    """Fused causal attention of one document, before its padding: outputs (B, H, T, E) and log-sum-exps (B, H, T)."""
     aten: Any = torch.ops.aten
     if inputs[0].is_cuda:
         return aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]

@@ -240,8 +240,7 @@ def rotary(
 
 
 class _OneNode(torch.autograd.Function):
-    """Function as one autograd node. It saves its last two inputs, and `backward` computes gradients of the first inputs from the
-    output's gradient and these."""
+    """Function as one autograd node, which saves its last two inputs. `backward`: function of output gradient and these inputs."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, backward: Function, *inputs: torch.Tensor) -> torch.Tensor:

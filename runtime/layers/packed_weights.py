@@ -214,8 +214,7 @@ def _unpack_mxfp4(codes: Tensor, scales_GC: Tensor, out_RC: Tensor) -> None:
 
 @torch.no_grad()
 def pack(weight: Tensor, base: Base) -> Tensor:
-    """Pack a weight into bytes, by chunks. ValueError for a weight that is not finite. In int8 and fp8, a row or block with a
-    reciprocal that overflows becomes zero."""
+    """Pack a weight by chunks. ValueError if not finite. In int8 and fp8, rows or blocks too small for a reciprocal become zero."""
     shape = tuple(weight.shape)
     packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8, device=weight.device)
     codes, scales = parts(packed, shape, base)

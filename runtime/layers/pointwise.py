@@ -53,8 +53,7 @@ def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Gradient of `rotate`'s input, by autograd's calls. Contiguous for any strides of the gradient, because the backward of a norm
-    before the rotation sums in memory order."""
+    """Gradient of `rotate`'s input, by autograd's calls. Contiguous, because a preceding norm's backward sums in memory order."""
     first, second = (gradient_BHTE * sin).chunk(2, -1)
     # Autograd adds each half's gradient to zeros of the other half: -0.0 becomes +0.0.
     return (gradient_BHTE * cos + torch.cat((second, -first), -1) + 0.0).contiguous()
@@ -233,8 +232,7 @@ def _fault(function: Function, replacement: Function, device: torch.device, dtyp
 
 
 def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iterator[Operands]:
-    """Operands for comparing a kernel with its function: random numbers, and for activations every finite bf16 number. Some have
-    a partial or unaligned vector."""
+    """Operands for comparisons: random numbers; for activations all finite bf16 numbers. Some have partial or unaligned vectors."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -39,13 +39,11 @@ class Graph:
 
 
 class Replay:
-    """Recompute a forward's saved tensors when its backward reads the first one. The recompute runs in an unpack hook of autograd,
-    on the backward's thread, stream and random state. It takes results of the tier's saved calls from the first run, and ends with
-    the last tensor that autograd needs."""
+    """Recompute a forward's saved tensors when its backward reads the first one: in an unpack hook of autograd, on the backward's
+    thread, stream and random state. Results of saved calls are not recomputed. Stops after the last saved tensor."""
 
     def __init__(self, saved: Saved, forward: Callable[[], object], shelf: Shelf | None = None) -> None:
-        """`forward`: repeats the forward in grad mode, with equal random numbers, on current weights and input. `shelf`: memory for
-        saved results; None: they are not copied."""
+        """`forward`: repeats the forward in grad mode, with equal random numbers. `shelf`: memory for saved results, if copied."""
         self.calls, self._forward, self.shelf = CALLS_SAVED[saved], forward, shelf
         self._n_saved = 0  # tensors, in the first run
         self._values: dict[int, torch.Tensor] | None = None  # saved tensors of the second run, until backward reads them
@@ -65,8 +63,7 @@ class Replay:
                 tree_map(self.shelf.restored, result)
 
     def is_saved(self, func: Any, args: Sequence[Any]) -> bool:
-        """True if a call's results are saved. Attention with queries wider or narrower than values is not saved, because a CPU and
-        the planner's trace compute it by other calls."""
+        """True if a call's results are saved. Excludes attention with different widths of queries and values, unfused on a CPU."""
         name = func.overloadpacket.__name__
         is_odd = name in FUSED_ATTENTION and args[0].shape[-1] != args[2].shape[-1]
         return name in self.calls and not is_odd

@@ -86,8 +86,7 @@ class Spot:
 
 
 class Shelf:
-    """Slot for saved results with activation offload. Products are computed into it, other results are copied, in order, at aligned
-    offsets. Backward reads them from the slot of their prefetch."""
+    """Slot for offloaded results: products are computed into it, others copied. Backward reads them from their prefetch slot."""
 
     def __init__(self, slot: torch.Tensor) -> None:
         """`slot`: bytes; assigned again before backward, when they may be in another slot."""
