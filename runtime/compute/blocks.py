@@ -128,27 +128,24 @@ class Templates:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        parts: list[Any] = [self.model, *self._tiled]
         if self.balance is not None:
             self.balance.position = None
-        for part in parts:
-            part.train(False)
+        modules = nn.ModuleList([self.model, *self._tiled]).eval()
         try:
             yield
         finally:
-            for part in parts:
-                part.train(True)
+            modules.train()
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         parts = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear | AdaptedExperts)]
         for part in parts:
-            part.is_aside = True
+            part.is_disabled = True
         try:
             yield
         finally:
             for part in parts:
-                part.is_aside = False
+                part.is_disabled = False
 
     def initial_weights(self, block: int, seed: int) -> Weights:
         """Random fp32 weights of a block as in transformers, and adapters as in PEFT. Deterministic for a seed."""

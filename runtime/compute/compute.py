@@ -89,8 +89,8 @@ class Compute:
     def _begin(self, step: int) -> None:
         if (batch := self.inputs.begin(step)) is not None and self._head is None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
-            n_supervised = batch.n_supervised
-            self.losses[step] = Losses(n_supervised, self.plan.semantics.n_losses(n_supervised, batch.n_answers), total, [])
+            n_losses = self.plan.semantics.n_losses(batch.n_supervised, batch.n_answers)
+            self.losses[step] = Losses(batch.n_supervised, n_losses, total, [])
 
     def _seed(self, step: int, op: Op) -> None:
         if (balance := self.templates.balance) is not None and op.micro_batch is not None:

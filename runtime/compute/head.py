@@ -21,6 +21,7 @@ from .response_sums import Responses
 
 Loss = Callable[[Weights, Tensor], tuple[Tensor, Tensor]]  # (head weights, rows) to (summed loss, differentiated loss)
 Gradients = tuple[Tensor, Tensor, Weights]  # summed loss; gradients of rows and of trained weights
+_NONE: Extras = MappingProxyType({})
 
 
 class OutputHead:
@@ -37,16 +38,10 @@ class OutputHead:
             use_fused_norm(chain.norm)
 
     def loss(
-        self,
-        weights: Weights,
-        hidden_BTD: Tensor,
-        targets_BT: Tensor,
-        n_losses: int,
-        head_gradient_VD: Tensor | None,
-        extras: Extras = MappingProxyType({}),
+        self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, n_losses: int, sum_VD: Tensor | None, extras: Extras = _NONE
     ) -> Gradients:
         """Forward and backward of the head; at most one tile of logits exists. Accumulate the output matrix's gradient, if wanted,
-        onto `head_gradient_VD` (fp32) in tile order. Return the summed loss (fp64, on the device), and gradients of the mean over
+        onto `sum_VD` (fp32) in tile order. Return the summed loss (fp64, on the device), and gradients of the mean over
         `n_losses` with respect to the hidden state and other trained parameters of the head."""
         norm_weights = {
             n: w.detach().requires_grad_(self._prefix + n in self._trained) for n, w in self._norm_weights(weights).items()
@@ -55,7 +50,7 @@ class OutputHead:
         with torch.enable_grad():
             normed_BTD = functional_call(self._chain.norm, norm_weights, (self._chain.norm_input(hidden_BTD),), strict=True)
         normed_ND, head = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), self._head(weights)
-        sums = {} if head_gradient_VD is None else {self.weight: head_gradient_VD}
+        sums = {} if sum_VD is None else {self.weight: sum_VD}
         compute_loss = self._by_scores if self.objective.n_labels is not None else self._by_tiles
         loss_sum, gradient_ND = compute_loss(head, normed_ND, targets_BT, n_losses, sums, extras)
         sums.pop(self.weight, None)
@@ -119,22 +114,15 @@ class OutputHead:
 
     @torch.no_grad()
     def _online_tile(
-        self,
-        weight_VD: Tensor,
-        normed_ND: Tensor,
-        targets_N: Tensor,
-        n_losses: int,
-        sums: Weights,
-        of_rows: Weights,
-        out_ND: Tensor,
+        self, weight_VD: Tensor, rows_ND: Tensor, targets_N: Tensor, n_losses: int, sums: Weights, of_rows: Weights, out_ND: Tensor
     ) -> Tensor:
         """Return the summed loss of a tile. Write the gradient of its rows to `out_ND`; accumulate the weight's onto `sums`."""
         supervised_N, slope_N = targets_N != UNSUPERVISED, of_rows.get("slope")
         each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
-        logits_NV = nn.functional.linear(normed_ND, weight_VD)
+        logits_NV = nn.functional.linear(rows_ND, weight_VD)
         losses_N, gradient_NV = row_losses(logits_NV, targets_N, each_N), logits_NV  # overwritten
         if self.weight in sums:
-            add_product(sums[self.weight], gradient_NV, normed_ND)
+            add_product(sums[self.weight], gradient_NV, rows_ND)
         torch.mm(gradient_NV, weight_VD, out=out_ND)
         return losses_N.sum()
 

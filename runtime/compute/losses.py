@@ -136,7 +136,7 @@ def classify(scores: Tensor, label: Tensor) -> Tensor:
 
 
 class _TopAndRest(torch.autograd.Function):
-    """Log-probabilities (N, K + 1) of K ids in each row, and of the remaining ids together: summed, as 1 minus K would lose bits."""
+    """Log-probabilities (N, K + 1) of K ids in each row, and of the remaining ids together, summed for precision of small rests."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, ids_NK: Tensor, temperature: float) -> Tensor:

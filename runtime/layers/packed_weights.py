@@ -164,12 +164,9 @@ def prepare(device: torch.device, base: Base, dtype: torch.dtype) -> list[Tensor
     return [pairs.view(torch.int64 if wide is torch.float32 else torch.int32).flatten().to(device), *powers]
 
 
-def _scratch(out: Tensor) -> Tensor:
-    return torch.empty(min(out.numel(), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out.device)
-
-
 def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
-    wide, (pairs,) = _scratch(out_N), prepare(out_N.device, "nf4", torch.float32)
+    (pairs,) = prepare(out_N.device, "nf4", torch.float32)
+    wide = torch.empty(min(len(out_N), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out_N.device)
     for start in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
         part = out_N[start : start + UNPACK_CHUNK_ELEMENTS]
         n = len(part)
@@ -181,7 +178,7 @@ def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
 
 
 def _unpack_int8(codes_RC: Tensor, scales_R: Tensor, out_RC: Tensor) -> None:
-    wide = _scratch(out_RC)
+    wide = torch.empty(min(out_RC.numel(), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out_RC.device)
     for rows in _chunks_of_rows(out_RC, 1):
         part = out_RC[rows]
         product = wide[: part.numel()].view_as(part)
