@@ -26,7 +26,7 @@ class Balance:
         is_known = "load_balancing_loss_func" in unwrap(type(model).forward).__globals__
         target = getattr(self._recorder, "target_class", None)
         if not is_known or target is None:
-            raise WorkloadError(f"{type(model).__name__}'s own forward has no loss of its routers; leave --router-loss out")
+            raise WorkloadError(f"{type(model).__name__}'s own forward has no load-balancing loss; omit --router-loss")
         self.n_experts, self.n_chosen, self.share = int(model.num_experts), int(model.num_experts_per_tok), weight / n_micro_batches
         self.position: tuple[int, int] | None = None
         self._sums: dict[int, dict[int, tuple[Tensor, Tensor, int]]] = defaultdict(dict)

@@ -77,8 +77,7 @@ class Templates:
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
         if odd := sorted(name for name in shapes.keys() | planned.keys() if shapes.get(name) != planned.get(name)):
-            first = f"than the plan counted (first: {odd[0]}); make the plan again"
-            raise WorkloadError(f"the installed transformers builds other parameters {first}")
+            raise WorkloadError(f"transformers builds other parameters than the plan (first: {odd[0]}); make the plan again")
 
     def _adapters(self, block: int) -> dict[str, tuple[int, ...]]:
         """Shapes of a block's adapters by name."""

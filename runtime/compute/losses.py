@@ -247,5 +247,5 @@ class LossFunction:
 def known_loss(objective: Objective) -> LossFunction | None:
     """Loss function of a named objective; None for the built-in cross entropy. PlanError for a user's function."""
     if objective.sha256 is not None:
-        raise PlanError(f"the plan's loss is a function of its maker's own; name it with --loss {objective.name[:80]}")
+        raise PlanError(f"the plan's loss is a user's function; pass it with --loss {objective.name[:80]}")
     return None if objective.is_default else LossFunction(objective, FUNCTIONS[objective.name])

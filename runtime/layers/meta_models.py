@@ -98,7 +98,7 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTraine
 def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
     head: Any = model.get_output_embeddings()
     if type(model.config) not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
-        raise WorkloadError(f"it has no model for sequence classification of type {model.config.model_type}")
+        raise WorkloadError(f"transformers has no sequence classification model of type {model.config.model_type}")
     parent, _, child = next(name for name, part in model.named_modules() if part is head).rpartition(".")
     setattr(model.get_submodule(parent), child, None)
     model.score = torch.nn.Linear(head.in_features, n_labels, bias=False, dtype=head.weight.dtype)

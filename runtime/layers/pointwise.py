@@ -21,7 +21,7 @@ from penstock.runtime.units import on_one_line
 Function = Callable[..., Any]  # tensors to a tensor or a tuple
 Operands = tuple[torch.Tensor, ...]
 
-TEST_REPEATS = 16  # of each bf16 number, with different second operands
+TEST_REPEATS = 16  # occurrences of each bf16 number, with different second operands
 TEST_TOKENS = 192
 WINDOW = {1: (4096,), 4: (2, 2, 64, MOST_ELEMENTS)}  # size of compared windows, by number of dimensions
 
@@ -146,7 +146,7 @@ class OneKernel:
             if n_wrong := self._differences(launches, len(inputs)):
                 self.is_in_use = False
                 del results, launches, operands  # free memory for the function
-                fault = f"of its kernel's numbers at {tuple(inputs[0].shape)} {n_wrong} differ"
+                fault = f"{n_wrong} of its kernel's numbers differ at shape {tuple(inputs[0].shape)}"
                 _warn(self._function, inputs[0].device, inputs[0].dtype, fault)
                 return self._function(*inputs)
             self._compared.add(key)
@@ -225,7 +225,7 @@ def _fault(function: Function, replacement: Function, device: torch.device, dtyp
             return f"its kernel does not run ({on_one_line(str(error), 120)})"
         pairs = list(zip(several(function(*inputs)), results, strict=True))
         if any(_strides(a) != _strides(b) for a, b in pairs):
-            return "its kernel stores the result in another order"
+            return "its kernel's results have other strides"
         if n_wrong := sum(int((bits(a) != bits(b)).sum()) for a, b in pairs):
             return f"{n_wrong} of its kernel's {sum(t.numel() for t in results)} numbers differ"
     return None
