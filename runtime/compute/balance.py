@@ -27,7 +27,8 @@ class Balance:
         target = getattr(self._recorder, "target_class", None)
         if not is_known or target is None:
             raise WorkloadError(f"{type(model).__name__}'s own forward has no load-balancing loss; omit --router-loss")
-        self.n_experts, self.n_chosen, self.share = int(model.num_experts), int(model.num_experts_per_tok), weight / n_micro_batches
+        self.n_experts, self.n_chosen = int(model.num_experts), int(model.num_experts_per_tok)
+        self.weight = weight / n_micro_batches
         self.position: tuple[int, int] | None = None
         self._sums: dict[int, dict[int, tuple[Tensor, Tensor, int]]] = defaultdict(dict)
         self._slopes: dict[int, Tensor] = {}
@@ -44,10 +45,10 @@ class Balance:
         logits_NE = outputs[self._recorder.index if len(outputs) > 1 else 0]
         differentiable = [i for i, t in enumerate(outputs) if t.is_floating_point() and t is not logits_NE]
         i = differentiable[0] if differentiable else self._recorder.index if len(outputs) > 1 else 0
-        outputs[i] = _Noted.apply(outputs[i], logits_NE, self)  # type: ignore[no-untyped-call]
+        outputs[i] = _ConnectLogits.apply(outputs[i], logits_NE, self)  # type: ignore[no-untyped-call]
         return tuple(outputs) if isinstance(out, tuple) else outputs[0]
 
-    def note(self, logits_NE: Tensor) -> None:
+    def record(self, logits_NE: Tensor) -> None:
         assert self.position is not None
         weights_NE = torch.softmax(logits_NE, -1)
         chosen = weights_NE.topk(self.n_chosen, -1).indices.reshape(-1)
@@ -56,15 +57,15 @@ class Balance:
         m, block = self.position
         self._sums[m][block] = counts_E.float(), weights_NE.float().sum(0), len(logits_NE)
 
-    def close(self, m: int) -> Tensor:
+    def take_loss(self, m: int) -> Tensor:
         """Weighted fp64 loss of a micro-batch after its last router."""
         layers = [sums for _, sums in sorted(self._sums.pop(m).items())]
         counts_E, sums_E, n = (sum(column) for column in zip(*layers, strict=True))
         with torch.enable_grad():
             sums_E = sums_E.requires_grad_()
-            loss = (torch.sum(counts_E / n * (sums_E / n).unsqueeze(0)) * self.n_experts) * self.share
-            self._slopes[m] = torch.autograd.grad(loss, sums_E)[0]
-        return loss.detach().double()
+            value = (torch.sum(counts_E / n * (sums_E / n).unsqueeze(0)) * self.n_experts) * self.weight
+            self._slopes[m] = torch.autograd.grad(value, sums_E)[0]
+        return value.detach().double()
 
     def gradient(self, m: int, logits_NE: Tensor) -> Tensor:
         """Gradient of the loss with respect to the logits of a layer."""
@@ -78,12 +79,12 @@ class Balance:
         self._slopes.clear()
 
 
-class _Noted(torch.autograd.Function):
+class _ConnectLogits(torch.autograd.Function):
     """Identity on a tensor. Its backward also returns the load-balancing gradient of the logits."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, logits_NE: Tensor, balance: Balance) -> Tensor:
-        balance.note(logits_NE)
+        balance.record(logits_NE)
         ctx.balance, ctx.micro_batch = balance, balance.position[0] if balance.position is not None else 0
         ctx.save_for_backward(logits_NE)
         return out.view_as(out)

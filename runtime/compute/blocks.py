@@ -57,7 +57,7 @@ class Templates:
             if semantics.train.lora is not None:
                 shared_inputs = self.chain.shared_inputs(block - 1)
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora, shared_inputs)
-        self._refuse_surprises()
+        self._check_parameters()
         pointwise = CALL_BY_CALL
         if semantics.pointwise == "fused":
             pointwise = fastest(self.device, DTYPE[semantics.compute_dtype], gates_of(self.layers))
@@ -73,7 +73,7 @@ class Templates:
     def _prefix(self, block: int) -> str:
         return f"{self.chain.layers_name}.{block - 1}."
 
-    def _refuse_surprises(self) -> None:
+    def _check_parameters(self) -> None:
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
         if odd := sorted(name for name in shapes.keys() | planned.keys() if shapes.get(name) != planned.get(name)):
@@ -90,7 +90,7 @@ class Templates:
         self.chain.run_body(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
         return self.chain.take_calls()
 
-    def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
+    def look_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table (B, T, D), by the model's embedding module."""
         table = weights_within(f"{self.chain.embedding_name}.", weights)
         rows_BTD = functional_call(self.model.get_input_embeddings(), table, (tokens_BT,))

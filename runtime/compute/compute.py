@@ -72,7 +72,7 @@ class Compute:
         self._graphs: dict[tuple[int, int], Graph] = {}  # until backward, by (block, micro-batch)
         self._argument_gradients: dict[int, dict[tuple[int, int], torch.Tensor]] = {}  # gradients for the embedding, by micro-batch
         self.unpack = self._views.unpack
-        self._site: tuple[Slot, Slot] | None = None  # slots of weights and input of the running backward
+        self._backward_slots: tuple[Slot, Slot] | None = None  # slots of weights and input of the running backward
 
     def at_work(self) -> AbstractContextManager[None]:
         """Context of the ops of a run. Clears the state of a run that failed within a step."""
@@ -80,7 +80,7 @@ class Compute:
         self.losses.clear()
         if (balance := self.templates.balance) is not None:
             balance.forget()
-        self._site = None
+        self._backward_slots = None
         self._graphs.clear()
         self._argument_gradients.clear()
         self._shelves.clear()
@@ -116,10 +116,10 @@ class Compute:
         if op.block == 0:
             self._begin(step)
             weights = self._views.leaves(op.block, weight_slot)
-            with torch.set_grad_enabled(has_backward), self._keeping(op.block, weight_slot):
+            with torch.set_grad_enabled(has_backward), self._weight_hooks(op.block, weight_slot):
                 output_BTD = self.inputs.embed(weights, m)
             if has_backward:
-                self._graphs[0, m] = _graph(output_BTD, [], weights, self.inputs.cut(m))
+                self._graphs[0, m] = _graph(output_BTD, [], weights, self.inputs.detach_arguments(m))
         elif not has_backward or (checkpointing := self._checkpointing(op, step, weight_slot)) is None:
             hidden_BTD = self._activation(op, op["x"])
             output_BTD = self.templates.layer(op.block, self._weights(op), hidden_BTD, self.inputs.calls[m][op.block - 1])
@@ -144,16 +144,16 @@ class Compute:
         if (op.block, op.micro_batch) in self._graphs:  # recompute of a dropped boundary
             return None
         if saved is Saved.ALL:
-            return self._keeping(op.block, weight_slot)
+            return self._weight_hooks(op.block, weight_slot)
         shelf = None
         if (slot := op.get("saved")) is not None:
             moved = self.plan.recompute(op.block, op.micro_batch).slot_bytes  # offloaded bytes; the slot may be larger
             shelf = self._shelves[op.block, op.micro_batch or 0] = Shelf(self.arenas.raw(slot)[:moved])
         return Replay(saved, lambda: self._recompute(op, step), shelf).recording()
 
-    def _keeping(self, block: int, weight_slot: Slot) -> AbstractContextManager[None]:
+    def _weight_hooks(self, block: int, weight_slot: Slot) -> AbstractContextManager[None]:
         """Saved-tensor hooks that save a weight as its spot, read from the slot of the block's weights in backward."""
-        copies = dict[int, torch.Tensor]()  # of the embedding's weights, because its backward has no slot of them
+        copies = dict[int, torch.Tensor]()  # the embedding's weights, because its backward has no slot of them
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Spot:
             offset_bytes = self.arenas.offset_in(weight_slot, tensor)
@@ -164,23 +164,23 @@ class Compute:
         def unpack(packed: torch.Tensor | Spot) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
-            assert self._site is not None, "weights of a graph are read outside of its backward"
-            return packed.view(self.arenas.raw(self._site[0]))
+            assert self._backward_slots is not None, "weights of a graph are read outside of its backward"
+            return packed.view(self.arenas.raw(self._backward_slots[0]))
 
         return saved_tensors_hooks(pack, unpack)
 
     def _recompute(self, op: Op, step: int) -> None:
         """Recompute a layer's forward in its backward, from the backward's slots of weights and input."""
-        assert self._site is not None
+        assert self._backward_slots is not None
         self._seed(step, op)
-        weights = self._views.leaves(op.block, self._site[0], op.get("trained"))
-        hidden_BTD = self._activation(op, self._site[1]).requires_grad_()
+        weights = self._views.leaves(op.block, self._backward_slots[0], op.get("trained"))
+        hidden_BTD = self._activation(op, self._backward_slots[1]).requires_grad_()
         self.templates.layer(op.block, weights, hidden_BTD, self.inputs.calls[op.micro_batch or 0][op.block - 1], graph_only=True)
 
     def backward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         if op.block:
-            self._site = (op["weights"], op["x"])
+            self._backward_slots = (op["weights"], op["x"])
         if (slot := op.get("saved")) is not None:
             self._shelves.pop((op.block, op.micro_batch)).slot = self.arenas.raw(slot)
         graph = self._graphs.pop((op.block, op.micro_batch))
@@ -191,7 +191,7 @@ class Compute:
         edge_gradients = [self._activation(op, op["y"]), *map(argument_gradients.pop, keys)]
         gradients = torch.autograd.grad(edges, graph.inputs, edge_gradients, allow_unused=True)
         del edge_gradients
-        self._site = None
+        self._backward_slots = None
         if op.block == self._first_trained:
             self.inputs.calls.pop(op.micro_batch, None)
         if op.block:
@@ -201,14 +201,14 @@ class Compute:
             argument_gradients |= {(op.block, j): gradient for j, gradient in rows if gradient is not None}
             gradients = gradients[1 + len(graph.grad_arguments) :]
         named = zip(graph.names, gradients, strict=True)
-        self._add(op, *self._running(op), {name: gradient for name, gradient in named if gradient is not None})
+        self._add(op, *self._running_sum(op), {name: gradient for name, gradient in named if gradient is not None})
 
     def loss(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         self._seed(step, op)
         self._begin(step)
         hidden_BTD, losses, batch = self._activation(op, op["x"]), self.losses[step], self.inputs.micro_batch(op.micro_batch)
-        running, begins = self._running(op)
+        running, begins = self._running_sum(op)
         name = self.templates.head.weight
         head = running.get(name)
         # Tiles are summed within the micro-batch: in a separate tensor if the running sum holds earlier micro-batches
@@ -218,7 +218,7 @@ class Compute:
         arguments = self._weights(op), hidden_BTD, batch.targets, losses.n_losses, head_gradient
         loss_sum, hidden_gradient, gradients = self.templates.head.loss(*arguments, batch.extras)
         if (balance := self.templates.balance) is not None:
-            loss_sum += balance.close(op.micro_batch) * losses.n_losses
+            loss_sum += balance.take_loss(op.micro_batch) * losses.n_losses
         losses.total.add_(loss_sum)
         if self.plan.semantics.ranks > 1:
             losses.by_micro_batch.append(loss_sum)
@@ -227,7 +227,7 @@ class Compute:
             gradients[name] = head_gradient
         self._add(op, running, begins, gradients, in_place={name} if begins else ())
 
-    def _running(self, op: Op) -> tuple[Weights, bool]:
+    def _running_sum(self, op: Op) -> tuple[Weights, bool]:
         """Running sum of gradients, and True if this micro-batch begins it. The sum of a single micro-batch is its gradient."""
         plan, total = self.plan, op.get("sum")
         begins = total is None or plan.semantics.begins_sum(op.micro_batch or 0)
@@ -301,13 +301,13 @@ class Inputs:
             return hidden_BTD
         if n_sequences in self.only_lookup:
             self.calls[m] = self.first[n_sequences]
-            return self.templates.looked_up(weights, tokens_BT)
+            return self.templates.look_up(weights, tokens_BT)
         is_first = n_sequences not in self.first
         hidden_BTD, calls = self.templates.embed(weights, tokens_BT)
         self.calls[m] = calls = self._shared(n_sequences, calls)
         pairs = zip(calls, self.first[n_sequences], strict=True)
         is_equal = not is_first and all(new is old for a, b in pairs for new, old in zip(a.leaves, b.leaves, strict=True))
-        if is_equal and torch.equal(hidden_BTD, self.templates.looked_up(weights, tokens_BT)):
+        if is_equal and torch.equal(hidden_BTD, self.templates.look_up(weights, tokens_BT)):
             self.only_lookup.add(n_sequences)
         return hidden_BTD
 
@@ -319,7 +319,7 @@ class Inputs:
         firsts = zip(calls, self.first[n_sequences], strict=True)
         return [new.with_leaves({j: t for j, t in enumerate(old.leaves) if _is_equal(new.leaves[j], t)}) for new, old in firsts]
 
-    def cut(self, m: int) -> dict[tuple[int, int], GradientEdge]:
+    def detach_arguments(self, m: int) -> dict[tuple[int, int], GradientEdge]:
         """Replace differentiable arguments of layers by autograd leaves; return their gradient edges by (layer, index)."""
         calls, tensors = self.calls[m], [call.grad_arguments for call in self.calls[m]]
         leaves = [{j: t.detach().requires_grad_() for j, t in row.items()} for row in tensors]

@@ -35,16 +35,16 @@ def reference_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None
 
 def _losses_of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, has_gradient: bool) -> Tensor:
     top_N1, total_N1 = _top_and_total(logits_NV)
-    is_left_out_N1, targets_N1 = targets_N[:, None] < 0, targets_N[:, None].clamp(min=0)
-    of_target_N1 = logits_NV.gather(1, targets_N1).float()
-    losses_N1 = (top_N1 - of_target_N1) + total_N1.log()
+    is_excluded_N1, targets_N1 = targets_N[:, None] < 0, targets_N[:, None].clamp(min=0)
+    target_logit_N1 = logits_NV.gather(1, targets_N1).float()
+    losses_N1 = (top_N1 - target_logit_N1) + total_N1.log()
     if has_gradient:
         scale_N1 = each_N[:, None] / total_N1
         for part_NL in logits_NV.split(loss_lanes(logits_NV.shape[1]), dim=1):
             part_NL.copy_((part_NL.float() - top_N1).exp_().mul_(scale_N1))
-        at_target_N1 = (of_target_N1 - top_N1).exp() * scale_N1 - each_N[:, None]
-        logits_NV.scatter_(1, targets_N1, at_target_N1.to(logits_NV.dtype)).masked_fill_(is_left_out_N1, 0.0)
-    return losses_N1.masked_fill(is_left_out_N1, 0.0).squeeze(1)
+        target_gradient_N1 = (target_logit_N1 - top_N1).exp() * scale_N1 - each_N[:, None]
+        logits_NV.scatter_(1, targets_N1, target_gradient_N1.to(logits_NV.dtype)).masked_fill_(is_excluded_N1, 0.0)
+    return losses_N1.masked_fill(is_excluded_N1, 0.0).squeeze(1)
 
 
 def _top_and_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:

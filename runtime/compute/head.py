@@ -70,8 +70,8 @@ class OutputHead:
             total = self.function.values(self._scores(head, rows_ND, answers, extras), answers.n_tokens, extras).sum()
             return total, total / n_losses
 
-        loss, gradient_ND, of_head = _differentiated(of_scores, head, normed_ND, sums)
-        for name, gradient in of_head.items():
+        loss, gradient_ND, gradients = _differentiated(of_scores, head, normed_ND, sums)
+        for name, gradient in gradients.items():
             sums[name] += gradient
         return loss, gradient_ND
 
@@ -79,16 +79,16 @@ class OutputHead:
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
     ) -> tuple[Tensor, Tensor]:
         """Summed loss of tokens or sequences, and gradient of the normed rows. Gradients of weight and bias are added to `sums`."""
-        loss_sum, of_rows = self._first_pass(head, normed_ND, targets_BT, n_losses, extras)
+        loss_sum, row_inputs = self._first_pass(head, normed_ND, targets_BT, n_losses, extras)
         biases = [name for name in self._names if name != self.weight and name in self._trained]
         sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in biases}
         gradient_ND = torch.empty_like(normed_ND)
-        for rows_ND, out_ND, targets_N, *tiles in self._tiles(normed_ND, gradient_ND, targets_BT.reshape(-1), *of_rows.values()):
-            row_inputs = dict(zip(of_rows, tiles, strict=True))
+        for rows_ND, out_ND, targets_N, *tiles in self._tiles(normed_ND, gradient_ND, targets_BT.reshape(-1), *row_inputs.values()):
+            tile_inputs = dict(zip(row_inputs, tiles, strict=True))
             if self._is_online:
-                loss = self._online_tile(head[self.weight], rows_ND, targets_N, n_losses, sums, row_inputs, out_ND)
+                loss = self._online_tile(head[self.weight], rows_ND, targets_N, n_losses, sums, tile_inputs, out_ND)
             else:
-                loss, out_ND[:], head_gradients = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), row_inputs)
+                loss, out_ND[:], head_gradients = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), tile_inputs)
                 for name in sums:
                     sums[name] += head_gradients[name]
                 del head_gradients  # before the next tile's gradients
@@ -114,10 +114,10 @@ class OutputHead:
 
     @torch.no_grad()
     def _online_tile(
-        self, weight_VD: Tensor, rows_ND: Tensor, targets_N: Tensor, n_losses: int, sums: Weights, of_rows: Weights, out_ND: Tensor
+        self, weight_VD: Tensor, rows_ND: Tensor, targets_N: Tensor, n_losses: int, sums: Weights, inputs: Weights, out_ND: Tensor
     ) -> Tensor:
         """Return the summed loss of a tile. Write the gradient of its rows to `out_ND`; accumulate the weight's onto `sums`."""
-        supervised_N, slope_N = targets_N != UNSUPERVISED, of_rows.get("slope")
+        supervised_N, slope_N = targets_N != UNSUPERVISED, inputs.get("slope")
         each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
         logits_NV = nn.functional.linear(rows_ND, weight_VD)
         losses_N, gradient_NV = row_losses(logits_NV, targets_N, each_N), logits_NV  # overwritten
@@ -127,11 +127,11 @@ class OutputHead:
         return losses_N.sum()
 
     def _tile(
-        self, head: Weights, normed_ND: Tensor, targets_N: Tensor, n_losses: int, trained: Collection[str], of_rows: Weights
+        self, head: Weights, normed_ND: Tensor, targets_N: Tensor, n_losses: int, trained: Collection[str], inputs: Weights
     ) -> Gradients:
         """Summed loss of a tile; gradients of its share of the step's mean, for its rows and trained weights. After a first pass
         over sequences, each row's log-probability has its slope as gradient, and the summed loss is unused."""
-        slope_N = of_rows.get("slope") if self.objective.has_first_pass else None
+        slope_N = inputs.get("slope") if self.objective.has_first_pass else None
 
         def of_tile(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
             if slope_N is not None:
@@ -140,7 +140,7 @@ class OutputHead:
             if self.function is None:
                 loss = self._cross_entropy(head, rows_ND, targets_N, "sum")
             else:
-                loss = self.function.of_tile(self._logits(head, rows_ND), targets_N, of_rows)
+                loss = self.function.of_tile(self._logits(head, rows_ND), targets_N, inputs)
             return loss, loss / n_losses
 
         return _differentiated(of_tile, head, normed_ND, trained)
@@ -157,9 +157,9 @@ class OutputHead:
         """Summed loss of tokens (fp64, on the device)."""
         assert self.function is not None
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
-        total, of_rows = self._first_pass(head, normed_ND, targets_BT, 1, extras)
-        for rows_ND, targets_N, *tiles in self._tiles(normed_ND, targets_BT.reshape(-1), *of_rows.values()):
-            total += self.function.of_tile(self._logits(head, rows_ND), targets_N, dict(zip(of_rows, tiles, strict=True)))
+        total, row_inputs = self._first_pass(head, normed_ND, targets_BT, 1, extras)
+        for rows_ND, targets_N, *tiles in self._tiles(normed_ND, targets_BT.reshape(-1), *row_inputs.values()):
+            total += self.function.of_tile(self._logits(head, rows_ND), targets_N, dict(zip(row_inputs, tiles, strict=True)))
         return total
 
     def log_probabilities(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -190,8 +190,8 @@ class OutputHead:
     def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
         return functional_call(self._chain.norm, self._norm_weights(weights), (self._chain.norm_input(hidden),), strict=True)  # type: ignore[no-any-return]
 
-    def _tiles(self, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        return zip(*(x.split(self._n_rows) for x in of_rows), strict=True)
+    def _tiles(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(x.split(self._n_rows) for x in tensors), strict=True)
 
     def _logits(self, head: Weights, normed_ND: Tensor) -> Tensor:
         return self._chain.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()

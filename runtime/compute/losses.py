@@ -151,18 +151,18 @@ class _TopAndRest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         remaining_NV, ids_NK, top_NK, rest_N1 = ctx.saved_tensors
-        of_top_NK, of_rest_N1 = (gradients[0] / ctx.temperature).tensor_split([top_NK.shape[1]], dim=1)
-        all_N1 = of_top_NK.sum(dim=1, keepdim=True) + of_rest_N1
-        d_logits_NV = remaining_NV * (of_rest_N1 / rest_N1 - all_N1)
-        return d_logits_NV.scatter_(1, ids_NK, of_top_NK - top_NK.exp() * all_N1), None, None
+        d_top_NK, d_rest_N1 = (gradients[0] / ctx.temperature).tensor_split([top_NK.shape[1]], dim=1)
+        all_N1 = d_top_NK.sum(dim=1, keepdim=True) + d_rest_N1
+        d_logits_NV = remaining_NV * (d_rest_N1 / rest_N1 - all_N1)
+        return d_logits_NV.scatter_(1, ids_NK, d_top_NK - top_NK.exp() * all_N1), None, None
 
 
 def top_and_rest(logits_NV: Tensor, k: int, temperature: float) -> Tensor:
     """Rows of a teacher as in files, (N, 3 k + 1) int16: the `k` likeliest ids (int32, two words each), then fp16 log-probabilities
     of these and of the remaining ids together."""
     ids_NK = logits_NV.topk(k, dim=-1).indices
-    of_NK = _TopAndRest.apply(logits_NV, ids_NK, temperature)  # type: ignore[no-untyped-call]
-    return torch.cat([ids_NK.int().view(torch.int16), of_NK.half().view(torch.int16)], dim=1)
+    logps_NK = _TopAndRest.apply(logits_NV, ids_NK, temperature)  # type: ignore[no-untyped-call]
+    return torch.cat([ids_NK.int().view(torch.int16), logps_NK.half().view(torch.int16)], dim=1)
 
 
 def _kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
@@ -230,9 +230,9 @@ class LossFunction:
         is_counted = n_tokens_B > 0
         if self.objective.of in HALVES:
             is_counted = is_counted[0::2] & is_counted[1::2]
-        is_there_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
+        is_present_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
         # Absent items: a value with a finite slope (0 may have an infinite one, and NaN gradients), or with log-ratio 0
-        logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is Of.ANSWERS else -1.0)
+        logps_B = torch.where(is_present_B, logps_B, extras["reference"] if self.objective.of is Of.ANSWERS else -1.0)
         return torch.where(is_counted, self.per_item(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
 
     def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:

@@ -84,13 +84,13 @@ def _by_document(
     mask_pointers = {mask.untyped_storage().data_ptr() for mask in packed.masks}  # a layer may pass a view
     if attention_mask is not None and attention_mask.untyped_storage().data_ptr() not in mask_pointers:
         raise WorkloadError("its attention computes other masks")
-    n_of_all = [n for of_sequence in packed.n_tokens for n in of_sequence]
+    lengths = [n for of_sequence in packed.n_tokens for n in of_sequence]
     n_unmasked = 0  # longest document that needs no mask other than the causal one
     if packed.attention is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
         n_unmasked = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
     is_plain = options.get("is_causal", True) and all(options.get(name) is None for name in ("position_bias", "softcap"))
-    if max(n_of_all) <= n_unmasked and is_plain and dropout == 0.0 and _is_fused(*operands):
-        return _Attention.apply(*operands, n_of_all, scaling), None  # type: ignore[no-untyped-call]
+    if max(lengths) <= n_unmasked and is_plain and dropout == 0.0 and _is_fused(*operands):
+        return _Attention.apply(*operands, lengths, scaling), None  # type: ignore[no-untyped-call]
     attend = packed.attention or type(module).forward.__globals__[EAGER_ATTENTION]
     rows = list[Tensor]()
     # `split`, because the gradient of each slice would have the size of the whole tensor

@@ -26,7 +26,7 @@ from .pointwise import GATES, Function, Pointwise, several
 from .recompute import unrecorded
 
 CALL_BY_CALL = Pointwise()
-NORM_ROWS = 1024  # of an fp32 chunk in a CPU's norm
+NORM_ROWS = 1024  # rows of an fp32 chunk in a CPU's norm
 EAGER_ATTENTION = "eager_attention_forward"  # name in modules of transformers
 ROTARY = "apply_rotary_pos_emb"  # name in modules of transformers
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # children of a row-wise MLP, down(act(gate(x)) * up(x))

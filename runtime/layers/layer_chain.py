@@ -177,7 +177,7 @@ class LayerChain:
         self.head: Any = getattr(model, "score", None) or model.get_output_embeddings()
         self.head_name = names[id(self.head)] if self.head is not None else self._fail("it has no output matrix")
         self.layers = list(layers)
-        self._refuse_shared()
+        self._check_shared_weights()
         norms = [name for name, part in owner.named_children() if "norm" in type(part).__name__.lower()]
         norms = norms if len(norms) == 1 else [name for name in norms if name in _LAST_NORMS]
         self._owner, self._owner_name = owner, names[id(owner)]
@@ -196,7 +196,7 @@ class LayerChain:
     def _fail(self, why: str) -> NoReturn:
         raise WorkloadError(f"{type(self.model).__name__} cannot be trained by layers: {why}")
 
-    def _refuse_shared(self) -> None:
+    def _check_shared_weights(self) -> None:
         owners: dict[int, int] = {}
         for i, layer in enumerate(self.layers):
             for p in layer.parameters():

@@ -34,7 +34,7 @@ def read_config(config: dict[str, Any]) -> Any:
         fields = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OVERRIDDEN})  # e.g. infinity
         return AutoConfig.for_model(config["model_type"], **fields)
     except Exception as error:  # any failure with an unexpected value
-        raise _refused(error) from None
+        raise _workload_error(error) from None
 
 
 def difference(first: dict[str, Any], second: dict[str, Any]) -> str | None:
@@ -73,7 +73,7 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
             model = model_of(complete, semantics, DTYPE[semantics.compute_dtype])
             return model if semantics.objective.n_labels is None else _scoring(model, semantics.objective.n_labels)
     except Exception as error:
-        raise _refused(error) from None
+        raise _workload_error(error) from None
 
 
 def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
@@ -110,6 +110,6 @@ def sees_images(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def _refused(error: Exception) -> WorkloadError:
+def _workload_error(error: Exception) -> WorkloadError:
     words = " ".join((str(error) or type(error).__name__).split())
     return WorkloadError(f"transformers cannot build this model: {words[:160]}")

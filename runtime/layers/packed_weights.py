@@ -142,9 +142,9 @@ def unpack_by_kernel(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, li
     for m in range(0, len(out_MRC), matrices):
         for r in range(0, n_rows, rows):
             part = out_MRC[m : m + matrices, r : r + rows]
-            of_codes, of_scales = codes_MRC[m : m + matrices, r : r + rows], scales_MG[m : m + matrices, r // block :]
+            part_codes, part_scales = codes_MRC[m : m + matrices, r : r + rows], scales_MG[m : m + matrices, r // block :]
             n_blocks, sizes = -(-part.numel() // (UNPACK_WIDTH * THREADS)), [part.numel(), part.shape[1], n_columns]
-            arguments = [of_codes, of_scales, part, _quantiles(out.device), *sizes, _INT8_STEP]
+            arguments = [part_codes, part_scales, part, _quantiles(out.device), *sizes, _INT8_STEP]
             kernel((n_blocks, 1, 1), (THREADS, 1, 1), arguments)
 
 

@@ -178,8 +178,8 @@ class OneKernel:
         vector = VECTOR_BYTES // x.element_size()
         if self._is_rotary:
             n_pairs = x.numel() // 2
-            of_x, of_cos, of_sin, of_out = ([s * (n > 1) for n, s in zip(y.shape, y.stride(), strict=True)][:3] for y in operands)
-            sizes = [n_pairs, x.shape[1], x.shape[2], x.shape[3] // 2, *of_x, *of_cos[::2], *of_sin[::2], *of_out]
+            strides = [[s * (n > 1) for n, s in zip(y.shape, y.stride(), strict=True)][:3] for y in operands]
+            sizes = [n_pairs, x.shape[1], x.shape[2], x.shape[3] // 2, *strides[0], *strides[1][::2], *strides[2][::2], *strides[3]]
         else:
             n_pairs, sizes = x.numel(), [x.numel()]
         n_blocks = -(-n_pairs // (vector * THREADS))

@@ -1,6 +1,6 @@
 """Activation checkpointing: full or selective, by recomputing a layer's forward in its backward (`Replay`).
 
-Without checkpointing all saved tensors except weights are kept (`Compute._keeping`). Neither keeps the forward's slots: the
+Without checkpointing all saved tensors except weights are kept (`Compute._weight_hooks`). Neither keeps the forward's slots: the
 backward op names its slots of weights and input.
 """
 
@@ -34,7 +34,7 @@ class Graph:
 
     edge: GradientEdge
     inputs: list[torch.Tensor]
-    names: list[str]  # of weights, the last inputs
+    names: list[str]  # weights, the last inputs
     grad_arguments: dict[Any, Any]
 
 
@@ -78,10 +78,10 @@ class Replay:
 
     def _unpack(self, place: int) -> torch.Tensor:
         if self._values is None:
-            self._values = self._run_again()
+            self._values = self._recompute()
         return self._values.pop(place)
 
-    def _run_again(self) -> dict[int, torch.Tensor]:
+    def _recompute(self) -> dict[int, torch.Tensor]:
         values: dict[int, torch.Tensor] = {}
 
         def fill(tensor: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class _Recording(TorchDispatchMode):
             result = tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # autograd attaches a graph to `out` next
         else:
             before_bytes = shelf.n_bytes
-            out, result = shelf.computed(func, args, kwargs or {})
+            out, result = shelf.compute(func, args, kwargs or {})
         self.replay.results.append((result, before_bytes))
         return out
 

@@ -40,9 +40,7 @@ class Known:
 REFERENCE, TEACHER = "reference", "teacher"  # extras that a file has: log-probabilities; and those of likely ids of each position
 _REFERENCE = (REFERENCE,)
 LAST, SCORE = "last", "score.weight"  # an extra, where each sequence ends; and a head of one's own, as transformers calls it
-ANSWER = (
-    "answer"  # an extra (B, K, 2), where several answers share a sequence: the span of each, `runtime/compute/response_sums.py`
-)
+ANSWER = "answer"  # an extra (B, K, 2): spans of responses that share a sequence (`runtime/compute/response_sums.py`)
 _CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
 KNOWN = {
     "cross-entropy": Known(Of.TOKENS),

@@ -136,7 +136,7 @@ def test_a_replay_does_what_torchs_checkpointing_does(case: Case) -> None:
         assert not replay.results
         y, replay = replayed(layer, x, kwargs, ours.saved)
         with Work() as work:
-            replay._run_again()
+            replay._recompute()
         assert work.calls == watched(layer, x, kwargs, again).calls, block.name
         is_counted(case, block, ours, work)
 
