@@ -23,7 +23,7 @@ from penstock.runtime.host.optimizer import Kept, Master, ParamState, Step, devi
 from penstock.runtime.host.rounding import Drawn, group_bytes
 from penstock.runtime.layers.kernels import use_kernels
 from penstock.runtime.layers.packed_weights import pack, unpack_by_calls, unpack_into
-from penstock.runtime.layers.pointwise import GATES, Pointwise, _bits, fastest, several
+from penstock.runtime.layers.pointwise import GATES, Pointwise, bits, fastest, several
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.packed import Base
@@ -275,7 +275,7 @@ def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: 
         # The definition needs several times the memory: bits are compared where it has room
         some = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
         pairs = zip(several(function(*some)), several(definition(*some)), strict=True)
-        are_equal = all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+        are_equal = all(torch.equal(bits(a), bits(b)) for a, b in pairs)
         is_kernel = function is not definition
         note(
             "kernel", name=name, seconds=seconds, bytes_per_s=moved_bytes / seconds, are_bits_equal=are_equal, is_kernel=is_kernel,
