@@ -145,7 +145,7 @@ def _checked_width(loss: LossFunction, called: str) -> int:
 
     def values(n_rows: int) -> Tensor:
         row_extras, n = {name: extra[:n_rows] for name, extra in extras.items()}, n_rows // rows_each
-        losses = loss.each(leaf[:n_rows], second[:n_rows], row_extras)
+        losses = loss.per_item(leaf[:n_rows], second[:n_rows], row_extras)
         if not isinstance(losses, Tensor) or tuple(losses.shape) != (n,):
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             expected = f"({n},): one number for each of the {n} {kind}, no sum and no mean"

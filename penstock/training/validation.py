@@ -16,9 +16,9 @@ import torch
 
 from penstock.planner.lower.forward import forward_plan
 from penstock.runtime.batch import UNSUPERVISED, Batch
-from penstock.runtime.compute.answers import in_order
 from penstock.runtime.compute.compute import LastHidden
 from penstock.runtime.compute.losses import HALVES
+from penstock.runtime.compute.response_sums import unpacked_order
 from penstock.runtime.errors import DataError, PenstockError, PlanError
 from penstock.runtime.executor import Stop
 from penstock.runtime.machines.torch_machine import TorchMachine
@@ -169,7 +169,8 @@ def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples
     def in_groups(tensor: torch.Tensor) -> torch.Tensor:
         """Return one row per complete pair or group."""
         by_group = [
-            in_order(part, rows_each, n_tokens).view(-1, rows_each, *part.shape[n_tokens.dim() :]) for part in (tensor, n_tokens)
+            unpacked_order(part, rows_each, n_tokens).view(-1, rows_each, *part.shape[n_tokens.dim() :])
+            for part in (tensor, n_tokens)
         ]
         return by_group[0][(by_group[1] > 0).all(dim=1)]
 

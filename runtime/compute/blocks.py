@@ -30,7 +30,7 @@ from penstock.runtime.plan.train import is_adapter
 from penstock.runtime.plan.workload import Workload
 
 from .balance import Balance
-from .head import OutputHead, within
+from .head import OutputHead, weights_within
 from .losses import LossFunction
 
 
@@ -57,7 +57,7 @@ class Templates:
             if semantics.train.lora is not None:
                 shared_inputs = self.chain.shared_inputs(block - 1)
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora, shared_inputs)
-        self._refuse_surprises()
+        self._check_parameters()
         pointwise = CALL_BY_CALL
         if semantics.pointwise == "fused":
             pointwise = fastest(self.device, DTYPE[semantics.compute_dtype], gates_of(self.layers))
@@ -73,12 +73,11 @@ class Templates:
     def _prefix(self, block: int) -> str:
         return f"{self.chain.layers_name}.{block - 1}."
 
-    def _refuse_surprises(self) -> None:
-        found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+    def _check_parameters(self) -> None:
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
-        if odd := sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)):
-            first = f"than the plan counted (first: {odd[0]}); make the plan again"
-            raise WorkloadError(f"the installed transformers builds other parameters {first}")
+        if odd := sorted(name for name in shapes.keys() | planned.keys() if shapes.get(name) != planned.get(name)):
+            raise WorkloadError(f"transformers builds other parameters than the plan (first: {odd[0]}); make the plan again")
 
     def _adapters(self, block: int) -> dict[str, tuple[int, ...]]:
         """Shapes of a block's adapters by name."""
@@ -91,32 +90,31 @@ class Templates:
         self.chain.run_body(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
         return self.chain.take_calls()
 
-    def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
+    def look_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table (B, T, D), by the model's embedding module."""
-        own = within(f"{self.chain.embedding_name}.", weights)
-        rows_BTD = functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))
+        table = weights_within(f"{self.chain.embedding_name}.", weights)
+        rows_BTD = functional_call(self.model.get_input_embeddings(), table, (tokens_BT,))
         return rows_BTD if self.chain.carried is None else self.chain.carried.padded(rows_BTD)
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
-        """Like `embed`, for packed documents. `plain`: calls without packing. Data readers check document isolation
-        (`layers/document_isolation.py`)."""
+        """Like `embed`, for packed documents; `plain`: calls without packing. Data readers check document isolation."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
-        how = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
-        return embed_packed(self.chain, self._of_body(weights), *how)
+        arguments = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
+        return embed_packed(self.chain, self._of_body(weights), *arguments)
 
     def _of_body(self, weights: Weights) -> Weights:
         """Weights before the layers, by names in the body."""
         return {name.removeprefix(f"{self.chain.body_name}."): weight for name, weight in weights.items()}
 
-    def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, again: bool = False) -> torch.Tensor:
+    def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, graph_only: bool = False) -> torch.Tensor:
         """Output (B, T, D) of layer `block` (from 1). With `again`, a recompute, the output of a tiled MLP is not computed."""
-        own, layer = within(self._prefix(block), weights), self.layers[block - 1]
+        layer_weights, layer = weights_within(self._prefix(block), weights), self.layers[block - 1]
         attention = self.workload.blocks[block].attention
         with isolated_documents(inputs, self.semantics.attention, None if attention is None else attention.window):
             if self._tiled:
-                self._tiled[block - 1].graph_only = again
-            return inputs.run(lambda *args, **kwargs: functional_call(layer, own, args, kwargs), hidden_BTD)
+                self._tiled[block - 1].graph_only = graph_only
+            return inputs.run(lambda *args, **kwargs: functional_call(layer, layer_weights, args, kwargs), hidden_BTD)
 
     def constants(self) -> Weights:
         """Buffers of layers that are stored in files, by names in the model."""
@@ -129,27 +127,24 @@ class Templates:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        parts: list[Any] = [self.model, *self._tiled]
         if self.balance is not None:
-            self.balance.at = None
-        for part in parts:
-            part.train(False)
+            self.balance.position = None
+        modules = nn.ModuleList([self.model, *self._tiled]).eval()
         try:
             yield
         finally:
-            for part in parts:
-                part.train(True)
+            modules.train()
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         parts = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear | AdaptedExperts)]
         for part in parts:
-            part.is_aside = True
+            part.is_disabled = True
         try:
             yield
         finally:
             for part in parts:
-                part.is_aside = False
+                part.is_disabled = False
 
     def initial_weights(self, block: int, seed: int) -> Weights:
         """Random fp32 weights of a block as in transformers, and adapters as in PEFT. Deterministic for a seed."""

@@ -20,34 +20,31 @@ LOWEST = torch.finfo(torch.float32).min  # initial maximum: finite, so that diff
 
 
 def row_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None = None) -> Tensor:
-    """Cross entropy of each row (N,), fp32; 0 for negative targets. With `each_N` (fp32), overwrite the logits by the gradient of
-    each row's loss times `each_N`."""
+    """Cross entropy of each row (N,), fp32; 0 for negative targets. `each_N` (fp32): overwrite logits by gradients times this."""
     kernel = loss_kernel(logits_NV.device, logits_NV.dtype, logits_NV.shape[1])
-    return defined_losses(logits_NV, targets_N, each_N) if kernel is None else launched(kernel, logits_NV, targets_N, each_N)
+    return reference_losses(logits_NV, targets_N, each_N) if kernel is None else launched(kernel, logits_NV, targets_N, each_N)
 
 
-def defined_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
+def reference_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
     """Reference implementation of `row_losses`, by chunks of rows. Sums each row in the kernel's order."""
     n = max(1, LOSS_SCRATCH_ELEMENTS // loss_lanes(logits_NV.shape[1]))
     shares = targets_N if each_N is None else each_N
-    return torch.cat([
-        _of_rows(*of, has_gradient=each_N is not None)
-        for of in zip(logits_NV.split(n), targets_N.split(n), shares.split(n), strict=True)
-    ])  # fmt: skip
+    chunks = zip(logits_NV.split(n), targets_N.split(n), shares.split(n), strict=True)
+    return torch.cat([_losses_of_rows(*rows, has_gradient=each_N is not None) for rows in chunks])
 
 
-def _of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, has_gradient: bool) -> Tensor:
+def _losses_of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, has_gradient: bool) -> Tensor:
     top_N1, total_N1 = _top_and_total(logits_NV)
-    is_left_out_N1, targets_N1 = targets_N[:, None] < 0, targets_N[:, None].clamp(min=0)
-    of_target_N1 = logits_NV.gather(1, targets_N1).float()
-    losses_N1 = (top_N1 - of_target_N1) + total_N1.log()
+    is_excluded_N1, targets_N1 = targets_N[:, None] < 0, targets_N[:, None].clamp(min=0)
+    target_logit_N1 = logits_NV.gather(1, targets_N1).float()
+    losses_N1 = (top_N1 - target_logit_N1) + total_N1.log()
     if has_gradient:
         scale_N1 = each_N[:, None] / total_N1
         for part_NL in logits_NV.split(loss_lanes(logits_NV.shape[1]), dim=1):
             part_NL.copy_((part_NL.float() - top_N1).exp_().mul_(scale_N1))
-        at_target_N1 = (of_target_N1 - top_N1).exp() * scale_N1 - each_N[:, None]
-        logits_NV.scatter_(1, targets_N1, at_target_N1.to(logits_NV.dtype)).masked_fill_(is_left_out_N1, 0.0)
-    return losses_N1.masked_fill(is_left_out_N1, 0.0).squeeze(1)
+        target_gradient_N1 = (target_logit_N1 - top_N1).exp() * scale_N1 - each_N[:, None]
+        logits_NV.scatter_(1, targets_N1, target_gradient_N1.to(logits_NV.dtype)).masked_fill_(is_excluded_N1, 0.0)
+    return losses_N1.masked_fill(is_excluded_N1, 0.0).squeeze(1)
 
 
 def _top_and_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,11 +58,11 @@ def _top_and_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
         total.copy_(torch.where(is_new, total * e, total).add_(torch.where(is_new, 1.0, e)))
         torch.maximum(top, x, out=top)
     top_N1 = tops_NL.amax(dim=1, keepdim=True)
-    total_N1 = _added_by_halves(_added_by_halves(sums_NL.mul_(tops_NL.sub_(top_N1).exp_()).unflatten(1, (-1, 8))).squeeze(-1))
+    total_N1 = _tree_sum(_tree_sum(sums_NL.mul_(tops_NL.sub_(top_N1).exp_()).unflatten(1, (-1, 8))).squeeze(-1))
     return top_N1, total_N1
 
 
-def _added_by_halves(x: Tensor) -> Tensor:
+def _tree_sum(x: Tensor) -> Tensor:
     """Tree-reduce the last dimension, a power of two, to size 1."""
     while (n := x.shape[-1]) > 1:
         x = x[..., : n // 2] + x[..., n // 2 :]
@@ -73,7 +70,7 @@ def _added_by_halves(x: Tensor) -> Tensor:
 
 
 def launched(kernel: Kernel, logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
-    """Launch the kernel for `defined_losses`, with one thread block per row."""
+    """Launch the kernel for `reference_losses`, with one thread block per row."""
     n, vocab = logits_NV.shape
     losses_N = torch.empty(n, device=logits_NV.device)
     shares_N = losses_N if each_N is None else each_N.contiguous()
@@ -92,7 +89,7 @@ def loss_kernel(device: torch.device, dtype: torch.dtype, vocab: int) -> Kernel 
     try:
         defined: dict[str, str | int] = {"LOGIT": ELEMENT[dtype], "THREADS": loss_lanes(vocab) // 8}
         kernel = compiled_kernel("loss.cu", "cross_entropy", device=device, **defined)
-        if is_as_defined(kernel, device, dtype, vocab):
+        if is_equal_to_reference(kernel, device, dtype, vocab):
             return kernel
         cause = "its kernel computes other numbers"
     except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler
@@ -102,20 +99,19 @@ def loss_kernel(device: torch.device, dtype: torch.dtype, vocab: int) -> Kernel 
     return None
 
 
-def is_as_defined(kernel: Kernel, device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
-    """True if the kernel and the reference agree to the tolerance of exp and log. Rows have small and large logits, logits of -inf,
-    targets at both ends, and no target."""
+def is_equal_to_reference(kernel: Kernel, device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
+    """True if the kernel equals the reference within FEW_DIGITS: on small, large and infinite logits, with and without targets."""
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(8, vocab, generator=generator) * torch.tensor([0.1, 1, 3, 10, 100, 1e4, 3, 3])[:, None]
     logits_NV[6, 1::3] = -torch.inf
     targets_N = torch.tensor([0, vocab - 1, vocab // 2, 1, -100, vocab // 3, 0, -100])
     each_N = torch.tensor([1.0, -1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.0], device=device)
-    ours_NV, targets_N = logits_NV.to(device, dtype), targets_N.to(device)
-    wanted_NV = ours_NV.clone()
-    ours_N, wanted_N = launched(kernel, ours_NV, targets_N, each_N), defined_losses(wanted_NV, targets_N, each_N)
+    result_NV, targets_N = logits_NV.to(device, dtype), targets_N.to(device)
+    expected_NV = result_NV.clone()
+    result_N, expected_N = launched(kernel, result_NV, targets_N, each_N), reference_losses(expected_NV, targets_N, each_N)
     last_digit = max(torch.finfo(dtype).eps, FEW_DIGITS)
-    are_close = torch.allclose(ours_NV.float(), wanted_NV.float(), rtol=last_digit, atol=FEW_DIGITS)
-    return are_close and torch.allclose(ours_N, wanted_N, rtol=FEW_DIGITS, atol=FEW_DIGITS)
+    are_close = torch.allclose(result_NV.float(), expected_NV.float(), rtol=last_digit, atol=FEW_DIGITS)
+    return are_close and torch.allclose(result_N, expected_N, rtol=FEW_DIGITS, atol=FEW_DIGITS)
 
 
 def add_product(sum_VD: Tensor, gradient_NV: Tensor, rows_ND: Tensor) -> None:

@@ -15,12 +15,13 @@ from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.objective import ANSWER, LAST, LossUnit
 
-from .answers import Answers
 from .cross_entropy import add_product, row_losses
 from .losses import Extras, LossFunction, known_loss, top_and_rest
+from .response_sums import Responses
 
 Loss = Callable[[Weights, Tensor], tuple[Tensor, Tensor]]  # (head weights, rows) to (summed loss, differentiated loss)
 Gradients = tuple[Tensor, Tensor, Weights]  # summed loss; gradients of rows and of trained weights
+_NONE: Extras = MappingProxyType({})
 
 
 class OutputHead:
@@ -37,31 +38,26 @@ class OutputHead:
             use_fused_norm(chain.norm)
 
     def loss(
-        self,
-        weights: Weights,
-        hidden_BTD: Tensor,
-        targets_BT: Tensor,
-        n_losses: int,
-        head_gradient_VD: Tensor | None,
-        extras: Extras = MappingProxyType({}),
+        self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, n_losses: int, sum_VD: Tensor | None, extras: Extras = _NONE
     ) -> Gradients:
         """Forward and backward of the head; at most one tile of logits exists. Accumulate the output matrix's gradient, if wanted,
-        onto `head_gradient_VD` (fp32) in tile order. Return the summed loss (fp64, on the device), and gradients of the mean over
+        onto `sum_VD` (fp32) in tile order. Return the summed loss (fp64, on the device), and gradients of the mean over
         `n_losses` with respect to the hidden state and other trained parameters of the head."""
-        own = self._of_norm(weights)
-        norm_weights = {n: w.detach().requires_grad_(self._prefix + n in self._trained) for n, w in own.items()}
+        norm_weights = {
+            n: w.detach().requires_grad_(self._prefix + n in self._trained) for n, w in self._norm_weights(weights).items()
+        }
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
             normed_BTD = functional_call(self._chain.norm, norm_weights, (self._chain.norm_input(hidden_BTD),), strict=True)
         normed_ND, head = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), self._head(weights)
-        sums = {} if head_gradient_VD is None else {self.weight: head_gradient_VD}
-        by = self._by_scores if self.objective.n_labels is not None else self._by_tiles
-        loss_sum, gradient_ND = by(head, normed_ND, targets_BT, n_losses, sums, extras)
+        sums = {} if sum_VD is None else {self.weight: sum_VD}
+        compute_loss = self._by_scores if self.objective.n_labels is not None else self._by_tiles
+        loss_sum, gradient_ND = compute_loss(head, normed_ND, targets_BT, n_losses, sums, extras)
         sums.pop(self.weight, None)
         trained = {self._prefix + name: weight for name, weight in norm_weights.items() if weight.requires_grad}
         inputs = [hidden_BTD, *trained.values()]
-        towards_BTD, *of_norm = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
-        return loss_sum, towards_BTD, sums | dict(zip(trained, of_norm, strict=True))
+        d_hidden_BTD, *norm_gradients = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
+        return loss_sum, d_hidden_BTD, sums | dict(zip(trained, norm_gradients, strict=True))
 
     def _by_scores(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
@@ -74,76 +70,68 @@ class OutputHead:
             total = self.function.values(self._scores(head, rows_ND, answers, extras), answers.n_tokens, extras).sum()
             return total, total / n_losses
 
-        loss, gradient_ND, of_head = _differentiated(of_scores, head, normed_ND, sums)
-        for name, gradient in of_head.items():
+        loss, gradient_ND, gradients = _differentiated(of_scores, head, normed_ND, sums)
+        for name, gradient in gradients.items():
             sums[name] += gradient
         return loss, gradient_ND
 
     def _by_tiles(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
     ) -> tuple[Tensor, Tensor]:
-        """Summed loss of tokens or sequences, and gradient of the normed rows. Accumulate the head's gradients onto `sums`, with a
-        new entry for a trained bias."""
-        loss_sum, of_rows = self._of_sequences(head, normed_ND, targets_BT, n_losses, extras)
-        others = [name for name in self._names if name != self.weight and name in self._trained]
-        sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in others}
+        """Summed loss of tokens or sequences, and gradient of the normed rows. Gradients of weight and bias are added to `sums`."""
+        loss_sum, row_inputs = self._first_pass(head, normed_ND, targets_BT, n_losses, extras)
+        biases = [name for name in self._names if name != self.weight and name in self._trained]
+        sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in biases}
         gradient_ND = torch.empty_like(normed_ND)
-        for rows_ND, out_ND, targets_N, *more in self._tiles(normed_ND, gradient_ND, targets_BT.reshape(-1), *of_rows.values()):
-            of_tile = dict(zip(of_rows, more, strict=True))
+        for rows_ND, out_ND, targets_N, *tiles in self._tiles(normed_ND, gradient_ND, targets_BT.reshape(-1), *row_inputs.values()):
+            tile_inputs = dict(zip(row_inputs, tiles, strict=True))
             if self._is_online:
-                loss = self._online_tile(head[self.weight], rows_ND, targets_N, n_losses, sums, of_tile, out_ND)
+                loss = self._online_tile(head[self.weight], rows_ND, targets_N, n_losses, sums, tile_inputs, out_ND)
             else:
-                loss, out_ND[:], of_head = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), of_tile)
+                loss, out_ND[:], head_gradients = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), tile_inputs)
                 for name in sums:
-                    sums[name] += of_head[name]
-                del of_head  # before the next tile's gradients
+                    sums[name] += head_gradients[name]
+                del head_gradients  # before the next tile's gradients
             if not self.objective.has_first_pass:
                 loss_sum += loss
         return loss_sum, gradient_ND
 
-    def _of_sequences(
+    def _first_pass(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, extras: Extras
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """First pass: summed loss of whole sequences, and inputs of each row by name (extras, or the slope of its sequence)."""
         n_tokens, answers = targets_BT.shape[1], self._answers(targets_BT, extras)
         if not self.objective.has_first_pass:
-            own = {name: extras[name] if extras[name].dim() > 1 else extras[name][:, None] for name in self.objective.extras}
+            inputs = {name: extras[name] if extras[name].dim() > 1 else extras[name][:, None] for name in self.objective.extras}
             if self.objective.per is LossUnit.SEQUENCES:
-                own["n_tokens"] = answers.spread(answers.n_tokens.clamp(min=1))
+                inputs["n_tokens"] = answers.spread(answers.n_tokens.clamp(min=1))
             zero = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
-            return zero, {name: x.expand(-1, n_tokens, *x.shape[2:]).flatten(0, 1) for name, x in own.items()}
+            return zero, {name: x.expand(-1, n_tokens, *x.shape[2:]).flatten(0, 1) for name, x in inputs.items()}
         assert self.function is not None
-        logps = answers.summed(self._each(head, normed_ND, targets_BT))
+        logps = answers.sum(self._target_logps(head, normed_ND, targets_BT))
         total, slopes = self.function.of_sequences(logps, answers.n_tokens, extras)
         return total, {"slope": answers.spread((slopes / n_losses).float()).reshape(-1)}
 
     @torch.no_grad()
     def _online_tile(
-        self,
-        weight_VD: Tensor,
-        normed_ND: Tensor,
-        targets_N: Tensor,
-        n_losses: int,
-        sums: Weights,
-        of_rows: Weights,
-        out_ND: Tensor,
+        self, weight_VD: Tensor, rows_ND: Tensor, targets_N: Tensor, n_losses: int, sums: Weights, inputs: Weights, out_ND: Tensor
     ) -> Tensor:
         """Return the summed loss of a tile. Write the gradient of its rows to `out_ND`; accumulate the weight's onto `sums`."""
-        supervised_N, slope_N = targets_N != UNSUPERVISED, of_rows.get("slope")
+        supervised_N, slope_N = targets_N != UNSUPERVISED, inputs.get("slope")
         each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
-        logits_NV = nn.functional.linear(normed_ND, weight_VD)
+        logits_NV = nn.functional.linear(rows_ND, weight_VD)
         losses_N, gradient_NV = row_losses(logits_NV, targets_N, each_N), logits_NV  # overwritten
         if self.weight in sums:
-            add_product(sums[self.weight], gradient_NV, normed_ND)
+            add_product(sums[self.weight], gradient_NV, rows_ND)
         torch.mm(gradient_NV, weight_VD, out=out_ND)
         return losses_N.sum()
 
     def _tile(
-        self, head: Weights, normed_ND: Tensor, targets_N: Tensor, n_losses: int, trained: Collection[str], of_rows: Weights
+        self, head: Weights, normed_ND: Tensor, targets_N: Tensor, n_losses: int, trained: Collection[str], inputs: Weights
     ) -> Gradients:
         """Summed loss of a tile; gradients of its share of the step's mean, for its rows and trained weights. After a first pass
         over sequences, each row's log-probability has its slope as gradient, and the summed loss is unused."""
-        slope_N = of_rows.get("slope") if self.objective.has_first_pass else None
+        slope_N = inputs.get("slope") if self.objective.has_first_pass else None
 
         def of_tile(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
             if slope_N is not None:
@@ -152,7 +140,7 @@ class OutputHead:
             if self.function is None:
                 loss = self._cross_entropy(head, rows_ND, targets_N, "sum")
             else:
-                loss = self.function.of_tile(self._logits(head, rows_ND), targets_N, of_rows)
+                loss = self.function.of_tile(self._logits(head, rows_ND), targets_N, inputs)
             return loss, loss / n_losses
 
         return _differentiated(of_tile, head, normed_ND, trained)
@@ -169,9 +157,9 @@ class OutputHead:
         """Summed loss of tokens (fp64, on the device)."""
         assert self.function is not None
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
-        total, of_rows = self._of_sequences(head, normed_ND, targets_BT, 1, extras)
-        for rows_ND, targets_N, *more in self._tiles(normed_ND, targets_BT.reshape(-1), *of_rows.values()):
-            total += self.function.of_tile(self._logits(head, rows_ND), targets_N, dict(zip(of_rows, more, strict=True)))
+        total, row_inputs = self._first_pass(head, normed_ND, targets_BT, 1, extras)
+        for rows_ND, targets_N, *tiles in self._tiles(normed_ND, targets_BT.reshape(-1), *row_inputs.values()):
+            total += self.function.of_tile(self._logits(head, rows_ND), targets_N, dict(zip(row_inputs, tiles, strict=True)))
         return total
 
     def log_probabilities(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -186,8 +174,8 @@ class OutputHead:
             temperature = self.objective.numbers["temperature"]
             rows = [top_and_rest(self._logits(head, rows_ND), k, temperature) for (rows_ND,) in self._tiles(normed_ND)]
             return torch.cat(rows).view(*targets_BT.shape, -1), answers.n_tokens
-        each_BT = self._each(head, normed_ND, targets_BT)
-        return each_BT if self.objective.has_token_reference else answers.summed(each_BT), answers.n_tokens
+        each_BT = self._target_logps(head, normed_ND, targets_BT)
+        return each_BT if self.objective.has_token_reference else answers.sum(each_BT), answers.n_tokens
 
     def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
         """(N, V) fp32."""
@@ -196,22 +184,22 @@ class OutputHead:
     def _head(self, weights: Weights) -> Weights:
         return {name: weights[name] for name in self._names}
 
-    def _of_norm(self, weights: Weights) -> Weights:
+    def _norm_weights(self, weights: Weights) -> Weights:
         return {name.removeprefix(self._prefix): weights[name] for name in self._chain.epilogue_parameters}
 
     def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
-        return functional_call(self._chain.norm, self._of_norm(weights), (self._chain.norm_input(hidden),), strict=True)  # type: ignore[no-any-return]
+        return functional_call(self._chain.norm, self._norm_weights(weights), (self._chain.norm_input(hidden),), strict=True)  # type: ignore[no-any-return]
 
-    def _tiles(self, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        return zip(*(of.split(self._n_rows) for of in of_rows), strict=True)
+    def _tiles(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(x.split(self._n_rows) for x in tensors), strict=True)
 
     def _logits(self, head: Weights, normed_ND: Tensor) -> Tensor:
         return self._chain.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
 
-    def _answers(self, targets_BT: Tensor, extras: Extras) -> Answers:
-        return Answers(targets_BT, extras.get(ANSWER), self.objective.rows_each)
+    def _answers(self, targets_BT: Tensor, extras: Extras) -> Responses:
+        return Responses(targets_BT, extras.get(ANSWER), self.objective.rows_each)
 
-    def _scores(self, head: Weights, normed_ND: Tensor, answers: Answers, extras: Extras) -> Tensor:
+    def _scores(self, head: Weights, normed_ND: Tensor, answers: Responses, extras: Extras) -> Tensor:
         """Fp64 scores (B,) of the last token or of the mean over tokens; for several labels (B, C), packed (B, K, C)."""
         if self.objective.numbers["mean"]:
             last_B = extras[LAST].long()
@@ -219,7 +207,7 @@ class OutputHead:
             is_there_BT = torch.arange(normed_BTD.shape[1], device=last_B.device) <= last_B[:, None]
             pooled_BD = ((normed_BTD * is_there_BT[..., None]).float().sum(dim=1) / (last_B[:, None] + 1)).to(normed_BTD.dtype)
         else:
-            pooled_BD = normed_ND[answers.among_all(extras[LAST])]
+            pooled_BD = normed_ND[answers.token_indices(extras[LAST])]
         scores_BC = nn.functional.linear(pooled_BD, head[self.weight]).double()
         return scores_BC.squeeze(-1) if self.objective.n_labels == 1 else scores_BC
 
@@ -231,7 +219,7 @@ class OutputHead:
         logits_NV = self._logits(head, normed_ND)
         return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction=reduction)
 
-    def _each(self, head: Weights, normed_ND: Tensor, targets_BT: Tensor) -> Tensor:
+    def _target_logps(self, head: Weights, normed_ND: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probabilities of targets, (B, T) fp32, 0 for unsupervised ones."""
         losses_N = torch.empty(len(normed_ND), device=normed_ND.device)
         with torch.no_grad():
@@ -240,15 +228,15 @@ class OutputHead:
         return -losses_N.view_as(targets_BT)
 
 
-def _differentiated(of: Loss, head: Weights, normed_ND: Tensor, trained: Collection[str]) -> Gradients:
+def _differentiated(function: Loss, head: Weights, normed_ND: Tensor, trained: Collection[str]) -> Gradients:
     """Value of a function of head and rows, with gradients of rows and trained weights."""
     head, normed_ND = {n: w.detach().requires_grad_(n in trained) for n, w in head.items()}, normed_ND.detach().requires_grad_()
     with torch.enable_grad():
-        loss, share = of(head, normed_ND)
-        gradient_ND, *of_head = torch.autograd.grad(share, [normed_ND, *(head[name] for name in trained)])
-    return loss.detach(), gradient_ND, dict(zip(trained, of_head, strict=True))
+        loss, share = function(head, normed_ND)
+        gradient_ND, *gradients = torch.autograd.grad(share, [normed_ND, *(head[name] for name in trained)])
+    return loss.detach(), gradient_ND, dict(zip(trained, gradients, strict=True))
 
 
-def within(prefix: str, weights: Weights) -> Weights:
+def weights_within(prefix: str, weights: Weights) -> Weights:
     """Weights with this prefix, by names without it."""
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}

@@ -28,7 +28,7 @@ from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan.objective import REFERENCE, LossUnit, Objective
 
-from .answers import in_order
+from .response_sums import unpacked_order
 
 Extras = Mapping[str, Tensor]
 MOST_AHEAD = 20.0  # upper clamp of log-ratios, with gradient 0 above
@@ -136,34 +136,33 @@ def classify(scores: Tensor, label: Tensor) -> Tensor:
 
 
 class _TopAndRest(torch.autograd.Function):
-    """Log-probabilities (N, K + 1) of K ids in each row and of the remaining ids together. Takes few passes over the logits. Exact
-    for a remainder near 0, because it is summed rather than subtracted from 1."""
+    """Log-probabilities (N, K + 1) of K ids in each row, and of the remaining ids together, summed for precision of small rests."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, ids_NK: Tensor, temperature: float) -> Tensor:
-        others_NV = (logits_NV if temperature == 1 else logits_NV / temperature).log_softmax(dim=-1)
-        top_NK = others_NV.gather(1, ids_NK)
-        others_NV.exp_().scatter_(1, ids_NK, 0.0)
-        rest_N1 = others_NV.sum(dim=1, keepdim=True).clamp(min=LEAST)
-        ctx.save_for_backward(others_NV, ids_NK, top_NK, rest_N1)
+        remaining_NV = (logits_NV if temperature == 1 else logits_NV / temperature).log_softmax(dim=-1)
+        top_NK = remaining_NV.gather(1, ids_NK)
+        remaining_NV.exp_().scatter_(1, ids_NK, 0.0)
+        rest_N1 = remaining_NV.sum(dim=1, keepdim=True).clamp(min=LEAST)
+        ctx.save_for_backward(remaining_NV, ids_NK, top_NK, rest_N1)
         ctx.temperature = temperature
         return torch.cat([top_NK, rest_N1.log()], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        others_NV, ids_NK, top_NK, rest_N1 = ctx.saved_tensors
-        of_top_NK, of_rest_N1 = (gradients[0] / ctx.temperature).tensor_split([top_NK.shape[1]], dim=1)
-        all_N1 = of_top_NK.sum(dim=1, keepdim=True) + of_rest_N1
-        towards_NV = others_NV * (of_rest_N1 / rest_N1 - all_N1)
-        return towards_NV.scatter_(1, ids_NK, of_top_NK - top_NK.exp() * all_N1), None, None
+        remaining_NV, ids_NK, top_NK, rest_N1 = ctx.saved_tensors
+        d_top_NK, d_rest_N1 = (gradients[0] / ctx.temperature).tensor_split([top_NK.shape[1]], dim=1)
+        all_N1 = d_top_NK.sum(dim=1, keepdim=True) + d_rest_N1
+        d_logits_NV = remaining_NV * (d_rest_N1 / rest_N1 - all_N1)
+        return d_logits_NV.scatter_(1, ids_NK, d_top_NK - top_NK.exp() * all_N1), None, None
 
 
 def top_and_rest(logits_NV: Tensor, k: int, temperature: float) -> Tensor:
     """Rows of a teacher as in files, (N, 3 k + 1) int16: the `k` likeliest ids (int32, two words each), then fp16 log-probabilities
     of these and of the remaining ids together."""
     ids_NK = logits_NV.topk(k, dim=-1).indices
-    of_NK = _TopAndRest.apply(logits_NV, ids_NK, temperature)  # type: ignore[no-untyped-call]
-    return torch.cat([ids_NK.int().view(torch.int16), of_NK.half().view(torch.int16)], dim=1)
+    logps_NK = _TopAndRest.apply(logits_NV, ids_NK, temperature)  # type: ignore[no-untyped-call]
+    return torch.cat([ids_NK.int().view(torch.int16), logps_NK.half().view(torch.int16)], dim=1)
 
 
 def _kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
@@ -175,13 +174,13 @@ def distill(logits: Tensor, targets: Tensor, teacher: Tensor, k: float, beta: fl
     """Generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649). `beta` 0: KL(teacher || student), 1: KL(student || teacher).
     It covers the teacher's likeliest ids, and the remaining ids as a single one."""
     n = int(k)
-    ids_NK, theirs_NK = teacher[:, : 2 * n].contiguous().view(torch.int32).long(), teacher[:, 2 * n :].contiguous()
-    theirs_NK = theirs_NK.view(torch.float16).float().clamp(min=math.log(LEAST)).log_softmax(dim=1)  # renormalise
-    own_NK = _TopAndRest.apply(logits, ids_NK, temperature)  # type: ignore[no-untyped-call]
+    ids_NK, teacher_NK = teacher[:, : 2 * n].contiguous().view(torch.int32).long(), teacher[:, 2 * n :].contiguous()
+    teacher_NK = teacher_NK.view(torch.float16).float().clamp(min=math.log(LEAST)).log_softmax(dim=1)  # renormalise
+    student_NK = _TopAndRest.apply(logits, ids_NK, temperature)  # type: ignore[no-untyped-call]
     if beta in (0, 1):
-        return _kl(own_NK, theirs_NK) if beta else _kl(theirs_NK, own_NK)
-    mixed_NK = torch.logaddexp(own_NK + math.log1p(-beta), theirs_NK + math.log(beta))
-    return beta * _kl(theirs_NK, mixed_NK) + (1 - beta) * _kl(own_NK, mixed_NK)
+        return _kl(student_NK, teacher_NK) if beta else _kl(teacher_NK, student_NK)
+    mixed_NK = torch.logaddexp(student_NK + math.log1p(-beta), teacher_NK + math.log(beta))
+    return beta * _kl(teacher_NK, mixed_NK) + (1 - beta) * _kl(student_NK, mixed_NK)
 
 
 _NAMED = (dpo, ipo, hinge, robust, orpo, simpo, kto, distill, reward, classify)
@@ -195,11 +194,11 @@ class LossFunction:
     function: Callable[..., Tensor]
 
     @cached_property
-    def _asked(self) -> tuple[str, ...]:
+    def _parameters(self) -> tuple[str, ...]:
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.default is p.empty or p.name in self.objective.extras)
 
-    def each(self, first: Tensor, second: Tensor, extras: Extras) -> Tensor:
+    def per_item(self, first: Tensor, second: Tensor, extras: Extras) -> Tensor:
         """Loss per item. `first`, `second`: logits and targets, or log-probabilities and token counts."""
         arguments: dict[str, Tensor]
         match self.objective.of:
@@ -207,35 +206,34 @@ class LossFunction:
                 arguments = {"logits": first, "targets": second, **extras}
             case LossUnit.SEQUENCES:
                 arguments = {"logps": first, "scores": first, "n_tokens": second, **extras}
-            case LossUnit.PAIRS | LossUnit.ANSWERS as of:
-                has_gain, halves = REFERENCE in extras and self.objective.sha256 is None, enumerate(HALVES[of])
+            case LossUnit.PAIRS | LossUnit.ANSWERS as items:
+                has_gain, halves = REFERENCE in extras and self.objective.sha256 is None, enumerate(HALVES[items])
                 gain = {"gain": first - extras[REFERENCE]} if has_gain else {}
                 by_name = (gain | {"": first, "n": second, **extras}).items()
                 arguments = {f"{name}_{half}".removeprefix("_"): x[i::2] for i, half in halves for name, x in by_name}
         known = {**arguments, **self.objective.numbers}
-        return self.function(**{name: known[name] for name in self._asked})
+        return self.function(**{name: known[name] for name in self._parameters})
 
     def of_tile(self, logits_NV: Tensor, targets_N: Tensor, extras: Extras) -> Tensor:
         """Sum over the supervised positions of a tile."""
-        is_left_out = targets_N == UNSUPERVISED  # computed before a user's function may change the targets
-        losses_N = self.each(logits_NV, targets_N, extras)
+        is_excluded = targets_N == UNSUPERVISED  # computed before a user's function may change the targets
+        losses_N = self.per_item(logits_NV, targets_N, extras)
         if self.objective.per is LossUnit.SEQUENCES:  # the sum over tokens is a mean
             losses_N = losses_N / self.objective.numbers.get("max_completion_length", extras["n_tokens"])
-        return losses_N.masked_fill(is_left_out, 0.0).sum()
+        return losses_N.masked_fill(is_excluded, 0.0).sum()
 
     def values(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> Tensor:
-        """Loss per sequence, pair or answer, 0 without supervised tokens. `logps_B`: log-probabilities (packed: (B, K)), or scores
-        (B, C) (packed: (B, K, C))."""
+        """Loss per item, 0 without supervised tokens, of log-probabilities (B,) or scores (B, C); packed (B, K) or (B, K, C)."""
         rows_each = self.objective.rows_each
-        extras = {n: in_order(x, rows_each, n_tokens_B) for n, x in extras.items() if n in self.objective.extras}
-        logps_B, n_tokens_B = (in_order(x, rows_each, n_tokens_B) for x in (logps_B, n_tokens_B))
+        extras = {n: unpacked_order(x, rows_each, n_tokens_B) for n, x in extras.items() if n in self.objective.extras}
+        logps_B, n_tokens_B = (unpacked_order(x, rows_each, n_tokens_B) for x in (logps_B, n_tokens_B))
         is_counted = n_tokens_B > 0
         if self.objective.of in HALVES:
             is_counted = is_counted[0::2] & is_counted[1::2]
-        is_there_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
+        is_present_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
         # Absent items: a value with a finite slope (0 may have an infinite one, and NaN gradients), or with log-ratio 0
-        logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is LossUnit.ANSWERS else -1.0)
-        return torch.where(is_counted, self.each(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
+        logps_B = torch.where(is_present_B, logps_B, extras["reference"] if self.objective.of is LossUnit.ANSWERS else -1.0)
+        return torch.where(is_counted, self.per_item(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
 
     def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         """Summed loss, and its gradient with respect to the log-probability of each sequence; both fp64."""
@@ -249,5 +247,5 @@ class LossFunction:
 def known_loss(objective: Objective) -> LossFunction | None:
     """Loss function of a named objective; None for the built-in cross entropy. PlanError for a user's function."""
     if objective.sha256 is not None:
-        raise PlanError(f"the plan's loss is a function of its maker's own; name it with --loss {objective.name[:80]}")
+        raise PlanError(f"the plan's loss is a user's function; pass it with --loss {objective.name[:80]}")
     return None if objective.is_default else LossFunction(objective, FUNCTIONS[objective.name])

@@ -69,12 +69,12 @@ class AdaptedLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.lora_A = Factor((lora.rank, linear.in_features), linear.weight)
         self.lora_B = Factor((linear.out_features, lora.rank), linear.weight)
-        self.scale, self.dropout, self.is_aside = lora.scale, lora.dropout, False
+        self.scale, self.dropout, self.is_disabled = lora.scale, lora.dropout, False
         self.partners: tuple[AdaptedLinear, ...] = (self,)  # projections with the same input, computed together
         self.ready: tuple[Tensor, Tensor] | None = None  # the input and output that a partner's call has computed
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_aside:
+        if self.is_disabled:
             return F.linear(x, self.weight, self.bias)
         ready, self.ready = self.ready, None
         if ready is not None and ready[0] is x:
@@ -139,7 +139,7 @@ class AdaptedExperts(nn.Module):
             n_experts, n_in, n_out = (weight if experts.is_transposed else weight.transpose(1, 2)).shape
             part.lora_A = Factor((n_experts * lora.rank, n_in), weight)
             part.lora_B = Factor((n_out, lora.rank * n_experts), weight)
-        self.scale, self.is_aside = lora.scale, False
+        self.scale, self.is_disabled = lora.scale, False
         forward: Any = grouped_mm_experts_forward
         if "_grouped_linear" not in forward.__code__.co_names:  # else adapters would be ignored silently
             raise WorkloadError("adapters of experts do not support this version of transformers; train without them")
@@ -153,7 +153,7 @@ class AdaptedExperts(nn.Module):
         weight_EIO = weight if is_transposed else weight.transpose(-2, -1)
         part: Any = experts if weight is experts.down_proj else self
         factors = part.lora_A.weight, part.lora_B.weight
-        if self.is_aside:
+        if self.is_disabled:
             y_NO = F.grouped_mm(x_NI, weight_EIO, offs=offs)
         else:
             y_NO = _AdaptedStack.apply(x_NI, weight_EIO, offs, *factors, self.scale)  # type: ignore[no-untyped-call]

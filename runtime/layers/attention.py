@@ -29,10 +29,10 @@ def refuse_any_order(semantics: Semantics) -> None:
     """PlanError if attention, or a kernel of another package, may sum in an order that depends on timing."""
     if semantics.library_kernels:
         first = semantics.library_kernels[0]
-        raise PlanError(f"--deterministic: the plan computes with {first}, which may not be; plan again with --deterministic")
+        raise PlanError(f"--deterministic: the plan uses {first}, which may sum in any order; plan again with --deterministic")
     if semantics.attention == "sdpa" and semantics.attention_kernel != "deterministic":
-        how = f"{WORDS[semantics.attention_kernel]}, which adds in any order; plan again with --deterministic"
-        raise PlanError(f"--deterministic: the plan attends with {how}")
+        how = f"{WORDS[semantics.attention_kernel]}, which sums in any order; plan again with --deterministic"
+        raise PlanError(f"--deterministic: the plan uses {how}")
 
 
 def refuse_missing_attention(plan: Plan) -> None:
@@ -44,8 +44,8 @@ def refuse_missing_attention(plan: Plan) -> None:
     if not _can_use(kernel, attention.n_heads, attention.head_dim, DTYPE[plan.semantics.compute_dtype]):
         heads = f"{attention.n_heads} heads of {attention.head_dim} in {plan.semantics.compute_dtype}"
         how = "--kernels eager" if kernel == "cudnn" else "--kernels eager, and run without --deterministic"
-        lacks = f"which this GPU or this torch does not have for {heads}"
-        raise PlanError(f"the plan attends with {WORDS[kernel]}, {lacks}; plan again with {how}")
+        lacks = f"which this GPU or this version of PyTorch does not support for {heads}"
+        raise PlanError(f"the plan uses {WORDS[kernel]}, {lacks}; plan again with {how}")
 
 
 def _can_use(kernel: AttentionKernel, n_heads: int, head_dim: int, dtype: torch.dtype) -> bool:

@@ -75,7 +75,7 @@ def _numbers(fields: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _n_experts(fields: dict[str, Any]) -> int:
-    """Number of experts for which routing selects at most half, also in each group."""
+    """Number of experts, at least twice the number that routing selects, also in each group."""
     chosen = max((v for k, v in _numbers(fields) if re.search(r"per_tok|top_?k|moe_k$", k)), default=1)
     groups = fields.get("n_group") or fields.get("num_expert_group") or 1
     n_chosen_groups = (fields.get("topk_group") or 1) if groups > 1 else 1

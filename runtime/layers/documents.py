@@ -39,8 +39,7 @@ class _Packed:
 
 @contextmanager
 def isolated_documents(call: Call, attention: str, window: int | None) -> Iterator[None]:
-    """Patch attention to run per document if the call has packed sequences. `attention`: its name in transformers' registry;
-    `window`: most tokens that a token attends to; None: all."""
+    """Patch transformers' function `attention` to run per document if the call has packed sequences. `window`: in tokens."""
     if call.documents is None:
         yield
         return
@@ -85,13 +84,13 @@ def _by_document(
     mask_pointers = {mask.untyped_storage().data_ptr() for mask in packed.masks}  # a layer may pass a view
     if attention_mask is not None and attention_mask.untyped_storage().data_ptr() not in mask_pointers:
         raise WorkloadError("its attention computes other masks")
-    n_of_all = [n for of_sequence in packed.n_tokens for n in of_sequence]
+    lengths = [n for of_sequence in packed.n_tokens for n in of_sequence]
     n_unmasked = 0  # longest document that needs no mask other than the causal one
     if packed.attention is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
         n_unmasked = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
     is_plain = options.get("is_causal", True) and all(options.get(name) is None for name in ("position_bias", "softcap"))
-    if max(n_of_all) <= n_unmasked and is_plain and dropout == 0.0 and _is_fused(*operands):
-        return _Attention.apply(*operands, n_of_all, scaling), None  # type: ignore[no-untyped-call]
+    if max(lengths) <= n_unmasked and is_plain and dropout == 0.0 and _is_fused(*operands):
+        return _Attention.apply(*operands, lengths, scaling), None  # type: ignore[no-untyped-call]
     attend = packed.attention or type(module).forward.__globals__[EAGER_ATTENTION]
     rows = list[Tensor]()
     # `split`, because the gradient of each slice would have the size of the whole tensor
@@ -143,8 +142,7 @@ class _Attention(torch.autograd.Function):
 def _attention_by_document(
     query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor, n_tokens: list[int], scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, T, H, E) and log-sum-exps (B, T, H) of documents with `n_tokens`: one library call, so that activation
-    checkpointing stores both results whole."""
+    """Outputs (B, T, H, E) and log-sum-exps (B, T, H). A single library call, so that checkpointing stores both results whole."""
     inputs, (n_sequences, n_heads, seq_len, width) = (query_BHTE, key_BHTE, value_BHTE), query_BHTE.shape
     out_BTHE = query_BHTE.new_empty(n_sequences, seq_len, n_heads, width)
     sums_BTH = query_BHTE.new_empty(n_sequences, seq_len, n_heads, dtype=torch.float32)
@@ -172,8 +170,7 @@ def _copy_results(outputs: list[Tensor], results: Sequence[Tensor]) -> None:
 
 
 def _attend(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
-    """Fused causal attention of one document: outputs (B, H, T, E) and log-sum-exps (B, H, T). No token attends to later padding,
-    and outputs of padding are not read."""
+    """Fused causal attention of one document, before its padding: outputs (B, H, T, E) and log-sum-exps (B, H, T)."""
     aten: Any = torch.ops.aten
     if inputs[0].is_cuda:
         return aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]

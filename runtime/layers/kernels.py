@@ -26,7 +26,7 @@ from .pointwise import GATES, Function, Pointwise, several
 from .recompute import unrecorded
 
 CALL_BY_CALL = Pointwise()
-NORM_ROWS = 1024  # of an fp32 chunk in a CPU's norm
+NORM_ROWS = 1024  # rows of an fp32 chunk in a CPU's norm
 EAGER_ATTENTION = "eager_attention_forward"  # name in modules of transformers
 ROTARY = "apply_rotary_pos_emb"  # name in modules of transformers
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # children of a row-wise MLP, down(act(gate(x)) * up(x))
@@ -240,8 +240,7 @@ def rotary(
 
 
 class _OneNode(torch.autograd.Function):
-    """Function as one autograd node. It saves its last two inputs, and `backward` computes gradients of the first inputs from the
-    output's gradient and these."""
+    """Function as one autograd node, which saves its last two inputs. `backward`: function of output gradient and these inputs."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, backward: Function, *inputs: torch.Tensor) -> torch.Tensor:

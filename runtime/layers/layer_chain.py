@@ -177,7 +177,7 @@ class LayerChain:
         self.head: Any = getattr(model, "score", None) or model.get_output_embeddings()
         self.head_name = names[id(self.head)] if self.head is not None else self._fail("it has no output matrix")
         self.layers = list(layers)
-        self._refuse_shared()
+        self._check_shared_weights()
         norms = [name for name, part in owner.named_children() if "norm" in type(part).__name__.lower()]
         norms = norms if len(norms) == 1 else [name for name in norms if name in _LAST_NORMS]
         self._owner, self._owner_name = owner, names[id(owner)]
@@ -196,7 +196,7 @@ class LayerChain:
     def _fail(self, why: str) -> NoReturn:
         raise WorkloadError(f"{type(self.model).__name__} cannot be trained by layers: {why}")
 
-    def _refuse_shared(self) -> None:
+    def _check_shared_weights(self) -> None:
         owners: dict[int, int] = {}
         for i, layer in enumerate(self.layers):
             for p in layer.parameters():
@@ -213,16 +213,16 @@ class LayerChain:
         """Record a layer's arguments, and return its hidden state unchanged."""
         leaves, spec = tree_flatten((args, kwargs))
         if i != len(self.calls):
-            self._fail(f"layer {i} runs where layer {len(self.calls)} should")
+            self._fail(f"layer {i} runs in place of layer {len(self.calls)}")
         if i == 0:
             index = next(j for j, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.is_floating_point())
             self._hidden, self._version = leaves[index], leaves[index]._version
             self.hidden_BTD = self._hidden if self.carried is None else self.carried.padded(self._hidden)
         else:
             matches = [j for j, t in enumerate(leaves) if is_view_of_all(t, self._hidden)]
-            index = matches[0] if matches else self._fail(f"between layers {i - 1} and {i} it computes something")
+            index = matches[0] if matches else self._fail(f"it computes something between layers {i - 1} and {i}")
         if self._hidden._version != self._version:
-            self._fail(f"before layer {i} the hidden state is changed in place")
+            self._fail(f"the hidden state is changed in place before layer {i}")
         leaves = [_UNREAD if id(t) in self._unread else t for t in leaves]
         if i not in self._results:
             self._results[i] = self._layer_result(i, leaves, spec, index)
@@ -326,7 +326,7 @@ class LayerChain:
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Logits of the model's own head, given the body's output; weights by names in the model."""
         batch = {"input_ids": torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device), "use_cache": False}
-        parts = [self._whole_body, *self._whole_body.children()]  # some heads call a child
+        parts = [self._whole_body, *self._whole_body.children()]  # heads may call a child
         with _replaced_forwards({part: lambda *_, **__: _Output(last_hidden_state=hidden_BTD) for part in parts}):
             out = self.model(**batch) if weights is None else functional_call(self.model, dict(weights), (), batch, strict=False)
         return out.logits  # type: ignore[no-any-return]
@@ -368,7 +368,7 @@ class LayerChain:
         self.grad_arguments = [tuple(call.grad_arguments) for call in calls]
         shape = hidden_BTD.shape
         dim = 2 if shape[:2] == self._size else 0
-        self.width = shape[-1] if len(shape) == 3 else shape[dim] * shape[-1]  # of tensors between layers
+        self.width = shape[-1] if len(shape) == 3 else shape[dim] * shape[-1]  # elements per token between layers
         if self._states or len(shape) > 3:
             heads = {key: tuple((t.shape[1], t.shape[3]) for t in tensors) for key, tensors in self._states.items()}
             self.carried = Carried(self.width, heads, (shape[dim], dim) if len(shape) > 3 else None)

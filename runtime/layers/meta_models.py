@@ -34,7 +34,7 @@ def read_config(config: dict[str, Any]) -> Any:
         fields = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OVERRIDDEN})  # e.g. infinity
         return AutoConfig.for_model(config["model_type"], **fields)
     except Exception as error:  # any failure with an unexpected value
-        raise _refused(error) from None
+        raise _workload_error(error) from None
 
 
 def difference(first: dict[str, Any], second: dict[str, Any]) -> str | None:
@@ -73,7 +73,7 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
             model = model_of(complete, semantics, DTYPE[semantics.compute_dtype])
             return model if semantics.objective.n_labels is None else _scoring(model, semantics.objective.n_labels)
     except Exception as error:
-        raise _refused(error) from None
+        raise _workload_error(error) from None
 
 
 def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
@@ -98,7 +98,7 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTraine
 def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
     head: Any = model.get_output_embeddings()
     if type(model.config) not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
-        raise WorkloadError(f"it has no model for sequence classification of type {model.config.model_type}")
+        raise WorkloadError(f"transformers has no sequence classification model of type {model.config.model_type}")
     parent, _, child = next(name for name, part in model.named_modules() if part is head).rpartition(".")
     setattr(model.get_submodule(parent), child, None)
     model.score = torch.nn.Linear(head.in_features, n_labels, bias=False, dtype=head.weight.dtype)
@@ -110,6 +110,6 @@ def sees_images(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def _refused(error: Exception) -> WorkloadError:
+def _workload_error(error: Exception) -> WorkloadError:
     words = " ".join((str(error) or type(error).__name__).split())
     return WorkloadError(f"transformers cannot build this model: {words[:160]}")

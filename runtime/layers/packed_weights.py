@@ -142,9 +142,9 @@ def unpack_by_kernel(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, li
     for m in range(0, len(out_MRC), matrices):
         for r in range(0, n_rows, rows):
             part = out_MRC[m : m + matrices, r : r + rows]
-            of_codes, of_scales = codes_MRC[m : m + matrices, r : r + rows], scales_MG[m : m + matrices, r // block :]
+            part_codes, part_scales = codes_MRC[m : m + matrices, r : r + rows], scales_MG[m : m + matrices, r // block :]
             n_blocks, sizes = -(-part.numel() // (UNPACK_WIDTH * THREADS)), [part.numel(), part.shape[1], n_columns]
-            arguments = [of_codes, of_scales, part, _quantiles(out.device), *sizes, _INT8_STEP]
+            arguments = [part_codes, part_scales, part, _quantiles(out.device), *sizes, _INT8_STEP]
             kernel((n_blocks, 1, 1), (THREADS, 1, 1), arguments)
 
 
@@ -164,12 +164,9 @@ def prepare(device: torch.device, base: Base, dtype: torch.dtype) -> list[Tensor
     return [pairs.view(torch.int64 if wide is torch.float32 else torch.int32).flatten().to(device), *powers]
 
 
-def _scratch(out: Tensor) -> Tensor:
-    return torch.empty(min(out.numel(), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out.device)
-
-
 def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
-    wide, (pairs,) = _scratch(out_N), prepare(out_N.device, "nf4", torch.float32)
+    (pairs,) = prepare(out_N.device, "nf4", torch.float32)
+    wide = torch.empty(min(len(out_N), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out_N.device)
     for start in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
         part = out_N[start : start + UNPACK_CHUNK_ELEMENTS]
         n = len(part)
@@ -181,7 +178,7 @@ def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
 
 
 def _unpack_int8(codes_RC: Tensor, scales_R: Tensor, out_RC: Tensor) -> None:
-    wide = _scratch(out_RC)
+    wide = torch.empty(min(out_RC.numel(), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out_RC.device)
     for rows in _chunks_of_rows(out_RC, 1):
         part = out_RC[rows]
         product = wide[: part.numel()].view_as(part)
@@ -214,8 +211,7 @@ def _unpack_mxfp4(codes: Tensor, scales_GC: Tensor, out_RC: Tensor) -> None:
 
 @torch.no_grad()
 def pack(weight: Tensor, base: Base) -> Tensor:
-    """Pack a weight into bytes, by chunks. ValueError for a weight that is not finite. In int8 and fp8, a row or block with a
-    reciprocal that overflows becomes zero."""
+    """Pack a weight by chunks. ValueError if not finite. In int8 and fp8, rows or blocks too small for a reciprocal become zero."""
     shape = tuple(weight.shape)
     packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8, device=weight.device)
     codes, scales = parts(packed, shape, base)

@@ -21,7 +21,7 @@ from penstock.runtime.units import on_one_line
 Function = Callable[..., Any]  # tensors to a tensor or a tuple
 Operands = tuple[torch.Tensor, ...]
 
-TEST_REPEATS = 16  # of each bf16 number, with different second operands
+TEST_REPEATS = 16  # occurrences of each bf16 number, with different second operands
 TEST_TOKENS = 192
 WINDOW = {1: (4096,), 4: (2, 2, 64, MOST_ELEMENTS)}  # size of compared windows, by number of dimensions
 
@@ -53,8 +53,7 @@ def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Gradient of `rotate`'s input, by autograd's calls. Contiguous for any strides of the gradient, because the backward of a norm
-    before the rotation sums in memory order."""
+    """Gradient of `rotate`'s input, by autograd's calls. Contiguous, because a preceding norm's backward sums in memory order."""
     first, second = (gradient_BHTE * sin).chunk(2, -1)
     # Autograd adds each half's gradient to zeros of the other half: -0.0 becomes +0.0.
     return (gradient_BHTE * cos + torch.cat((second, -first), -1) + 0.0).contiguous()
@@ -147,7 +146,7 @@ class OneKernel:
             if n_wrong := self._differences(launches, len(inputs)):
                 self.is_in_use = False
                 del results, launches, operands  # free memory for the function
-                fault = f"of its kernel's numbers at {tuple(inputs[0].shape)} {n_wrong} differ"
+                fault = f"{n_wrong} of its kernel's numbers differ at shape {tuple(inputs[0].shape)}"
                 _warn(self._function, inputs[0].device, inputs[0].dtype, fault)
                 return self._function(*inputs)
             self._compared.add(key)
@@ -179,8 +178,8 @@ class OneKernel:
         vector = VECTOR_BYTES // x.element_size()
         if self._is_rotary:
             n_pairs = x.numel() // 2
-            of_x, of_cos, of_sin, of_out = ([s * (n > 1) for n, s in zip(y.shape, y.stride(), strict=True)][:3] for y in operands)
-            sizes = [n_pairs, x.shape[1], x.shape[2], x.shape[3] // 2, *of_x, *of_cos[::2], *of_sin[::2], *of_out]
+            strides = [[s * (n > 1) for n, s in zip(y.shape, y.stride(), strict=True)][:3] for y in operands]
+            sizes = [n_pairs, x.shape[1], x.shape[2], x.shape[3] // 2, *strides[0], *strides[1][::2], *strides[2][::2], *strides[3]]
         else:
             n_pairs, sizes = x.numel(), [x.numel()]
         n_blocks = -(-n_pairs // (vector * THREADS))
@@ -226,15 +225,14 @@ def _fault(function: Function, replacement: Function, device: torch.device, dtyp
             return f"its kernel does not run ({on_one_line(str(error), 120)})"
         pairs = list(zip(several(function(*inputs)), results, strict=True))
         if any(_strides(a) != _strides(b) for a, b in pairs):
-            return "its kernel stores the result in another order"
+            return "its kernel's results have other strides"
         if n_wrong := sum(int((bits(a) != bits(b)).sum()) for a, b in pairs):
             return f"{n_wrong} of its kernel's {sum(t.numel() for t in results)} numbers differ"
     return None
 
 
 def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iterator[Operands]:
-    """Operands for comparing a kernel with its function: random numbers, and for activations every finite bf16 number. Some have
-    a partial or unaligned vector."""
+    """Operands for comparisons: random numbers; for activations all finite bf16 numbers. Some have partial or unaligned vectors."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Activation checkpointing: full or selective, by recomputing a layer's forward in its backward (`Replay`).
 
-Without checkpointing all saved tensors except weights are kept (`Compute._keeping`). Neither keeps the forward's slots: the
+Without checkpointing all saved tensors except weights are kept (`Compute._weight_hooks`). Neither keeps the forward's slots: the
 backward op names its slots of weights and input.
 """
 
@@ -34,18 +34,16 @@ class Graph:
 
     edge: GradientEdge
     inputs: list[torch.Tensor]
-    names: list[str]  # of weights, the last inputs
+    names: list[str]  # weights, the last inputs
     grad_arguments: dict[Any, Any]
 
 
 class Replay:
-    """Recompute a forward's saved tensors when its backward reads the first one. The recompute runs in an unpack hook of autograd,
-    on the backward's thread, stream and random state. It takes results of the tier's saved calls from the first run, and ends with
-    the last tensor that autograd needs."""
+    """Recompute a forward's saved tensors when its backward reads the first one: in an unpack hook of autograd, on the backward's
+    thread, stream and random state. Results of saved calls are not recomputed. Stops after the last saved tensor."""
 
     def __init__(self, saved: Saved, forward: Callable[[], object], shelf: Shelf | None = None) -> None:
-        """`forward`: repeats the forward in grad mode, with equal random numbers, on current weights and input. `shelf`: memory for
-        saved results; None: they are not copied."""
+        """`forward`: repeats the forward in grad mode, with equal random numbers. `shelf`: memory for saved results, if copied."""
         self.calls, self._forward, self.shelf = CALLS_SAVED[saved], forward, shelf
         self._n_saved = 0  # tensors, in the first run
         self._values: dict[int, torch.Tensor] | None = None  # saved tensors of the second run, until backward reads them
@@ -65,8 +63,7 @@ class Replay:
                 tree_map(self.shelf.restored, result)
 
     def is_saved(self, func: Any, args: Sequence[Any]) -> bool:
-        """True if a call's results are saved. Attention with queries wider or narrower than values is not saved, because a CPU and
-        the planner's trace compute it by other calls."""
+        """True if a call's results are saved. Excludes attention with different widths of queries and values, unfused on a CPU."""
         name = func.overloadpacket.__name__
         is_odd = name in FUSED_ATTENTION and args[0].shape[-1] != args[2].shape[-1]
         return name in self.calls and not is_odd
@@ -81,10 +78,10 @@ class Replay:
 
     def _unpack(self, place: int) -> torch.Tensor:
         if self._values is None:
-            self._values = self._run_again()
+            self._values = self._recompute()
         return self._values.pop(place)
 
-    def _run_again(self) -> dict[int, torch.Tensor]:
+    def _recompute(self) -> dict[int, torch.Tensor]:
         values: dict[int, torch.Tensor] = {}
 
         def fill(tensor: torch.Tensor) -> None:
@@ -120,7 +117,7 @@ class _Recording(TorchDispatchMode):
             result = tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # autograd attaches a graph to `out` next
         else:
             before_bytes = shelf.n_bytes
-            out, result = shelf.computed(func, args, kwargs or {})
+            out, result = shelf.compute(func, args, kwargs or {})
         self.replay.results.append((result, before_bytes))
         return out
 

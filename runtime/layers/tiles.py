@@ -119,6 +119,6 @@ def _add_gradients(
     dx_ND, *gradients = torch.autograd.grad(output, inputs, gradient_ND)
     for total, gradient in zip(sums, gradients, strict=True):
         n_rows = max(1, PIECE_ELEMENTS * len(total) // total.numel())
-        for piece, of_piece in zip(total.split(n_rows), gradient.split(n_rows), strict=True):
-            piece += of_piece
+        for piece, addend in zip(total.split(n_rows), gradient.split(n_rows), strict=True):
+            piece += addend
     return dx_ND

@@ -86,23 +86,22 @@ class Spot:
 
 
 class Shelf:
-    """Slot for saved results with activation offload. Products are computed into it, other results are copied, in order, at aligned
-    offsets. Backward reads them from the slot of their prefetch."""
+    """Slot for offloaded results: products are computed into it, others copied. Backward reads them from their prefetch slot."""
 
     def __init__(self, slot: torch.Tensor) -> None:
         """`slot`: bytes; assigned again before backward, when they may be in another slot."""
         self.slot, self.n_bytes = slot, 0
 
-    def computed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def compute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Compute a call. Return its result, and a copy of it with spots in place of tensors on the shelf."""
         packet = func.overloadpacket
         if packet.__name__ in MATRICES and func is packet.default:
             a, b = args[MATRICES[packet.__name__] :][:2]
             shape = torch.Size((a.shape[0], b.shape[1]))
-            if (spot := self._room(a.dtype, shape, (shape[1], 1))) is not None:
+            if (spot := self._allocate(a.dtype, shape, (shape[1], 1))) is not None:
                 return packet.out(*args, **kwargs, out=spot.view(self.slot)), spot
         tensors, form = tree_flatten(func(*args, **kwargs))
-        spots = list(map(self._put, tensors))
+        spots = list(map(self._store, tensors))
         results = [spot.view(self.slot) if isinstance(spot, Spot) else value for value, spot in zip(tensors, spots, strict=True)]
         return tree_unflatten(results, form), tree_unflatten(spots, form)
 
@@ -111,7 +110,7 @@ class Shelf:
         assert spot is not SLOT_FULL, "saved activations do not fit into their slot"
         return spot.view(self.slot) if isinstance(spot, Spot) else spot
 
-    def _put(self, value: Any) -> Any:
+    def _store(self, value: Any) -> Any:
         """Copy a floating-point tensor to the shelf and return its spot. Other values (random states) are returned without copy."""
         if not isinstance(value, torch.Tensor):
             return value
@@ -119,12 +118,12 @@ class Shelf:
             return value.detach()  # autograd attaches a graph to the original next
         n_spanned = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
         assert n_spanned == value.numel(), f"result of shape {(*value.shape,)} with gaps: strides {value.stride()}"
-        if (spot := self._room(value.dtype, value.shape, value.stride())) is None:
+        if (spot := self._allocate(value.dtype, value.shape, value.stride())) is None:
             return SLOT_FULL
         spot.view(self.slot).copy_(value)
         return spot
 
-    def _room(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Spot | None:
+    def _allocate(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Spot | None:
         n_bytes = -(-shape.numel() * dtype.itemsize // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         if self.n_bytes + n_bytes > self.slot.numel():
             return None

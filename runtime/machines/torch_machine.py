@@ -146,7 +146,7 @@ class LaneMachine:
             case Kind.NORM:
                 self._updates.norm(op)
             case Kind.CLIP:
-                self._updates.clip(op, step, lambda: [loss.item() for loss in self.compute.losses[step].each])
+                self._updates.clip(op, step, lambda: [loss.item() for loss in self.compute.losses[step].by_micro_batch])
             case Kind.UPDATE:
                 self._updates.update(op, step)
             case Kind.UPDATE_ON_DEVICE:

@@ -40,7 +40,7 @@ class Known:
 REFERENCE, TEACHER = "reference", "teacher"  # extras read from a file: log-probabilities; those of likely ids per position
 _REFERENCE = (REFERENCE,)
 LAST, SCORE = "last", "score.weight"  # extra: index of a sequence's last token; name of a scoring head, as in transformers
-ANSWER = "answer"  # extra (B, K, 2): spans of answers that share a sequence, see `runtime/compute/answers.py`
+ANSWER = "answer"  # extra (B, K, 2): spans of answers that share a sequence, see `runtime/compute/response_sums.py`
 _CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
 KNOWN = {
     "cross-entropy": Known(LossUnit.TOKENS),

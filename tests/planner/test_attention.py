@@ -67,14 +67,14 @@ def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
         "penstock.training.session.refuse_what_does_not_fit",
     ):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
-    one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch does not have")
+    one_line(train(home, plan, "--device", "cuda"), 2, "which this GPU or this version of PyTorch does not support")
     one_line(train(home, plan, "--device", "cuda", "--deterministic"), 2, "plan again with --deterministic")
     assert not (home / "out").exists()
 
 
 def test_deterministic_runs_need_deterministic_plans():
     for kernel in ("flash", "cudnn"):
-        with pytest.raises(PlanError, match="which adds in any order; plan again with --deterministic"):
+        with pytest.raises(PlanError, match="which sums in any order; plan again with --deterministic"):
             refuse_any_order(semantics_of("llama", attention_kernel=kernel))
     refuse_any_order(semantics_of("llama", attention_kernel="deterministic"))
     refuse_any_order(semantics_of("gpt_oss"))

@@ -159,7 +159,7 @@ def test_projections_with_one_input_are_pefts(base: Base, dropout: float, target
     with torch.no_grad():  # without the adapters
         for part in layer.modules():
             if isinstance(part, AdaptedLinear):
-                part.is_aside = True
+                part.is_disabled = True
         with peft.disable_adapter():
             assert torch.equal(layer["a"](x), theirs["a"](x))
 
@@ -232,12 +232,12 @@ def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, 
     wrapped = [outer.get_parameter(name.replace(".weight", ".default.weight")) for name in named]
     found = of_rows(experts, [experts.get_parameter(name) for name in named])
     torch.testing.assert_close(found, of_rows(outer, wrapped), rtol=1e-4, atol=1e-5)
-    before = experts.base_layer.is_aside, experts(x, ids, shares)
-    experts.base_layer.is_aside = True
+    before = experts.base_layer.is_disabled, experts(x, ids, shares)
+    experts.base_layer.is_disabled = True
     assert not torch.allclose(before[1], without := experts(x, ids, shares))
     assert torch.equal(without, outer.base_layer.base_layer(x, ids, shares))
     monkeypatch.setattr("penstock.runtime.layers.adapters.grouped_mm_experts_forward", lambda self, x, ids, shares: x)
-    with pytest.raises(WorkloadError, match="computes experts by other products"):
+    with pytest.raises(WorkloadError, match="adapters of experts do not support"):
         AdaptedExperts(theirs.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"), lora)
 
 

@@ -75,4 +75,4 @@ def test_memory_of_the_router_loss_is_booked(way):
 def test_models_without_such_a_loss_are_refused():
     with pytest.raises(WorkloadError, match="no layer of this model has a router"):
         build_workload(Model(tiny_config("llama")), semantics_of("llama", router_loss=0.1))
-    assert "DeepseekV3ForCausalLM's own forward has no loss of its routers" in differences(own("deepseek_v3"))[0]
+    assert "DeepseekV3ForCausalLM's own forward has no load-balancing loss" in differences(own("deepseek_v3"))[0]

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.compute import cross_entropy
-from penstock.runtime.compute.cross_entropy import add_product, defined_losses, is_as_defined, launched, loss_kernel, row_losses
+from penstock.runtime.compute.cross_entropy import (
+    add_product,
+    is_equal_to_reference,
+    launched,
+    loss_kernel,
+    reference_losses,
+    row_losses,
+)
 from penstock.runtime.cuda.nvrtc import ELEMENT
 from penstock.runtime.plan.workload import Model, loss_lanes
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
@@ -33,7 +40,7 @@ def drawn(n_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[
     return logits_NV.to(dtype), targets_N, torch.randn(n_rows, generator=generator)
 
 
-def of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, by: Any = defined_losses) -> tuple[Tensor, Tensor]:
+def of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, by: Any = reference_losses) -> tuple[Tensor, Tensor]:
     gradient_NV = logits_NV.clone()
     return by(gradient_NV, targets_N, each_N), gradient_NV
 
@@ -85,7 +92,7 @@ def test_the_kernel_adds_in_the_defined_order(dtype: torch.dtype, tmp_path: Path
     for vocab in VOCABULARIES:
         libraries[vocab] = kernel(vocab, **OTHER)
         if vocab in (96, 9000):
-            assert is_as_defined(kernel(vocab), torch.device("cpu"), dtype, vocab)
+            assert is_equal_to_reference(kernel(vocab), torch.device("cpu"), dtype, vocab)
     monkeypatch.setattr(torch.Tensor, "exp_", lambda x: x.copy_(1.0 / (1.0 - x)))
     monkeypatch.setattr(torch.Tensor, "exp", lambda x: 1.0 / (1.0 - x))
     monkeypatch.setattr(torch.Tensor, "log", lambda x: 2.0 * x)
@@ -100,7 +107,7 @@ def test_the_kernel_adds_in_the_defined_order(dtype: torch.dtype, tmp_path: Path
 
 
 def test_a_kernel_that_differs_or_is_not_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_as_defined(lambda *launch: None, torch.device("cpu"), torch.bfloat16, 96)
+    assert not is_equal_to_reference(lambda *launch: None, torch.device("cpu"), torch.bfloat16, 96)
 
     def broken(*given: object, **defined: object) -> None:
         raise RuntimeError("no NVRTC\nhere")

@@ -90,14 +90,14 @@ def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
         hidden_BTD, inputs = embed(weights, tokens_BT)
         return hidden_BTD, [replace(given, leaves=(*given.leaves, int(tokens_BT.sum()))) for given in inputs]
 
-    def layer_without_note(block, weights, hidden_BTD, inputs, again=False):
+    def layer_without_note(block, weights, hidden_BTD, inputs, graph_only=False):
         given_to.add(inputs.leaves[-1])
-        return layer(block, weights, hidden_BTD, replace(inputs, leaves=inputs.leaves[:-1]), again)
+        return layer(block, weights, hidden_BTD, replace(inputs, leaves=inputs.leaves[:-1]), graph_only)
 
     monkeypatch.setattr(templates, "embed", embed_noting_tokens)
     monkeypatch.setattr(templates, "layer", layer_without_note)
     execute(machine.plan, machine, N_STEPS)
-    assert not machine.compute.inputs.alike
+    assert not machine.compute.inputs.only_lookup
     assert given_to == {int(tokens.sum()) for batch in batches_of(96, 4, 16) for tokens in batch.input_ids}
     assert differences(machine) == []
 

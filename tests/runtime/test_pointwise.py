@@ -124,7 +124,7 @@ def test_a_kernel_is_compared_with_its_function_on_the_first_call_of_each_shape(
     assert len(asked) == 12, "another shape"
     for at in (0, 9_999, -1):
         wrong = launches_of({10_000: at})
-        said = r"^doubled .* call by call on cpu in torch.float32, .*: .* at \(25000,\) \d differ$"
+        said = r"^doubled .* call by call on cpu in torch.float32, .*: \d of its .* differ at shape \(25000,\)$"
         with pytest.warns(RuntimeWarning, match=said):
             assert same_bits(wrong(x), 2 * x)
         assert not wrong.is_in_use

@@ -136,7 +136,7 @@ def test_a_replay_does_what_torchs_checkpointing_does(case: Case) -> None:
         assert not replay.results
         y, replay = replayed(layer, x, kwargs, ours.saved)
         with Work() as work:
-            replay._run_again()
+            replay._recompute()
         assert work.calls == watched(layer, x, kwargs, again).calls, block.name
         is_counted(case, block, ours, work)
 
@@ -263,7 +263,7 @@ def test_a_long_run_holds_no_more_than_a_short_one(model_type: str, way: str) ->
     assert n_tensors() == before
     assert machine.compute._graphs == machine.compute.losses == machine._losses == {}
     assert threading.active_count() == n_threads
-    assert machine.compute.inputs.passed == {}
+    assert machine.compute.inputs.calls == {}
     assert not any(t.requires_grad for t in tensors(machine.compute.inputs.first)), "it would hold a graph for ever"
 
 
