@@ -12,7 +12,7 @@ import torch
 # C types of the bits; uint8: groups of int8 moments
 ELEMENT = {torch.bfloat16: "unsigned short", torch.float32: "float", torch.uint8: "unsigned char"}
 THREADS = 256  # of a block
-MOST_ELEMENTS = 2**30  # of one launch, because kernels count in 32 bits
+MOST_ELEMENTS = 2**30  # per launch, because kernels count in 32 bits
 VECTOR_BYTES = 16  # of the widest load and store
 
 Kernel = Callable[[tuple[int, int, int], tuple[int, int, int], list[Any]], None]  # (grid, block, arguments)

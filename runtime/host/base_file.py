@@ -51,7 +51,7 @@ class BaseFile:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DiskError(f"{self._partial}: another run writes it; start this one when that trains") from None
+            raise DiskError(f"{self._partial}: another run is writing it; start this run when the other one trains") from None
         os.ftruncate(file, n_bytes)
 
     def _allocate(self, file: int, n_bytes: int) -> None:
@@ -70,7 +70,7 @@ class BaseFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            how = "its file system refuses direct reads (O_DIRECT); choose a folder on another with --disk"
+            how = "its file system rejects direct reads (O_DIRECT); choose a folder on another disk with --disk"
             raise DiskError(f"{self.path.parent}: {how}") from None
         return direct
 
@@ -104,8 +104,8 @@ class BaseFile:
         with self._disk_errors("read", offset):
             while target.nbytes:
                 if (n_bytes := os.preadv(self._direct, [target], offset)) % DISK_PAGE_BYTES or not n_bytes:
-                    fault = f"ends at byte {offset + n_bytes}, within a layer: it was cut short"
-                    raise DiskError(f"{self.path}: {fault}; delete it, and go on with --resume")
+                    fault = f"ends at byte {offset + n_bytes}, within a layer: it is truncated"
+                    raise DiskError(f"{self.path}: {fault}; delete it, and continue with --resume")
                 offset, target = offset + n_bytes, target[n_bytes:]
 
     @contextmanager
@@ -115,7 +115,7 @@ class BaseFile:
             yield
         except OSError as error:
             where = "" if offset is None else f" at byte {offset}"
-            way_out = "make room" if error.errno == errno.ENOSPC else "see that the disk is there and well"
+            way_out = "make room" if error.errno == errno.ENOSPC else "check the disk"
             raise DiskError(
                 f"{self.path}: cannot be {action}{where} ({error.strerror}); {way_out}, then start again (--resume)"
             ) from None

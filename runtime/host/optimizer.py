@@ -152,7 +152,7 @@ def _is_used(name: str, differences: Callable[[], list[str]]) -> bool:
         _tell_once("numba is not installed")
         return False
     if different := differences():
-        _tell_once(f"the compiled {name} differs from its definition here ({different[0]})")
+        _tell_once(f"the compiled {name} differs from the reference here ({different[0]})")
     return not different
 
 

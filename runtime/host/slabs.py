@@ -194,7 +194,7 @@ def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
     try:
         shared = Shared(os.getpid(), os.memfd_create(name), n_bytes, name)
     except OSError as error:
-        raise MemoryError(f"no memory that processes share: {error.strerror}") from None
+        raise MemoryError(f"no shared memory: {error.strerror}") from None
     try:
         os.ftruncate(shared.descriptor, n_bytes)
         return shared, mapped(shared.descriptor, n_bytes, mmap.MAP_SHARED)
@@ -208,9 +208,9 @@ def slab_of(shared: Shared) -> torch.Tensor:
     descriptor = os.open(f"/proc/{shared.process}/fd/{shared.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if shared.name not in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError("another process's")
+            raise OSError("it belongs to another process")
         if os.fstat(descriptor).st_size < shared.n_bytes:
-            raise OSError(f"holds fewer than {shared.n_bytes} bytes")  # reading beyond its end would end the process
+            raise OSError(f"it has fewer than {shared.n_bytes} bytes")  # reading beyond its end would end the process
         return mapped(descriptor, shared.n_bytes, mmap.MAP_SHARED)
     finally:
         with suppress(OSError):

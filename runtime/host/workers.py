@@ -29,7 +29,7 @@ class Workers(Generic[S]):
     @contextmanager
     def helped(self, settled: Context = nullcontext) -> Iterator[None]:
         """Run helper threads until the context ends, each in a context of `settled`, entered before this returns."""
-        assert self._n_helpers == 0, "the workers are at work already"
+        assert self._n_helpers == 0, "the workers are running already"
         begun: SimpleQueue[BaseException | None] = SimpleQueue()
         helpers = [
             threading.Thread(target=self._help, args=(scratch, settled, begun), name=f"worker-{i}", daemon=True)

@@ -43,7 +43,7 @@ class LaneThread:
     def perform(self, work: Callable[[], None]) -> None:
         """Run `work` on the thread and wait for it; re-raise its error. RuntimeError if earlier work hangs on the thread."""
         if not self._is_free.acquire(timeout=ENDING_S):
-            raise RuntimeError(f"{self._name} is still at an op of a run that has failed; start a new process")
+            raise RuntimeError(f"{self._name} still performs an op of a failed run; start a new process")
         future: Future[None] = Future()
         try:
             self._jobs.put((work, future))

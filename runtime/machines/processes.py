@@ -53,11 +53,11 @@ class Processes:
     def _agreed(self, n_here: int, local_rank: int) -> int:
         """Number of ranks per host; RanksError if hosts differ, or ranks of a host are not consecutive."""
         of_ranks = torch.zeros(self.n, 2, dtype=torch.int64)
-        with _rank_errors("counted themselves"):
+        with _rank_errors("compared their hosts"):
             _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - local_rank]))
         is_even = n_here > 0 and self.n % n_here == 0
         if not is_even or any(n != n_here or first != rank // n_here * n_here for rank, (n, first) in enumerate(of_ranks.tolist())):
-            raise RanksError("hosts have different numbers of ranks; start as many on each, as torchrun --nproc-per-node does")
+            raise RanksError("hosts have different numbers of ranks; start equal numbers, as torchrun --nproc-per-node does")
         return n_here
 
     def leave(self) -> None:
@@ -85,11 +85,11 @@ class Processes:
 
     def tell(self, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Broadcast rank 0's message, JSON, to all."""
-        with _rank_errors("waited for what rank 0 says"):
+        with _rank_errors("waited for rank 0"):
             return self._broadcast(message, 0)
 
     def gathered(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        with _rank_errors("compared what they are to do"):
+        with _rank_errors("compared their settings"):
             return [self._broadcast(message, rank) for rank in range(self.n)]
 
     def _broadcast(self, message: Mapping[str, Any] | None, rank: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Processes:
         with suppress(ValueError):
             if isinstance(fields := json.loads(sent.numpy().tobytes()), dict):
                 return fields
-        raise RanksError("a rank sends what is no message; start all ranks with the same version of penstock")
+        raise RanksError("a rank sends an invalid message; start all ranks with the same version of penstock")
 
     def common(self, mine: Shared) -> list[torch.Tensor] | None:
         """Implement `Ranks.common`; call on all ranks, which return equal results."""
@@ -131,7 +131,7 @@ class Processes:
         refuse_errors(self.gathered(wrong))
         if mine is not None:
             mine.close()
-        assert slab is not None, "a rank that cannot read it is refused"
+        assert slab is not None, "refuse_errors raises if a rank cannot read it"
         return slab
 
     def to_first(self, part: torch.Tensor | None, rank: int, into: torch.Tensor | None) -> None:
@@ -156,7 +156,7 @@ def connected_ranks(device: str, n_here: int | None = None, local_rank: int = 0,
         raise
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [""])[0][:160]
-        raise RanksError(f"ranks do not find each other ({line}); see MASTER_ADDR and MASTER_PORT") from None
+        raise RanksError(f"ranks cannot connect ({line}); check MASTER_ADDR and MASTER_PORT") from None
     try:
         yield ranks
     finally:
@@ -197,6 +197,4 @@ def _rank_errors(action: str) -> Iterator[None]:
         yield
     except (RuntimeError, dist.DistBackendError) as error:
         line = (str(error).splitlines() or [""])[0][:160]
-        raise RanksError(
-            f"another rank has ended, or cannot be reached, while ranks {action} ({line}); see what it said"
-        ) from error
+        raise RanksError(f"another rank has ended, or cannot be reached, while ranks {action} ({line}); see its output") from error

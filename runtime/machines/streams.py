@@ -53,7 +53,7 @@ class CudaStreams:
             stream.synchronize()
         except RuntimeError as error:
             line = str(error).partition("\n")[0]
-            raise RuntimeError(f"{line} (a device reports late: an op that was issued earlier may be at fault)") from error
+            raise RuntimeError(f"{line} (a device reports errors late: an earlier op may be at fault)") from error
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy to pinned memory, for asynchronous copies; torch keeps it until they end."""
@@ -81,7 +81,7 @@ def free_cuda_bytes(index: int = 0) -> int:
         return torch.cuda.mem_get_info(index)[0]
     except RuntimeError as error:
         line = str(error).partition("\n")[0]
-        raise PlanError(f"the CUDA device cannot be used ({line[:160]}); see that it works, or use --device cpu") from None
+        raise PlanError(f"the CUDA device cannot be used ({line[:160]}); check it, or use --device cpu") from None
 
 
 def use_same_kernels() -> None:

@@ -305,7 +305,7 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
     work = host_kernels.updates(2, 3 * 14 * n + 30_000_000)  # space for more gradients, but not for another slot
     with device.prepared(work) as ready:
         assert len(steps) == 3
-        weight, remainder, first, second = steps[1].to.tensors
+        weight, remainder, first, second = steps[1].target.tensors
         arrays = weight, remainder, first, second, steps[1].gradient.parts[0]
         places = [array.data_ptr() - device.slab.data_ptr() for array in arrays]
         assert places == [12 * n, 14 * n, 16 * n, 20 * n, 3 * 12 * n + 2 * n], "one after another, as a run lays them out"

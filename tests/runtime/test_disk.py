@@ -117,7 +117,7 @@ def test_a_whole_file_is_read_by_other_runs_and_written_by_none(tmp_path: Path) 
 
 def test_one_run_at_a_time_writes_the_file(tmp_path: Path) -> None:
     one = BaseFile(tmp_path / "base", SIZES)
-    with pytest.raises(DiskError, match=r"base\.partial: another run writes it; start this one when that trains"):
+    with pytest.raises(DiskError, match=r"base\.partial: another run is writing it; start this run when the other one trains"):
         BaseFile(tmp_path / "base", SIZES)
     one.settle()
     assert BaseFile(tmp_path / "base", SIZES).is_whole
@@ -145,9 +145,9 @@ def vanished(*_: object) -> int:
 @pytest.mark.parametrize(
     ("fails", "says"),
     [
-        (input_output_error, r"base: cannot be read at byte \d+ \(Input/output error\); see that the disk is there"),
-        (vanished, r"base: cannot be read at byte \d+ \(No such device\); see that the disk is there"),
-        (lambda *_: 0, r"base: ends at byte \d+, within a layer: it was cut short; delete it, and go on with --resume"),
+        (input_output_error, r"base: cannot be read at byte \d+ \(Input/output error\); check the disk"),
+        (vanished, r"base: cannot be read at byte \d+ \(No such device\); check the disk"),
+        (lambda *_: 0, r"base: ends at byte \d+, within a layer: it is truncated; delete it, and continue with --resume"),
     ],
     ids=["EIO", "ENODEV", "the end"],
 )
@@ -170,7 +170,7 @@ def test_a_file_cut_short_in_mid_run_is_one_line_and_made_again(tmp_path: Path) 
     machine = machine_for(planned(), disk=tmp_path / "base")
     execute(machine.plan, machine, 1)
     os.truncate(tmp_path / "base", 4096 + 100)
-    with pytest.raises(DiskError, match="ends at byte 4196, within a layer: it was cut short"):
+    with pytest.raises(DiskError, match="ends at byte 4196, within a layer: it is truncated"):
         execute(machine.plan, machine, 1, 1)
     assert not BaseFile(tmp_path / "base", SIZES).is_whole
 
@@ -178,7 +178,7 @@ def test_a_file_cut_short_in_mid_run_is_one_line_and_made_again(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("call", "code", "says"),
     [
-        ("preadv", errno.EINVAL, r"refuses direct reads \(O_DIRECT\); choose a folder on another with --disk"),
+        ("preadv", errno.EINVAL, r"rejects direct reads \(O_DIRECT\); choose a folder on another disk with --disk"),
         ("posix_fallocate", errno.ENOSPC, r"cannot be opened \(No space left on device\); make room"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_run_behind_one_that_hangs_is_an_error_and_no_hang(monkeypatch, capsys
     try:
         with pytest.raises(OpError, match="load h2d b3 failed"):
             execute(tiny_plan(prefetch_depth=2), machine, 1, quiet_s=0.05)
-        with pytest.raises(RuntimeError, match="lane-gpu is still at an op of a run that has failed"):
+        with pytest.raises(RuntimeError, match="lane-gpu still performs an op of a failed run"):
             machine.gpu.perform(lambda: None)
     finally:
         machine.ends.set()

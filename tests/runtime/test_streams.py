@@ -134,5 +134,5 @@ def test_a_failing_op_ends_its_range_and_a_late_error_says_so(stub):
     with pytest.raises(RuntimeError, match="no"):
         streams.issue(streams.stream(), "backward gpu b1 m0", fail)
     assert stub.ranges == ["backward gpu b1 m0", "end"]
-    with pytest.raises(RuntimeError, match=r"^no \(a device reports late: an op that was issued earlier may be at fault\)$"):
+    with pytest.raises(RuntimeError, match=r"^no \(a device reports errors late: an earlier op may be at fault\)$"):
         streams.finish(SimpleNamespace(synchronize=fail))
