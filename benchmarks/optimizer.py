@@ -218,7 +218,10 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
 CHILD = """
 import sys, time
 from benchmarks import optimizer as of
-from penstock.runtime.host.slabs import settle_allocator
+try:
+    from penstock.runtime.host.slabs import settle_allocator
+except ImportError:  # a revision before 0.2.0
+    from runtime.host.slabs import settle_allocator
 settle_allocator()
 kind, n = sys.argv[1], int(sys.argv[2])
 case, workers = of.norm_case(n) if kind == "norm" else of.update_case(kind, n), of.Workers(1, of.Scratch)
@@ -233,7 +236,7 @@ with of.settled(), workers.helped(of.settled):
 def compared(revision: str, kinds: list[str], n_params: int, n_rounds: int) -> Iterator[str]:
     """Yield a row per kind: a revision and this one, interleaved by rounds, each on one thread of a separate process."""
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", revision, "runtime", "benchmarks"], check=True, capture_output=True).stdout
+        archive = subprocess.run(["git", "archive", revision], check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive)
         for kind in kinds:
             with ExitStack() as stack:
