@@ -11,7 +11,7 @@
 #endif
 
 struct alignas(16) Words { unsigned x, y, z, w; };
-struct Vector { float of[8]; };
+struct Vector { float v[8]; };
 
 __device__ float widened(float x) { return x; }
 __device__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
@@ -34,12 +34,12 @@ __device__ Vector whole(const unsigned short* from) {
             __uint_as_float(a.z << 16), __uint_as_float(a.z & 0xFFFF0000u), __uint_as_float(a.w << 16), __uint_as_float(a.w & 0xFFFF0000u)};
 }
 __device__ void put_whole(float* to, const Vector& x) {
-    ((Words*)to)[0] = {__float_as_uint(x.of[0]), __float_as_uint(x.of[1]), __float_as_uint(x.of[2]), __float_as_uint(x.of[3])};
-    ((Words*)to)[1] = {__float_as_uint(x.of[4]), __float_as_uint(x.of[5]), __float_as_uint(x.of[6]), __float_as_uint(x.of[7])};
+    ((Words*)to)[0] = {__float_as_uint(x.v[0]), __float_as_uint(x.v[1]), __float_as_uint(x.v[2]), __float_as_uint(x.v[3])};
+    ((Words*)to)[1] = {__float_as_uint(x.v[4]), __float_as_uint(x.v[5]), __float_as_uint(x.v[6]), __float_as_uint(x.v[7])};
 }
 __device__ void put_whole(unsigned short* to, const Vector& x) {
-    *(Words*)to = {rounded(x.of[0]) | rounded(x.of[1]) << 16, rounded(x.of[2]) | rounded(x.of[3]) << 16,
-                   rounded(x.of[4]) | rounded(x.of[5]) << 16, rounded(x.of[6]) | rounded(x.of[7]) << 16};
+    *(Words*)to = {rounded(x.v[0]) | rounded(x.v[1]) << 16, rounded(x.v[2]) | rounded(x.v[3]) << 16,
+                   rounded(x.v[4]) | rounded(x.v[5]) << 16, rounded(x.v[6]) | rounded(x.v[7]) << 16};
 }
 
 #define MINUS_INF __uint_as_float(0xFF800000u)
@@ -50,14 +50,14 @@ __device__ Vector loaded(const LOGIT* row, int i, int n, bool is_aligned) {
     if (is_aligned && i * 8 + 8 <= n) return whole(row + i * 8);
     Vector x;
     #pragma unroll
-    for (int k = 0; k < 8; k++) x.of[k] = i * 8 + k < n ? widened(row[i * 8 + k]) : MINUS_INF;
+    for (int k = 0; k < 8; k++) x.v[k] = i * 8 + k < n ? widened(row[i * 8 + k]) : MINUS_INF;
     return x;
 }
 __device__ void keep(LOGIT* row, int i, int n, bool is_aligned, const Vector& x) {
     if (is_aligned && i * 8 + 8 <= n) return put_whole(row + i * 8, x);
     #pragma unroll
     for (int k = 0; k < 8; k++)
-        if (i * 8 + k < n) put(&row[i * 8 + k], x.of[k]);
+        if (i * 8 + k < n) put(&row[i * 8 + k], x.v[k]);
 }
 
 // Loss of each row and, if `has_gradient`, its gradient times `each`, rounded. A row with a negative target is not supervised.
@@ -74,35 +74,35 @@ extern "C" __global__ void cross_entropy(
         return;
     }
     Vector top, sum, next;
-    for (int k = 0; k < 8; k++) top.of[k] = LOWEST, sum.of[k] = 0.0f;
+    for (int k = 0; k < 8; k++) top.v[k] = LOWEST, sum.v[k] = 0.0f;
     if (t <= last) next = loaded(row, t, n, is_aligned);
     for (int i = t; i <= last; i += THREADS) {
         const Vector x = next;
         if (i + THREADS <= last) next = loaded(row, i + THREADS, n, is_aligned);
         #pragma unroll
         for (int k = 0; k < 8; k++) {  // one of the two factors is 1, the other is exp of a negative number
-            const float e = EXP(-fabsf(__fsub_rn(x.of[k], top.of[k])));
-            const bool is_new = x.of[k] > top.of[k];
-            sum.of[k] = __fadd_rn(is_new ? __fmul_rn(sum.of[k], e) : sum.of[k], is_new ? 1.0f : e);
-            top.of[k] = is_new ? x.of[k] : top.of[k];
+            const float e = EXP(-fabsf(__fsub_rn(x.v[k], top.v[k])));
+            const bool is_new = x.v[k] > top.v[k];
+            sum.v[k] = __fadd_rn(is_new ? __fmul_rn(sum.v[k], e) : sum.v[k], is_new ? 1.0f : e);
+            top.v[k] = is_new ? x.v[k] : top.v[k];
         }
     }
-    float most = top.of[0];
-    for (int k = 1; k < 8; k++) most = fmaxf(most, top.of[k]);
-    shared[t] = most;
+    float maximum = top.v[0];
+    for (int k = 1; k < 8; k++) maximum = fmaxf(maximum, top.v[k]);
+    shared[t] = maximum;
     for (int half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
         if (t < half) shared[t] = fmaxf(shared[t], shared[t + half]);
     }
     __syncthreads();
-    most = shared[0];
+    maximum = shared[0];
     __syncthreads();
-    for (int k = 0; k < 8; k++) sum.of[k] = __fmul_rn(sum.of[k], EXP(__fsub_rn(top.of[k], most)));
+    for (int k = 0; k < 8; k++) sum.v[k] = __fmul_rn(sum.v[k], EXP(__fsub_rn(top.v[k], maximum)));
     #pragma unroll
     for (int half = 4; half > 0; half /= 2)
         #pragma unroll
-        for (int k = 0; k < half; k++) sum.of[k] = __fadd_rn(sum.of[k], sum.of[k + half]);
-    shared[t] = sum.of[0];
+        for (int k = 0; k < half; k++) sum.v[k] = __fadd_rn(sum.v[k], sum.v[k + half]);
+    shared[t] = sum.v[0];
     for (int half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
         if (t < half) shared[t] = __fadd_rn(shared[t], shared[t + half]);
@@ -110,22 +110,22 @@ extern "C" __global__ void cross_entropy(
     __syncthreads();
     const float total = shared[0];
     if (t == 0) {
-        const float of_target = target < n ? widened(row[target]) : __uint_as_float(0x7FC00000u);
-        losses[blockIdx.x] = __fadd_rn(__fsub_rn(most, of_target), LOG(total));
+        const float target_logit = target < n ? widened(row[target]) : __uint_as_float(0x7FC00000u);
+        losses[blockIdx.x] = __fadd_rn(__fsub_rn(maximum, target_logit), LOG(total));
     }
     if (!has_gradient) return;
     __syncthreads();  // the target's logit is overwritten below
     const float share = each[blockIdx.x], scale = __fdiv_rn(share, total);
-    const int from = last - (last - t + THREADS) % THREADS;  // backwards: the row's end may still be in the cache
-    if (from >= 0) next = loaded(row, from, n, is_aligned);
-    for (int i = from; i >= 0; i -= THREADS) {
+    const int start = last - (last - t + THREADS) % THREADS;  // backwards: the row's end may still be in the cache
+    if (start >= 0) next = loaded(row, start, n, is_aligned);
+    for (int i = start; i >= 0; i -= THREADS) {
         Vector x = next;
         if (i >= THREADS) next = loaded(row, i - THREADS, n, is_aligned);
         #pragma unroll
-        for (int k = 0; k < 8; k++) x.of[k] = __fmul_rn(EXP(__fsub_rn(x.of[k], most)), scale);
+        for (int k = 0; k < 8; k++) x.v[k] = __fmul_rn(EXP(__fsub_rn(x.v[k], maximum)), scale);
         if (target / 8 == i)
             #pragma unroll
-            for (int k = 0; k < 8; k++) x.of[k] = target % 8 == k ? __fsub_rn(x.of[k], share) : x.of[k];
+            for (int k = 0; k < 8; k++) x.v[k] = target % 8 == k ? __fsub_rn(x.v[k], share) : x.v[k];
         keep(row, i, n, is_aligned, x);
     }
 }

@@ -25,39 +25,39 @@ __device__ unsigned random16(unsigned key, unsigned turn, unsigned within) {
 #define LACKS (IS_SPLIT && sizeof(REMAINDER) == 1 ? 8 : 0)  // low bits of fp32 that a 24-bit master drops
 #define GROUP (sizeof(MOMENT) == 1 ? 32 : 1)
 
-template <typename Of> __device__ float loaded(const Of* of, int i, bool) { return widened(of[i]); }
+template <typename T> __device__ float loaded(const T* values, int i, bool) { return widened(values[i]); }
 __device__ float loaded(const unsigned char* groups, int i, bool is_root) {
-    const unsigned char *pack = groups + i / 128 * 136, code = pack[i % 128], *of_scale = pack + 128 + i % 128 / 32 * 2;
-    const float scale = __uint_as_float((unsigned)of_scale[0] << 16 | (unsigned)of_scale[1] << 24);
-    const float at = is_root ? (float)code : (float)(signed char)code, of = __fmul_rn(scale, at);
-    return is_root ? __fmul_rn(of, of) : __fdiv_rn(of, __fsub_rn(254.0f, fabsf(at)));
+    const unsigned char *pack = groups + i / 128 * 136, byte = pack[i % 128], *scales = pack + 128 + i % 128 / 32 * 2;
+    const float scale = __uint_as_float((unsigned)scales[0] << 16 | (unsigned)scales[1] << 24);
+    const float code = is_root ? (float)byte : (float)(signed char)byte, product = __fmul_rn(scale, code);
+    return is_root ? __fmul_rn(product, product) : __fdiv_rn(product, __fsub_rn(254.0f, fabsf(code)));
 }
 
-template <typename Of> __device__ void keep(Of* to, int first, int, float* x, bool, unsigned random) { put(&to[first], *x, random); }
+template <typename T> __device__ void keep(T* to, int first, int, float* x, bool, unsigned random) { put(&to[first], *x, random); }
 __device__ void keep(unsigned char* groups, int first, int n, float* x, bool is_root, unsigned random) {
-    unsigned char *pack = groups + first / 128 * 136, *codes = pack + first % 128, *of_scale = pack + 128 + first % 128 / 32 * 2;
-    unsigned most = 0x22800000u;  // bounds of rounding.py
+    unsigned char *pack = groups + first / 128 * 136, *codes = pack + first % 128, *scales = pack + 128 + first % 128 / 32 * 2;
+    unsigned max_bits = 0x22800000u;  // bounds of rounding.py
     for (int j = 0; j < n; j++) {
         if (is_root) x[j] = __fsqrt_rn(x[j]);
         const unsigned bits = __float_as_uint(x[j]) & 0x7FFFFFFFu;
-        most = bits > most ? bits : most;
+        max_bits = bits > max_bits ? bits : max_bits;
     }
-    const float largest = __uint_as_float(most > 0x7F800000u ? 0x7F800000u : most), by = __fdiv_rn(255.0f, largest);
+    const float largest = __uint_as_float(max_bits > 0x7F800000u ? 0x7F800000u : max_bits), inverse = __fdiv_rn(255.0f, largest);
     unsigned scale = (__float_as_uint(is_root ? __fdiv_rn(largest, 255.0f) : largest) + random) >> 16;
-    const bool is_there = scale > 0x2280u && scale <= 0x7B80u;
-    if (!is_there) scale = scale > 0x2280u ? 0x7F80u : 0;
+    const bool is_regular = scale > 0x2280u && scale <= 0x7B80u;
+    if (!is_regular) scale = scale > 0x2280u ? 0x7F80u : 0;
     for (int j = 0; j < 32; j++) {
-        const float of = j < n && is_there ? x[j] : 0.0f;
-        const float code = is_root ? __fmul_rn(by, of) : __fdiv_rn(__fmul_rn(254.0f, of), __fadd_rn(largest, fabsf(of)));
+        const float y = j < n && is_regular ? x[j] : 0.0f;
+        const float code = is_root ? __fmul_rn(inverse, y) : __fdiv_rn(__fmul_rn(254.0f, y), __fadd_rn(largest, fabsf(y)));
         codes[j] = (unsigned char)__float_as_uint(__fadd_rn(code, 12582912.0f));
     }
-    of_scale[0] = (unsigned char)scale, of_scale[1] = (unsigned char)(scale >> 8);
+    scales[0] = (unsigned char)scale, scales[1] = (unsigned char)(scale >> 8);
 }
 
 extern "C" __global__ void update_low_bit(
-    WEIGHT* weight, REMAINDER* remainder, MOMENT* m, MOMENT* v, const GRADIENT* gradients, int n_elements, int first_turn, int of_weight,
-    int of_m, int of_v, double scale, double by0, double by1, double by2, double by3, double by4, double by5, double by6) {
-    float after[GROUP], second[GROUP];
+    WEIGHT* weight, REMAINDER* remainder, MOMENT* m, MOMENT* v, const GRADIENT* gradients, int n_elements, int first_turn,
+    int weight_key, int m_key, int v_key, double scale, double s0, double s1, double s2, double s3, double s4, double s5, double s6) {
+    float new_m[GROUP], new_v[GROUP];  // s0 .. s6: `param_state.UpdateArguments.scalars`
     for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < (n_elements + GROUP - 1) / GROUP; k += gridDim.x * blockDim.x) {
         const int begin = k * GROUP, n = n_elements - begin < GROUP ? n_elements - begin : GROUP;
         const unsigned turn = first_turn + (begin >> 16);
@@ -65,23 +65,23 @@ extern "C" __global__ void update_low_bit(
             const int i = begin + j;
             const float g = __fmul_rn(widened(gradients[i]), (float)scale), first = loaded(m, i, false), d = __fsub_rn(g, first);
             float w = widened(weight[i]);
-            after[j] = __fadd_rn(first, __fmul_rn((float)by1, d));
+            new_m[j] = __fadd_rn(first, __fmul_rn((float)s1, d));
             if (IS_SPLIT) w = __uint_as_float(__float_as_uint(w) + ((unsigned)(int)remainder[i] << LACKS));
-            w = __fmul_rn(w, (float)by0);
+            w = __fmul_rn(w, (float)s0);
             if (IS_LION) {
-                w = __fsub_rn(w, after[j] > 0 ? (float)by3 : (after[j] < 0 ? -(float)by3 : after[j]));
-                after[j] = __fadd_rn(first, __fmul_rn((float)by2, d));
+                w = __fsub_rn(w, new_m[j] > 0 ? (float)s3 : (new_m[j] < 0 ? -(float)s3 : new_m[j]));
+                new_m[j] = __fadd_rn(first, __fmul_rn((float)s2, d));
             } else {
-                second[j] = __fadd_rn(__fmul_rn(loaded(v, i, true), (float)by2), __fmul_rn(__fmul_rn((float)by3, g), g));
-                const float below = __fadd_rn(__fmul_rn(__fsqrt_rn(second[j]), (float)by4), (float)by5);
-                w = __fadd_rn(w, __fdiv_rn(__fmul_rn((float)by6, after[j]), below));
+                new_v[j] = __fadd_rn(__fmul_rn(loaded(v, i, true), (float)s2), __fmul_rn(__fmul_rn((float)s3, g), g));
+                const float denominator = __fadd_rn(__fmul_rn(__fsqrt_rn(new_v[j]), (float)s4), (float)s5);
+                w = __fadd_rn(w, __fdiv_rn(__fmul_rn((float)s6, new_m[j]), denominator));
             }
-            const unsigned random = IS_STOCHASTIC ? random16(of_weight, turn, i & 0xFFFF) : 0x8000u;
+            const unsigned random = IS_STOCHASTIC ? random16(weight_key, turn, i & 0xFFFF) : 0x8000u;
             if (LACKS) w = __uint_as_float(w != w ? 0x7FC00000u : (__float_as_uint(w) + (random >> 8)) & 0xFFFFFF00u);
             if (IS_SPLIT) remainder[i] = (REMAINDER)(__float_as_uint(w) >> LACKS);
             put(&weight[i], w, IS_SPLIT ? 0x8000u : random);
         }
-        keep(m, begin, n, after, false, random16(of_m, turn, begin & 0xFFFF));
-        if (!IS_LION) keep(v, begin, n, second, true, random16(of_v, turn, begin & 0xFFFF));
+        keep(m, begin, n, new_m, false, random16(m_key, turn, begin & 0xFFFF));
+        if (!IS_LION) keep(v, begin, n, new_v, true, random16(v_key, turn, begin & 0xFFFF));
     }
 }

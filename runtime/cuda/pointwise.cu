@@ -30,11 +30,11 @@ __device__ __forceinline__ float activation_gradient(float dy, float x) {
     if (ACTIVATION == 1) {
         const float square = x * x, cube = square * x;
         const float inner = 0.7978845608028654f * (x + 0.044715f * cube), tanh_inner = tanhf(inner);
-        const float left = 0.5f * x, right = 1.0f + tanh_inner, of_left = 0.5f * right;
-        const float of_tanh = 1.0f - tanh_inner * tanh_inner;
-        const float of_inner = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * square);
-        const float of_right = left * of_tanh * of_inner;
-        return dy * (of_left + of_right);
+        const float left = 0.5f * x, right = 1.0f + tanh_inner, d_left = 0.5f * right;
+        const float d_tanh = 1.0f - tanh_inner * tanh_inner;
+        const float d_inner = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * square);
+        const float d_right = left * d_tanh * d_inner;
+        return dy * (d_left + d_right);
     }
     const float cdf = 0.5f * (1.0f + erff(x * 0.7071067811865476f));
     const float pdf = expf(-0.5f * x * x) * 0.3989422804014327f;

@@ -16,32 +16,32 @@ template <int N> __device__ float halved(float* x) {
 }
 
 // Sum of squares of each chunk by one block: a thread adds a column, then the block adds the columns.
-extern "C" __global__ void squares(const ELEMENT* x, int n_elements, float* of_chunks) {
-    const int apart = THREADS / 16;
+extern "C" __global__ void squares(const ELEMENT* x, int n_elements, float* chunk_sums) {
+    const int n_groups = THREADS / 16;
     int start = blockIdx.x * CHUNK, n = min(n_elements - start, CHUNK);
-    float some[apart], of_some[16];
+    float group_sums[n_groups], group[16];
     #pragma unroll
-    for (int row = 0; row < apart; row++) {
+    for (int row = 0; row < n_groups; row++) {
         #pragma unroll
         for (int i = 0; i < 16; i++) {
-            int at = (row + apart * i) * THREADS + threadIdx.x;
-            of_some[i] = at < n ? square(x[start + at]) : 0.0f;
+            int offset = (row + n_groups * i) * THREADS + threadIdx.x;
+            group[i] = offset < n ? square(x[start + offset]) : 0.0f;
         }
-        some[row] = halved<16>(of_some);
+        group_sums[row] = halved<16>(group);
     }
     __shared__ float columns[THREADS];
-    columns[threadIdx.x] = halved<apart>(some);
+    columns[threadIdx.x] = halved<n_groups>(group_sums);
     for (int half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) columns[threadIdx.x] = __fadd_rn(columns[threadIdx.x], columns[threadIdx.x + half]);
     }
-    if (threadIdx.x == 0) of_chunks[blockIdx.x] = columns[0];
+    if (threadIdx.x == 0) chunk_sums[blockIdx.x] = columns[0];
 }
 
-// Sum of each gradient by one thread: its chunks, a row of `of_chunks`, in order.
-extern "C" __global__ void sums(const float* of_chunks, int n_chunks, double* out) {
+// Sum of each gradient by one thread: its chunks, a row of `chunk_sums`, in order.
+extern "C" __global__ void sums(const float* chunk_sums, int n_chunks, double* out) {
     double total = 0.0;
     #pragma unroll 16
-    for (int i = 0; i < n_chunks; i++) total = __dadd_rn(total, (double)of_chunks[(long long)blockIdx.x * n_chunks + i]);
+    for (int i = 0; i < n_chunks; i++) total = __dadd_rn(total, (double)chunk_sums[(long long)blockIdx.x * n_chunks + i]);
     out[blockIdx.x] = total;
 }
