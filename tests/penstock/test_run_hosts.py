@@ -57,10 +57,10 @@ def test_a_plan_for_several_hosts_is_not_started_on_one(home):
     assert refused.returncode == 2
     assert "torchrun --nnodes 2 --nproc-per-node 2" in refused.stderr
     asked = ("plan", home / "model", "--machine", "h100-sxm", "--gpus", 2)
-    assert "says nothing of a network" in penstock(*asked, "--hosts", 2).output
+    assert "has no network; give the rate" in penstock(*asked, "--hosts", 2).output
     alone = penstock(*asked, "--network-gbit", 400)
     assert alone.exit_code == 2
-    assert "say how many with --hosts" in alone.output
+    assert "give their number with --hosts" in alone.output
 
 
 @pytest.mark.soak
