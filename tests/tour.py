@@ -67,16 +67,16 @@ imports and those for types included. A floor is one above the highest that its 
 @cache
 def imports(tree: ast.Module) -> list[tuple[str, int]]:
     """Return (module, relative level) of every import, also late ones and those for types; `from package import a` is package.a."""
-    found: list[tuple[str, int]] = []
+    modules: list[tuple[str, int]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += ((alias.name, 0) for alias in node.names)
+            modules += ((alias.name, 0) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if is_package(short_name(node.module or "")) or not node.module:  # from runtime import plan
-                found += ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
+                modules += ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
             else:
-                found.append((node.module, node.level))
-    return [(short_name(name), level) for name, level in found]
+                modules.append((node.module, node.level))
+    return [(short_name(name), level) for name, level in modules]
 
 
 def short_name(module: str) -> str:
@@ -103,17 +103,17 @@ def module_of(path: Path) -> str:
 def needs(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
     """Return the files that each file imports, including late imports and imports for types."""
     every = {module_of(path): path for path in trees}
-    found: dict[str, set[str]] = {}
+    needed: dict[str, set[str]] = {}
     for path, tree in trees.items():
-        here = module_of(path)
-        package = here if path.name == "__init__.py" else here.rpartition(".")[0]
+        module = module_of(path)
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for target, level in imports(tree):
             name = target if level == 0 else f"{package}.{target}" if target else package
             while name and name not in every:  # a name within a file
                 name = name.rpartition(".")[0]
-            if name and name != here and every[name].name != "__init__.py":
-                found.setdefault(here, set()).add(name)
-    return found
+            if name and name != module and every[name].name != "__init__.py":
+                needed.setdefault(module, set()).add(name)
+    return needed
 
 
 def floors(trees: Mapping[Path, ast.Module]) -> str:
@@ -127,7 +127,7 @@ def floors(trees: Mapping[Path, ast.Module]) -> str:
 
         @cache
         def floor(file: str, files: frozenset[str] = frozenset(files)) -> int:
-            return 1 + max((floor(other) for other in needed.get(file, set()) & files), default=0)
+            return 1 + max((floor(imported) for imported in needed.get(file, set()) & files), default=0)
 
         page.append(f"\n## {room}\n\n| floor | files |\n|--:|---|")
         for n in range(max(map(floor, files)), 0, -1):
@@ -161,9 +161,9 @@ def api() -> str:
             if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
                 code += source.splitlines()[part.lineno - 1 : part.end_lineno]
             elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
-                said = " ".join((ast.get_docstring(part) or "").partition("\n\n")[0].split())
-                *above, last = ["", *_header(source, part)][code[-1].endswith(":") :]
-                code += [*above, last if said else f"{last} ...", *([f'        """{said}"""'] if said else [])]
+                docstring = " ".join((ast.get_docstring(part) or "").partition("\n\n")[0].split())
+                *lines, last = ["", *_header(source, part)][code[-1].endswith(":") :]
+                code += [*lines, last if docstring else f"{last} ...", *([f'        """{docstring}"""'] if docstring else [])]
         page.append(f"## {node.name}\n\n{ast.get_docstring(node)}\n\n```python\n" + "\n".join(code) + "\n```\n")
     return "\n".join(page)
 
