@@ -1,7 +1,7 @@
 """Fake device for the probe: a GPU and a host of known rates.
 
 Both copy directions share a duplex rate, clocks rise while cold and may fall later, times have noise, and interruptions occur at
-random. Independent of the method by which the probe measures.
+random. Independent of the measuring method of the probe.
 """
 
 import random
@@ -27,7 +27,7 @@ class Truth:
     attention_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 350e12, "fp32": 12e12})
     cudnn_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 560e12})  # missing dtype: not supported
     memory_bytes_per_s: float = 4e12
-    norm_fractions: tuple[float, float] = (0.8, 0.4)  # of the memory rate: forward, backward
+    norm_fractions: tuple[float, float] = (0.8, 0.4)  # fraction of the memory rate: forward, backward
     eager_fraction: float = 0.6
     loss_fraction: float = 0.5
     fused_fraction: float = 0.4
@@ -40,11 +40,11 @@ class Truth:
     pinned: dict[str, float] = field(default_factory=lambda: {"h2d": 55e9, "d2h": 57e9})
     pageable: dict[str, float] = field(default_factory=lambda: {"h2d": 45e9, "d2h": 40e9})
     duplex_bytes_per_s: float = 98e9
-    remote_fraction: float = 1.0  # of the pinned rate, from the second NUMA node
-    under_optimizer_fraction: float = 0.9  # of the rate of a copy
+    remote_fraction: float = 1.0  # rate from the second NUMA node over the pinned rate
+    under_optimizer_fraction: float = 0.9  # of a copy
     params_per_s_of_thread: float = 0.8e9
     most_params_per_s: float = 9e9
-    under_copies_fraction: float = 0.8  # of the optimizer rate
+    under_copies_fraction: float = 0.8  # rate of the optimizer during copies
     under_uploads_fraction: float = 0.9
     cores_fraction: float = 1.0  # cores in use per host thread
     quota_s: float = 1e9  # host seconds after which a CPU quota throttles cores

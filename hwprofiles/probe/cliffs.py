@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 # Rate of pinned copies on PCIe x16 in one direction, by generation. Published nvbandwidth results: 12.35 and 13.14 on a T4;
 # 23.9-27.1 on A100 and RTX 4090; 55.9 +- 0.6 and 56.5 +- 1.1 on six Gen5 hosts. Gen6 is twice Gen5, not measured.
 X16_BYTES_PER_S = {3: 12.5 * GB, 4: 25.5 * GB, 5: 56 * GB, 6: 112 * GB}
-NARROW_FRACTION = 0.7  # of the expected rate: half the lanes, or a generation less, reach 0.5
-WARP_DRIVE = (9, 0)  # the first compute capability whose devices can encrypt their link
+NARROW_FRACTION = 0.7  # measured over expected rate: half the lanes, or a generation less, reach 0.5
+WARP_DRIVE = (9, 0)  # first compute capability with encryption of the link
 ENCRYPTED_BYTES_PER_S = 10 * GB  # published with confidential computing on an H100: 4.4 to 9.9 GB/s each way
 PAGEABLE_FRACTION = 0.6  # pageable over pinned: 16.1 of 55 GB/s published for an H100
 DUPLEX_FRACTION = 0.7  # duplex over the sum of both directions alone: 0.76-0.89 on PCIe hosts, 0.47 on a GB300 station

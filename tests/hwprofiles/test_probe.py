@@ -95,7 +95,7 @@ def test_a_disk_is_read_as_a_run_reads_it_and_left_as_it_was(monkeypatch, tmp_pa
     real = os.preadv
     monkeypatch.setattr(base_file.os, "preadv", lambda *args: read.append(n := real(*args)) or n)
     profile = with_disk(probed_cpu[0], CpuDevice(), tmp_path, lambda kind, fraction: None)
-    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # and a page read to test the file
+    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # plus a page read to test the file
     assert profile.disk is not None
     assert profile.read_bytes_per_s == profile.disk.under_copies_bytes_per_s.value
     assert profile.sources[profile.disk.read_bytes_per_s.source].kind == "measured"

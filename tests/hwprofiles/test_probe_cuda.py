@@ -268,7 +268,7 @@ def test_cudnns_attention_is_left_out_where_it_refuses_a_shape() -> None:
     assert cudnn.inside_measured
 
 
-# -- what fails -------------------------------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

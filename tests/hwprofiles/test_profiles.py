@@ -195,7 +195,7 @@ def test_a_users_memory_replaces_the_profiles_and_is_the_users() -> None:
         profile.with_memory(0, None)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- invalid profiles -------------------------------------------------------------------------------------------------
 
 
 def test_a_misspelled_key_is_answered_and_a_missing_one_named() -> None:
