@@ -25,17 +25,17 @@ from penstock.runtime.plan import OPS, Kind, Policy
 from tests.running import penstock
 from tests.tour import (
     API,
-    FLOORS,
+    LEVELS,
     LINKED,
     PAGE,
     READING,
     ROOT,
     api,
     first_line,
-    floors,
     full_name,
     imports,
     is_package,
+    levels,
     needs,
     sources,
     tour,
@@ -87,8 +87,8 @@ HOME = {
         *("planner/search/claim.py", "penstock/api.py", "penstock/checkpoint/checkpoint.py", "penstock/run_files.py"),
     },
     "torch": {
-        *(f"runtime/{room}" for room in ("cuda", "host", "layers", "compute", "machines")),
-        *(f"penstock/{room}" for room in ("checkpoint", "data", "training")),
+        *(f"runtime/{name}" for name in ("cuda", "host", "layers", "compute", "machines")),
+        *(f"penstock/{name}" for name in ("checkpoint", "data", "training")),
         *("runtime/batch.py", "runtime/ranks.py", "penstock/own_loss.py", "hwprofiles/probe"),
         *(f"planner/model/{name}.py" for name in ("record", "traced")),
     },
@@ -138,7 +138,7 @@ def package_files() -> list[Path]:
     return [path for path in sources() if path.relative_to(ROOT).parts[0] in PACKAGES]
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     """Return the package of a module, or the module itself if it is directly in a top-level package."""
     parent = module.rpartition(".")[0]
     return parent if parent and parent not in PACKAGES else module
@@ -152,17 +152,17 @@ def _is_in(name: str, homes: Collection[str]) -> bool:
 def wrong_directions(module: str, tree: ast.Module) -> list[str]:
     """Return the imports of a file that violate the directions."""
     top = module.partition(".")[0]
-    allowed = MAY_IMPORT.get(room(module), MAY_IMPORT[top])
+    allowed = MAY_IMPORT.get(package_of(module), MAY_IMPORT[top])
     wrong = []
     for target, level in imports(tree):
         if level > 1:
-            wrong.append(f"{'.' * level}{target}: another room has a name")
+            wrong.append(f"{'.' * level}{target}: import other packages by their full name")
         elif level == 0 and target.partition(".")[0] in PACKAGES:
-            is_own = target.partition(".")[0] == top and (module == top or room(module) not in MAY_IMPORT)
-            if room(target) == room(module) and target != module:
-                wrong.append(f"{target}: inside a room use a dot")
+            is_own = target.partition(".")[0] == top and (module == top or package_of(module) not in MAY_IMPORT)
+            if package_of(target) == package_of(module) and target != module:
+                wrong.append(f"{target}: use a relative import inside a package")
             elif not is_own and not any(target == permitted or target.startswith(f"{permitted}.") for permitted in allowed):
-                wrong.append(f"{target}: {room(module)} may import {sorted(allowed) or 'no other room'}")
+                wrong.append(f"{target}: {package_of(module)} may import {sorted(allowed) or 'no other package'}")
     return wrong
 
 
@@ -176,16 +176,16 @@ def arrows(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
     """Return the packages that each package imports, late imports included."""
     edges: dict[str, set[str]] = {}
     for path, tree in trees.items():
-        importer = room(_module(path))
+        importer = package_of(_module(path))
         for target, level in imports(tree):
             if level == 0 and target.partition(".")[0] in PACKAGES:
-                imported = target if is_package(target) or target == "runtime.plan" else room(target)
+                imported = target if is_package(target) or target == "runtime.plan" else package_of(target)
                 if imported != importer:
                     edges.setdefault(importer, set()).add(imported)
     return edges
 
 
-def homeless(name: str, tree: ast.Module) -> list[str]:
+def forbidden(name: str, tree: ast.Module) -> list[str]:
     """Return the third-party libraries that a file imports without permission."""
     known = {*sys.stdlib_module_names, *PACKAGES}
     libraries = {target.partition(".")[0] for target, level in imports(tree) if level == 0}
@@ -198,20 +198,20 @@ def smells(name: str, text: str) -> list[str]:
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Call(func=ast.Name(id="hasattr")):
-                problems.append(f"{node.lineno}: hasattr is no type test")
+                problems.append(f"{node.lineno}: hasattr is not a type test")
             case ast.ExceptHandler(type=None):
-                problems.append(f"{node.lineno}: a bare except hides the error it did not mean")
+                problems.append(f"{node.lineno}: a bare except hides other errors")
             case ast.Global():
                 problems.append(f"{node.lineno}: global")
             case ast.Attribute(value=ast.Name(id="sys"), attr="path"):
                 problems.append(f"{node.lineno}: sys.path")
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv") if not name.startswith("penstock/"):
                 if name.partition("/")[0] in PACKAGES:
-                    problems.append(f"{node.lineno}: the environment is read in the shell only")
+                    problems.append(f"{node.lineno}: only penstock may read the environment")
             case ast.ClassDef() if node.name.endswith(("Manager", "Helper", "Util", "Base")):
-                problems.append(f"{node.lineno}: {node.name} says nothing")
+                problems.append(f"{node.lineno}: {node.name} is a vague name")
     if re.search(r"_(util|helper)s?\.py$", name):
-        problems.append("the file's name says nothing")
+        problems.append("vague file name")
     words = re.search("type: ignore|temporarily", text)  # fast check before tokenizing
     for token in tokenize.generate_tokens(StringIO(text).readline) if words else ():
         if token.type == tokenize.COMMENT and re.search(r"type: ignore(?!\[)", token.string):
@@ -261,32 +261,32 @@ def test_modules_are_imported_by_their_full_names() -> None:
     assert short_imports(ast.parse("from penstock.runtime import plan\nfrom .runtime import x")) == []
 
 
-def test_rooms_stand_on_floors(trees: dict[Path, ast.Module]) -> None:
+def test_package_imports_have_no_cycle(trees: dict[Path, ast.Module]) -> None:
     """Package imports have no cycle, late imports included, and no package imports penstock."""
     graph = arrows(trees)
     order = list(TopologicalSorter(graph).static_order())
     assert len(order) > 20
-    packages = {room: imported for room, imported in graph.items() if not room.startswith("penstock")}
-    assert [room for room, imported in packages.items() if any(name.startswith("penstock") for name in imported)] == []
+    packages = {package: imported for package, imported in graph.items() if not package.startswith("penstock")}
+    assert [package for package, imported in packages.items() if any(name.startswith("penstock") for name in imported)] == []
     with pytest.raises(CycleError):
         TopologicalSorter(graph | {"runtime.plan": {"planner.search"}}).prepare()
 
 
-def test_no_file_needs_one_that_needs_it(trees: dict[Path, ast.Module]) -> None:
+def test_file_imports_have_no_cycle(trees: dict[Path, ast.Module]) -> None:
     graph = needs(trees)
     assert len(list(TopologicalSorter(graph).static_order())) > 150
     with pytest.raises(CycleError):
         TopologicalSorter(graph | {"runtime.plan.ops": {"runtime.executor"}}).prepare()
 
 
-def test_folders_are_small_and_so_is_the_house() -> None:
+def test_folders_and_packages_are_within_their_ceilings() -> None:
     folders = Counter(path.parent for path in package_files() if path.name != "__init__.py")
     assert {str(folder.relative_to(ROOT)): n for folder, n in folders.items() if n > MOST_FILES} == {}
     lines = Counter[str]()
     for path in sources():
         if not _is_in(_name(path), NOT_COUNTED):
             lines[path.relative_to(ROOT).parts[0]] += len(path.read_text().splitlines())
-    assert {room: n for room, n in lines.items() if n > MOST_LINES.get(room, n)} == {}
+    assert {package: n for package, n in lines.items() if n > MOST_LINES.get(package, n)} == {}
 
 
 def test_a_policy_has_few_knobs_and_the_language_few_kinds_of_op() -> None:
@@ -294,12 +294,12 @@ def test_a_policy_has_few_knobs_and_the_language_few_kinds_of_op() -> None:
     assert len(OPS) == len(Kind) <= MOST_KINDS
 
 
-def test_every_third_party_library_has_a_home(trees: dict[Path, ast.Module]) -> None:
-    wrong = {_name(path): homeless(_name(path), tree) for path, tree in trees.items()}
+def test_third_party_libraries_are_imported_where_permitted(trees: dict[Path, ast.Module]) -> None:
+    wrong = {_name(path): forbidden(_name(path), tree) for path, tree in trees.items()}
     assert {name: libraries for name, libraries in wrong.items() if libraries} == {}
 
 
-def test_nothing_smells() -> None:
+def test_files_have_no_code_smells() -> None:
     wrong = {_name(path): smells(_name(path), path.read_text()) for path in sources()}
     assert {name: problems for name, problems in wrong.items() if problems} == {}
 
@@ -329,22 +329,22 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
     ):
         assert smells("runtime/lanes.py", code)
     assert smells("penstock/cli/run.py", "import os\nos.environ['X']") == []
-    assert homeless("planner/lower/lower.py", ast.parse("import torch.nn\nimport requests\nimport json")) == ["requests", "torch"]
+    assert forbidden("planner/lower/lower.py", ast.parse("import torch.nn\nimport requests\nimport json")) == ["requests", "torch"]
 
 
-def test_every_home_is_lived_in_and_every_permission_is_used(trees: dict[Path, ast.Module]) -> None:
+def test_every_permitted_import_is_used(trees: dict[Path, ast.Module]) -> None:
     imported = {_name(path): {target for target, level in imports(tree) if level == 0} for path, tree in trees.items()}
     for library, homes in HOME.items():
         for home in homes:
             imports_of = (target for name, targets in imported.items() if _is_in(name, {home}) for target in targets)
-            assert any(target.partition(".")[0] == library for target in imports_of), f"{home} has no use for {library}"
+            assert any(target.partition(".")[0] == library for target in imports_of), f"{home} does not import {library}"
     for permit, permitted in MAY_IMPORT.items():
         used = {target for name, targets in imported.items() if _is_in(name, {permit.replace(".", "/")}) for target in targets}
         for module in permitted:
             assert any(target == module or target.startswith(f"{module}.") for target in used), f"{permit} imports no {module}"
 
 
-def test_every_dependency_has_a_home_and_every_home_is_declared() -> None:
+def test_declared_dependencies_are_those_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *project["optional-dependencies"]["run"], *project["optional-dependencies"]["fast"]]
     imported = {IMPORTED_AS.get(name, name) for name in (line.partition(">=")[0] for line in declared)}
@@ -360,24 +360,24 @@ def test_every_declared_dependency_is_pinned_within_its_bound() -> None:
 
 
 def test_the_tour_names_every_folder() -> None:
-    assert PAGE.read_text(encoding="utf-8") == tour(), "write it again with `make tour`"
+    assert PAGE.read_text(encoding="utf-8") == tour(), "regenerate it with `make tour`"
     assert sorted(READING) == sorted({_name(path.parent) for path in package_files()} - {"planner"})
 
 
 def test_the_page_of_imports_is_that_of_today(trees: dict[Path, ast.Module]) -> None:
-    assert FLOORS.read_text(encoding="utf-8") == floors(trees), "write it again with `make tour`"
+    assert LEVELS.read_text(encoding="utf-8") == levels(trees), "regenerate it with `make tour`"
 
 
 def test_the_page_of_the_interface_is_that_of_today() -> None:
-    assert API.read_text(encoding="utf-8") == api(), "write it again with `make tour`"
+    assert API.read_text(encoding="utf-8") == api(), "regenerate it with `make tour`"
 
 
-def test_planning_does_not_wake_torch() -> None:
+def test_planning_does_not_import_torch() -> None:
     files = [path for path in package_files() if _is_in(_name(path), TORCH_FREE) and path.name not in ("record.py", "traced.py")]
     assert len(files) > 50
     code = (
         f"import importlib, sys\nfor name in {[full_name(_module(path)) for path in files]}: importlib.import_module(name)\n"
-        "woken = {'torch', 'transformers', 'safetensors', 'tokenizers'} & set(sys.modules)\nassert not woken, woken"
+        "imported = {'torch', 'transformers', 'safetensors', 'tokenizers'} & set(sys.modules)\nassert not imported, imported"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -428,7 +428,7 @@ def test_the_oldest_allowed_versions_are_those_of_the_tests() -> None:
     assert {library for library in oldest if oldest[library] != newest[library]} == {"torch", "transformers", "huggingface_hub"}
 
 
-def test_the_distribution_holds_every_room_and_its_data() -> None:
+def test_the_distribution_has_every_package_and_its_data() -> None:
     file = tomllib.loads((ROOT / "pyproject.toml").read_text())
     held = find_packages(ROOT, include=file["tool"]["setuptools"]["packages"]["find"]["include"])
     assert sorted(held) == sorted({full_name(_module(path.parent)) for path in package_files()})
@@ -440,7 +440,7 @@ def test_the_distribution_holds_every_room_and_its_data() -> None:
         named = {path for pattern in patterns for path in folder.glob(pattern)}
         paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         data_files = {path for path in paths if path.suffix != ".py"}
-        assert named == data_files, f"{package}: files that no pattern of pyproject.toml names, or that are gone"
+        assert named == data_files, f"{package}: files without a pattern in pyproject.toml, or patterns without a file"
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
@@ -469,7 +469,7 @@ def test_the_readme_names_every_command() -> None:
     assert commands == set(COMMANDS)
 
 
-def test_no_file_knows_the_machine_it_was_written_on() -> None:
+def test_no_file_contains_a_path_of_a_machine() -> None:
     paths_by_file = {_name(path): _MACHINE_PATH.findall(path.read_text(encoding="utf-8")) for path in tree_files()}
     assert {name: paths for name, paths in paths_by_file.items() if paths} == {}
     assert _MACHINE_PATH.search("see " + "/wor" + "k/main/x")
