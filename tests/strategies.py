@@ -1,7 +1,4 @@
-"""Hypothesis strategies of workloads, semantics, policies and plans, and small fixed ones.
-
-Strategies yield legal values only, so that tests need no `assume`.
-"""
+"""Hypothesis strategies of legal workloads, semantics, policies and plans (tests need no `assume`), and small fixed ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""Doctest of user pages: run all commands of a page in order in one folder, and compare their output with the page.
-
-`...` on a page matches any text.
-"""
+"""Doctest of user pages: run all commands of a page in one folder, and compare outputs; `...` on a page matches any text."""
 
 import doctest
 import json

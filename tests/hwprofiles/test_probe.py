@@ -1,7 +1,4 @@
-"""Probe of this CPU: thread affinity, statistics and benchmarks.
-
-No test requires a speed; the profile must be complete and consistent.
-"""
+"""Probe of this CPU: thread affinity, statistics and benchmarks; no test requires a speed."""
 
 import json
 import os
