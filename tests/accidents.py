@@ -41,7 +41,7 @@ def in_time(work: Callable[[], Any]) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(ENDED_S)
-    assert not thread.is_alive(), "it hangs"
+    assert not thread.is_alive(), "the call hangs"
     value, error = outcome[0]
     if error is not None:
         raise error
@@ -218,7 +218,7 @@ def killed(home: Path, rng: random.Random, n_trials: int) -> None:
         assert whole_checkpoints(out)[-1] == N_STEPS
         outputs = left_by(out)
         assert outputs == expected, {key for key in expected if expected[key] != outputs.get(key)}
-    assert ever > n_trials, "most of them were not killed: nothing is shown"
+    assert ever > n_trials, "too few kills for a test"
     print(f"killed {ever} times")
 
 
@@ -234,12 +234,12 @@ def terminated(home: Path, rng: random.Random, n_trials: int) -> None:
             again[again.index("--save-every") + 1] = rng.randrange(1, 4)
             forked(again, "op", rng.randrange(10, 250), signal.SIGTERM)
             earlier, stands = stands, whole_checkpoints(out)
-            assert stands[-1] > (earlier[-1] if earlier else 0), "the step in progress is saved"
+            assert stands[-1] > (earlier[-1] if earlier else 0), "the step in progress was not saved"
             assert stands[-1] == json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
             n_stopped += stands[-1] < N_STEPS
         outputs = left_by(out)
         assert outputs == expected, {key for key in expected if expected[key] != outputs.get(key)}
-    assert n_stopped > n_trials / 2, "most of them came to their end: nothing is shown"
+    assert n_stopped > n_trials / 2, "too few runs were stopped for a test"
     print(f"terminated {n_stopped} times")
 
 
@@ -275,7 +275,7 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
         assert left_by(out) == expected
         shutil.rmtree(out)
     assert names[1] == "timeline.json", f"the line names the file: {names}"
-    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], "the timeline is the last thing written"
+    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], "the timeline is not written last"
     print(f"full at: {', '.join(names)}")
 
 

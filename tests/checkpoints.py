@@ -52,5 +52,5 @@ def refused(work: Callable[[], object]) -> str:
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 500
-    assert "; " in message, "what to do is said too"
+    assert "; " in message, "the message has no remedy"
     return message

@@ -156,5 +156,5 @@ def judged(home: Path, words: list[str]) -> int:
         assert not any("Traceback" in line or line.startswith("error: ") for line in earlier), result.stderr
     assert not WATCH.seen
     assert sorted(home.parent.iterdir()) == files
-    assert not list(home.rglob(EXECUTED)), "ran code that came with a file"
+    assert not list(home.rglob(EXECUTED)), "code of an input file ran"
     return int(result.exit_code)

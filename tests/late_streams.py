@@ -28,7 +28,7 @@ class LateStream:
 
     def wait_event(self, event: "LateEvent") -> None:
         mark = event.mark
-        assert mark is not None, "an event that was never recorded orders nothing"
+        assert mark is not None, "the event was never recorded"
         self.owner.append(self, lambda: self.owner.run_until(mark))
 
 
@@ -61,7 +61,7 @@ class LateEvent:
     def elapsed_time(self, last: "LateEvent") -> float:
         assert self.mark is not None
         assert last.mark is not None
-        assert last.mark.reached_s >= self.mark.reached_s, "a device need not tell a negative time"
+        assert last.mark.reached_s >= self.mark.reached_s, "elapsed time is negative"
         return (last.mark.reached_s - self.mark.reached_s) * 1e3
 
 
@@ -97,7 +97,7 @@ class LateStreams:
         del self._current.stream
 
     def issue(self, stream: LateStream, name: str, work: Callable[[], None]) -> None:
-        assert self._current.stream is stream, "issued on a thread whose stream is another one"
+        assert self._current.stream is stream, "the current stream of the thread is another one"
         stream.names.append(name)
 
         def quietly() -> None:

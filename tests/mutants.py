@@ -378,5 +378,5 @@ def tally(limit: int, seed: int = 0) -> Tally:
                 elif why := same_training(original, plan):
                     result.condemned.append(f"{name}: {mutant.what}: {why}")
                 elif name not in MAY_BE_HARMLESS:
-                    result.condemned.append(f"{name}: {mutant.what}: passes, and is harmless only by chance")
+                    result.condemned.append(f"{name}: {mutant.what}: passes, but mutants of this kind must not")
     return result

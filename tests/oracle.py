@@ -33,7 +33,7 @@ def unrolled(plan: Plan, n_steps: int = N_STEPS) -> "nx.DiGraph[Node]":
 
 
 def race(plan: Plan, graph: "nx.DiGraph[Node]") -> str | None:
-    """Return two unordered uses of a slot, at least one of them a write, as text; None if there are no races."""
+    """Return two unordered uses of a slot, at least one of them a write, as text; None without races."""
     bit = {node: 1 << n for n, node in enumerate(graph)}
     reachable: dict[Node, int] = {}  # bit set of reachable nodes
     for node in reversed(list(nx.topological_sort(graph))):
@@ -192,7 +192,7 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
             return FP64 * plan.norm_numbers(slot.index)
         case "clip":
             return FP64 * (1 if ranks == 1 else ranks * plan.shared_numbers())
-    raise AssertionError(f"{op}: nothing is known of {name}")
+    raise AssertionError(f"{op}: unknown operand {name}")
 
 
 def needed_bytes(plan: Plan, ops: tuple[Op, ...]) -> dict[Slot, int]:

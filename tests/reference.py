@@ -118,7 +118,7 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
             if "RMSNorm" in type(module).__name__:
                 as_one_function(module)
     if semantics.train.lora is not None:
-        assert semantics.train.lora.dropout == 0, "what is dropped is drawn op by op"
+        assert semantics.train.lora.dropout == 0, "dropout of adapters is random by op"
         put_adapters(model, semantics.train.lora)
     return model
 

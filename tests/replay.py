@@ -180,7 +180,7 @@ def digests() -> dict[str, str]:
 @click.argument("action", type=click.Choice(["write", "compare"]))
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 def main(action: str, file: Path) -> None:
-    """Write the digests, or compare them with those written before; what differs is named."""
+    """Write the digests, or compare them with FILE and print the names of those that differ."""
     current = digests()
     if action == "write":
         file.write_text(json.dumps(current, indent=1))

@@ -182,7 +182,7 @@ class _Probe:
         """Return the detail of the source HOST: conditions and core usage of every host benchmark."""
         effort, n_bytes = self.effort, host_kernels.slab_bytes(facts.host_bytes, self.effort.host_bytes)
         uses = [
-            f"{row.work.name}{''.join(f' beside {load.lane}' for load in row.background)} {use.cores:.2f} cores, "
+            f"{row.work.name}{''.join(f' during {load.lane}' for load in row.background)} {use.cores:.2f} cores, "
             f"steal {use.steal_fraction:.0%}, {use.last_third:.2f}"
             for row, use in numbers.sustained
             if row.field not in numbers.extra

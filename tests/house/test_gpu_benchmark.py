@@ -130,7 +130,7 @@ def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
     assert harness.perform_all(stages, 100.0) == {"good": DONE, "bad": DONE, "killed": FAILED}
     assert [row["stage"] for row in harness.stream.rows() if row["what"] == "measured"] == ["good", "bad"]
     log = (tmp_path / "logs" / "bad.log").read_text()
-    assert "no such device" in log, "what an earlier call's log said is kept"
+    assert "no such device" in log, "the log of the earlier call is overwritten"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -104,8 +104,8 @@ def test_every_kill_is_counted_and_honest_runs_differ_nowhere(numbers):
     assert len(kills) == 6
     assert all(kill.resumed for kill in kills)
     assert {phase for kill in kills for phase in kill.phases} <= {*PHASES}
-    assert not list(trial.home.glob("run-*")), "what is as it should be is not kept"
-    assert perform(trial, 6, seed=0, n_jobs=2) == told(trial.home / "kills.jsonl"), "none is left to do"
+    assert not list(trial.home.glob("run-*")), "folders of correct runs are not deleted"
+    assert perform(trial, 6, seed=0, n_jobs=2) == told(trial.home / "kills.jsonl"), "a finished trial is repeated"
 
 
 SINS = {

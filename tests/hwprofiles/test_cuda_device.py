@@ -52,7 +52,7 @@ class RememberingCuda:
 class RememberedEvent:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         assert enable_timing
-        assert blocking, "a thread that polls takes a core from the optimizer"
+        assert blocking, "events must block, because polling takes a core from the optimizer"
         self.stream: object = None
 
     def record(self, stream: object) -> None:
@@ -146,7 +146,7 @@ def test_every_kind_of_work_is_made_and_timed_on_its_stream(remembered: tuple[Cu
             assert device.run(ready, 2).seconds == 0.25
     with device.prepared(kernels.HANDOVER) as ready:
         assert device.run(ready, 1).seconds < 10
-    assert len(stub.asked) == 2, "there and back another stream waits for the first"
+    assert len(stub.asked) == 2, "another stream waits for the first, in both directions"
     assert device.memory() == (130, 200)
     facts = device.facts()
     assert (facts.name, facts.capability, facts.host_bytes) == ("Stub", (9, 0), device.host.free_bytes)
@@ -179,8 +179,8 @@ def test_attention_is_by_the_kernel_that_is_asked_for(remembered, monkeypatch, p
             for work in kernels.attention("bf16", 1, 2, 8, 16, kernel).values():  # type: ignore[arg-type]
                 with device.prepared(work) as ready:
                     device.run(ready, 2)
-            assert kernels_used == [expected] * 3, "twice forward, and once before the backward, which is by the same"
-            assert enabled() == default, "what the process had is put back"
+            assert kernels_used == [expected] * 3, "two forwards, and one before the backward"
+            assert enabled() == default, "the settings of the process are restored"
             kernels_used.clear()
         refused = device.prepared(kernels.attention("fp32", 1, 2, 8, 16, "cudnn")["forward"])
         with pytest.raises(DeviceError, match="No available kernel"), refused as ready:

@@ -68,8 +68,8 @@ def test_a_profile_asks_its_laws():
     seconds = law.seconds(8192, 8192, 8192, 2, profile.device.memory_bytes_per_s.value)
     rate, spread = profile.matmul_rate("bf16", 8192, 8192, 8192), law.flop_per_s.spread_fraction
     assert rate == (pytest.approx(2 * 8192**3 / seconds), True)
-    assert 769e12 / (1 + spread) <= rate.value <= 798e12, "as its team measured; others measured less"
+    assert 769e12 / (1 + spread) <= rate.value <= 798e12, "rate measured by its team; others measured less"
     assert not profile.matmul_rate("bf16", 4096, 100, 100).inside_measured
     call = AttentionCall("bf16", 4096, 128, True)
     assert profile.attention_rate(call, False).value == flash.forward.rate(4096, 128, True)
-    assert BACKWARD_ATTENTION == 5 / 2, "as the field counts"
+    assert BACKWARD_ATTENTION == 5 / 2, "the usual convention"

@@ -61,7 +61,7 @@ def assert_found(profile: Profile, truth: Truth) -> None:
     for name in ("fused", "loss", "unpack", "narrow"):
         true_value = getattr(truth, f"{name}_fraction") * truth.memory_bytes_per_s
         assert_close(getattr(device, f"{name}_bytes_per_s").value, true_value, 2 * MOST_OFF)  # difference of two times
-    assert device.sustained_fraction is None, "what was soaked is a step's rate"
+    assert device.sustained_fraction is None, "rates after warm-up are rates of a step"
     values = {
         device.memory_bytes_per_s.value: truth.memory_bytes_per_s,
         norms.forward_bytes_per_s.value: truth.norm_fractions[0] * truth.memory_bytes_per_s,
@@ -121,7 +121,7 @@ def test_a_machine_of_another_kind_is_found_too() -> None:
     profile = probed_of(truth)
     assert_found(profile, truth)
     assert "cliff" not in profile.summary
-    assert "left out" not in " ".join(remarks(profile)), "of a kernel that it does not have"
+    assert "left out" not in " ".join(remarks(profile)), "an unsupported kernel must not be reported"
     assert [p.threads for p in profile.host.optimizer] == [1, 4, 11]
 
 
@@ -202,7 +202,7 @@ def test_a_quota_shows_beside_the_rates_and_wall_time_counts() -> None:
     profile = probed_of(replace(QUIET, cores_fraction=0.8))
     host = profile.sources[profile.host.optimizer[-1].params_per_s.source].detail
     assert "optimizer on 15 threads 12.00 cores, steal 0%, 1.00" in host
-    assert "beside h2d beside d2h" in host
+    assert "during h2d during d2h" in host
     assert profile.host.optimizer[-1].params_per_s.value == pytest.approx(9e9, rel=0.001)
 
 

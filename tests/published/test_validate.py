@@ -97,7 +97,7 @@ def test_no_constant_belongs_to_a_run_or_a_model(published):
     assert len(set(names)) == len(names)
     assert not [name for name in names for model in shipped_models() if model in name]
     used = {name for stage in STAGES.values() for name in stage.runs}
-    assert used < {p.name for p in published}, "some runs are left to be predicted"
+    assert used < {p.name for p in published}, "all runs are used by the fit"
 
 
 @pytest.mark.fast("some")
