@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from penstock.hwprofiles.probe import host_works
+from penstock.hwprofiles.probe import host_kernels
 from penstock.hwprofiles.probe.cpu import CpuDevice, settle
 from penstock.hwprofiles.probe.measurements import CPU, Effort
 from penstock.hwprofiles.probe.timings import Stopwatch, Timing, Use
@@ -91,9 +91,9 @@ class Run:
 
 def probed(device: CpuDevice, effort: Effort) -> tuple[Rates, dict[str, Use]]:
     """Return the probe's rates of the same kernels on the same number of threads, with their CPU use."""
-    n_threads, n_bytes = len(device.host_cores), host_works.slab_bytes(device.free_bytes, effort.host_bytes)
+    n_threads, n_bytes = len(device.host_cores), host_kernels.slab_bytes(device.free_bytes, effort.host_bytes)
     rates, uses = Rates(), dict[str, Use]()
-    works = host_works.updates(n_threads, n_bytes), host_works.squares(n_threads, n_bytes)
+    works = host_kernels.updates(n_threads, n_bytes), host_kernels.squares(n_threads, n_bytes)
     for name, work, item_bytes in zip(WORKS, works, (1, ITEM_BYTES["bf16"]), strict=True):
         with device.prepared(work) as ready:
             timing = Stopwatch(device, effort).timing(ready)
@@ -141,7 +141,7 @@ def main() -> None:
     print()
     for work in WORKS:
         ratios = [of_run[work] / of_probe[work] for of_probe, of_run, _, _ in results]
-        middle = Timing.of(ratios)
+        middle = Timing.from_repeats(ratios)
         verdict = "within" if abs(middle.value - 1) <= MOST_OFF else "not within"
         print(f"{work}: median ratio {middle.value:.3f}, {min(ratios):.3f} to {max(ratios):.3f}: {verdict} {MOST_OFF:.0%}")
 

@@ -11,7 +11,7 @@ NETWORK_LATENCY_S = 2e-5  # assumed for --network-gbit, which states a rate only
 def part_of(profile: Profile, n: int, n_hosts: int = 1, gbit_per_s: float | None = None) -> Profile:
     """Return the profile of one of n devices per host, on `n_hosts` hosts with a network of `gbit_per_s` per host."""
     if gbit_per_s is not None and n_hosts == 1:
-        raise ProfileError("--network-gbit is between hosts, and one is asked for; say how many with --hosts, of --gpus each")
+        raise ProfileError("--network-gbit is a rate between hosts, but there is one host; give their number with --hosts")
     return shared_by(on_network(profile, gbit_per_s), n, n_hosts)
 
 
@@ -22,7 +22,7 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
     if has is not None and n > has:
         raise ProfileError(f"{profile.name}: has {has} devices, not {n}; choose --gpus {has} or fewer")
     if n_hosts > 1 and profile.network is None:
-        raise ProfileError(f"{profile.name}: says nothing of a network; say with --network-gbit what each host has")
+        raise ProfileError(f"{profile.name}: has no network; give the rate of each host with --network-gbit")
     if n * n_hosts == 1 and profile.n_hosts == 1:
         return profile
     fields = profile.to_json()

@@ -49,7 +49,7 @@ class Source(Part):
     @model_validator(mode="after")
     def _names_what_was_measured(self) -> "Source":
         if self.kind == "measured" and self.device is None:
-            raise ValueError("measured, but on no device; name it, or say that it is assumed")
+            raise ValueError("measured, but without a device; add `device`, or set `kind` to assumed")
         return self
 
     @property

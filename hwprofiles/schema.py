@@ -259,7 +259,7 @@ class Profile(Part):
             return self
         why = "are the most that this machine takes"
         if (pool := self.device.pool_bytes) is not None:
-            why = f"are left of the one pool of {show_bytes(pool.value)} by {show_bytes(device_bytes)} for the device"
+            why = f"remain of the unified memory of {show_bytes(pool.value)} after {show_bytes(device_bytes)} for the device"
         raise ValueError(f"host memory of {show_bytes(host_bytes)}, but {show_bytes(limit)} {why}; give --host-memory up to that")
 
     @property

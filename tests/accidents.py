@@ -41,7 +41,7 @@ def in_time(work: Callable[[], Any]) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(ENDED_S)
-    assert not thread.is_alive(), "it hangs"
+    assert not thread.is_alive(), "the call hangs"
     value, error = outcome[0]
     if error is not None:
         raise error
@@ -120,21 +120,21 @@ N_STEPS = 4
 PAGE_BYTES = 4096  # tmpfs allocates whole pages
 
 
-def forked(args: list[object], what: str = "op", n: int | None = None, by: int = signal.SIGKILL) -> bool:
+def forked(args: list[object], event: str = "op", n: int | None = None, signal_number: int = signal.SIGKILL) -> bool:
     """Run a command in a forked process that sends itself a signal within 2 ms of its n-th op or n-th fsync. Return True if SIGKILL
     ended it, and False if it ended by itself, with exit code 0."""
     _imported_once()
     child = os.fork()
     if child == 0:
-        code, said = 1, ""
+        code, output = 1, ""
         try:
-            owner, name = (TorchMachine, "perform") if what == "op" else (os, "fsync")
-            soon = threading.Timer(random.random() * 0.002, lambda: os.kill(os.getpid(), by))
+            owner, name = (TorchMachine, "perform") if event == "op" else (os, "fsync")
+            soon = threading.Timer(random.random() * 0.002, lambda: os.kill(os.getpid(), signal_number))
             setattr(owner, name, _counted(getattr(owner, name), -1 if n is None else n, soon.start))
-            done = penstock(*args)
-            code, said = done.exit_code, done.output
+            result = penstock(*args)
+            code, output = result.exit_code, result.output
         finally:
-            print(said if code else "", end="", flush=True)
+            print(output if code else "", end="", flush=True)
             os._exit(code)
     status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
@@ -158,10 +158,10 @@ def _counted(work: Callable[..., Any], n: int, happens: Callable[[], object]) ->
     """Wrap `work` so that its call number n, counted from 0, first calls `happens`."""
     calls = count()
 
-    def begun(*given: Any, **named: Any) -> Any:
+    def begun(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == n:
             happens()
-        return work(*given, **named)
+        return work(*args, **kwargs)
 
     return begun
 
@@ -181,8 +181,8 @@ def forked_to_die(work: Callable[[], object], where: tuple[Any, str], n: int) ->
 
 def whole_checkpoints(out: Path) -> list[int]:
     """Return the steps of the checkpoints in a folder; all must be complete."""
-    found = [path for path in out.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(checkpoint.load_state(path).step for path in found)
+    paths = [path for path in out.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(checkpoint.load_state(path).step for path in paths)
 
 
 def left_by(out: Path) -> dict[str, object]:
@@ -194,9 +194,9 @@ def left_by(out: Path) -> dict[str, object]:
     return {**sums, "logged": [(line["step"], line["loss"], line["grad_norm"], line["skipped"]) for line in logged]}
 
 
-def run_of(plan: Path, out: Path, *more: object) -> list[object]:
+def run_of(plan: Path, out: Path, *options: object) -> list[object]:
     data = plan.with_name("data")
-    return ["run", plan, "--data", data, "--out", out, "--steps", N_STEPS, "--lr", "1e-3", "--save-every", 1, *SCRATCH, *more]
+    return ["run", plan, "--data", data, "--out", out, "--steps", N_STEPS, "--lr", "1e-3", "--save-every", 1, *SCRATCH, *options]
 
 
 def killed(home: Path, rng: random.Random, n_trials: int) -> None:
@@ -207,18 +207,18 @@ def killed(home: Path, rng: random.Random, n_trials: int) -> None:
     for trial in range(n_trials):
         out = home / f"killed-{trial}"
         for _ in range(2):
-            what = rng.choice(["op", "file"])
+            event = rng.choice(["op", "file"])
             again = run_of(rng.choice(plans), out, "--resume", "--keep", 2)
-            ever += forked(again, what, rng.randrange(200 if what == "op" else 20))
+            ever += forked(again, event, rng.randrange(200 if event == "op" else 20))
             stands = whole_checkpoints(out)
             if stands[-1:] == [N_STEPS]:
                 break
         if stands[-1:] != [N_STEPS]:
             forked(run_of(rng.choice(plans), out, "--resume"))
         assert whole_checkpoints(out)[-1] == N_STEPS
-        found = left_by(out)
-        assert found == expected, {key for key in expected if expected[key] != found.get(key)}
-    assert ever > n_trials, "most of them were not killed: nothing is shown"
+        outputs = left_by(out)
+        assert outputs == expected, {key for key in expected if expected[key] != outputs.get(key)}
+    assert ever > n_trials, "too few kills for a test"
     print(f"killed {ever} times")
 
 
@@ -233,13 +233,13 @@ def terminated(home: Path, rng: random.Random, n_trials: int) -> None:
             again = run_of(rng.choice(plans), out, "--resume", "--keep", rng.randrange(1, 3))
             again[again.index("--save-every") + 1] = rng.randrange(1, 4)
             forked(again, "op", rng.randrange(10, 250), signal.SIGTERM)
-            before, stands = stands, whole_checkpoints(out)
-            assert stands[-1] > (before[-1] if before else 0), "the step in progress is saved"
+            earlier, stands = stands, whole_checkpoints(out)
+            assert stands[-1] > (earlier[-1] if earlier else 0), "the step in progress was not saved"
             assert stands[-1] == json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
             n_stopped += stands[-1] < N_STEPS
-        found = left_by(out)
-        assert found == expected, {key for key in expected if expected[key] != found.get(key)}
-    assert n_stopped > n_trials / 2, "most of them came to their end: nothing is shown"
+        outputs = left_by(out)
+        assert outputs == expected, {key for key in expected if expected[key] != outputs.get(key)}
+    assert n_stopped > n_trials / 2, "too few runs were stopped for a test"
     print(f"terminated {n_stopped} times")
 
 
@@ -260,13 +260,13 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
         free = {0: 0, 1: needed - PAGE_BYTES}.get(trial, rng.randrange(needed))  # no space for the log; for the timeline; random
         filler.write_bytes(bytes(size - free))
         plan = plans[0] if trial == 1 else rng.choice(plans)  # 1: same size as the undisturbed run
-        done = penstock(*run_of(plan, out, "--resume"))
-        code, said = done.exit_code, done.output
-        line = said.splitlines()[-1]
-        assert code == 0 or (code == 2 and line.startswith("error: ") and "make room" in line), said
-        without = next((told for told in said.splitlines() if "timeline.json: cannot be written" in told), "none")
-        names.append((line if code else without).removeprefix("error: ").split(":")[0].rsplit("/", 1)[-1])
-        assert "Traceback" not in said
+        result = penstock(*run_of(plan, out, "--resume"))
+        code, output = result.exit_code, result.output
+        line = output.splitlines()[-1]
+        assert code == 0 or (code == 2 and line.startswith("error: ") and "make room" in line), output
+        skipped = next((row for row in output.splitlines() if "timeline.json: cannot be written" in row), "none")
+        names.append((line if code else skipped).removeprefix("error: ").split(":")[0].rsplit("/", 1)[-1])
+        assert "Traceback" not in output
         stood.append(stands := whole_checkpoints(out))
         assert not list(out.rglob("*.partial"))
         filler.unlink()
@@ -275,7 +275,7 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
         assert left_by(out) == expected
         shutil.rmtree(out)
     assert names[1] == "timeline.json", f"the line names the file: {names}"
-    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], "the timeline is the last thing written"
+    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], "the timeline is not written last"
     print(f"full at: {', '.join(names)}")
 
 

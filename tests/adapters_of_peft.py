@@ -91,14 +91,14 @@ def peft_saved(folder: Path, model: Any, **settings: Any) -> dict[str, Tensor]:
 def logits_with(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Tensor:
     """Compute logits by hand: add the product of each adapter to its projection."""
 
-    def beside(name: str) -> Callable[..., Tensor]:
+    def add_product(name: str) -> Callable[..., Tensor]:
         a, b = factors[f"{name}.lora_A.weight"], factors[f"{name}.lora_B.weight"]
         return lambda _, inputs, output: output + lora.scale * (inputs[0] @ a.T @ b.T)
 
     model = with_deltas(model, lora, factors)
     for name, module in model.named_modules():
         if f"{name}.lora_A.weight" in factors and not name.endswith("experts"):
-            module.register_forward_hook(beside(name))
+            module.register_forward_hook(add_product(name))
     with torch.no_grad():
         logits: Tensor = model(TOKENS).logits
     return logits

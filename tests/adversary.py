@@ -77,15 +77,15 @@ class Cell:
         """Return the seconds of a step in steady state; None without steady state within MAX_STEPS."""
         plan = lower(self.model, self.workload, self.semantics, policy, {})
         demands = CostModel(self.profile, clipped=clipped).demands(plan)
-        found = simulate(plan, demands, region_of(self.profile), MAX_STEPS)
-        return found.step_s if found.periodic else None
+        prediction = simulate(plan, demands, region_of(self.profile), MAX_STEPS)
+        return prediction.step_s if prediction.periodic else None
 
     def busy_s(self, policy: Policy) -> dict[Lane, float]:
         """Return the uncontended seconds of the plan's ops by lane."""
-        plan, found = lower(self.model, self.workload, self.semantics, policy, {}), dict.fromkeys(Lane, 0.0)
+        plan, seconds = lower(self.model, self.workload, self.semantics, policy, {}), dict.fromkeys(Lane, 0.0)
         for i, (op, demand) in enumerate(zip(plan.ops, CostModel(self.profile).demands(plan), strict=True)):
-            found[op.lane] += plan.often(i) * demand.uncontended_s
-        return found
+            seconds[op.lane] += plan.often(i) * demand.uncontended_s
+        return seconds
 
     def mean_step_s(self, policy: Policy) -> float | None:
         """Return the mean seconds over clipped and unclipped steps."""
@@ -125,30 +125,31 @@ def cell(number: int) -> Cell:
         n_micro_batches //= 2
     length = random.Random(f"length of cell {number}")
     is_long = length.random() < 0.15
-    of = _semantics(rng, length.choice(LONG_STEPS) if is_long else n_micro_batches)
-    of = of if is_long else _in_sum_groups(of, random.Random(f"sums of cell {number}"))
+    semantics = _semantics(rng, length.choice(LONG_STEPS) if is_long else n_micro_batches)
+    semantics = semantics if is_long else _in_sum_groups(semantics, random.Random(f"sums of cell {number}"))
     is_real = rng.random() < 0.5
-    model, workload = _real(rng, of, n_layers) if is_real else (Model({}, name="drawn"), drawn_workload(rng, of, n_layers))
-    of = of if is_long else _in_ranks(of, workload, random.Random(f"ranks of cell {number}"))
-    if model.config and (partly := _trained_in_part(of, model, random.Random(f"trained of cell {number}"))) is not None:
-        of, workload = partly
+    sample = _real if is_real else lambda *args: (Model({}, name="drawn"), drawn_workload(*args))
+    model, workload = sample(rng, semantics, n_layers)
+    semantics = semantics if is_long else _in_ranks(semantics, workload, random.Random(f"ranks of cell {number}"))
+    if model.config and (partly := _trained_in_part(semantics, model, random.Random(f"trained of cell {number}"))) is not None:
+        semantics, workload = partly
     machine = _with_peers(read_profile(rng.choice(MACHINES)), random.Random(f"peers of cell {number}"))
     if rng.random() < 0.8:
         machine = faster(machine, {group: 10 ** rng.uniform(-1, 1) for group in Group if group is not Group.DISK})
-    often = 0.0 if eager_is_legal(of) else rng.choice((None, None, 0.0, 0.3, 1.0))
+    often = 0.0 if eager_is_legal(semantics) else rng.choice((None, None, 0.0, 0.3, 1.0))
     disk = random.Random(f"disk of cell {number}")
     if not workload.trains_all and disk.random() < 0.7:
         machine = machine.with_disk(10 ** disk.uniform(8.5, 11))
     if rng.random() < 0.3:  # one resource so slow that it dominates the step, so that rarely active bounds become active
         machine = faster(machine, {rng.choice(STARVED): 10 ** rng.uniform(-2.5, -1)})
     profile = with_any_memory(machine, PLENTY_BYTES, PLENTY_BYTES)
-    found = Cell(number, model, workload, of, profile, often)
+    sampled = Cell(number, model, workload, semantics, profile, often)
     if rng.random() < 0.6:  # memory of a sampled policy, or somewhat more
-        needs = found.needs(drawn_policy(rng, found))
+        needs = sampled.needs(drawn_policy(rng, sampled))
         roomy = rng.choice((1.0, 1.0, 1.05, 1.3, 2.0))
         host_bytes = int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
         profile = with_any_memory(machine, int(needs.device_peak_bytes * roomy), host_bytes)
-    return replace(found, profile=profile)
+    return replace(sampled, profile=profile)
 
 
 def _semantics(rng: random.Random, n_micro_batches: int) -> Semantics:
@@ -166,27 +167,28 @@ def _semantics(rng: random.Random, n_micro_batches: int) -> Semantics:
     )
 
 
-def _in_sum_groups(of: Semantics, rng: random.Random) -> Semantics:
+def _in_sum_groups(semantics: Semantics, rng: random.Random) -> Semantics:
     """Sample the number of sum groups: one in half of the cases, the maximum, or a random power of two."""
-    most = of.n_micro_batches & -of.n_micro_batches
-    return replace(of, sum_groups=rng.choice((1, 1, most, 1 << rng.randrange(most.bit_length()))))
+    limit = semantics.n_micro_batches & -semantics.n_micro_batches
+    return replace(semantics, sum_groups=rng.choice((1, 1, limit, 1 << rng.randrange(limit.bit_length()))))
 
 
-def _in_ranks(of: Semantics, workload: Workload, rng: random.Random) -> Semantics:
+def _in_ranks(semantics: Semantics, workload: Workload, rng: random.Random) -> Semantics:
     """Sample the number of ranks: more than one in a quarter of the cases without a smaller last micro-batch."""
-    return of if of.n_left or rng.random() < 0.75 else replace(of, ranks=rng.choice((2, 4, 8, 64)))
+    return semantics if semantics.n_left or rng.random() < 0.75 else replace(semantics, ranks=rng.choice((2, 4, 8, 64)))
 
 
-def _trained_in_part(of: Semantics, model: Model, rng: random.Random) -> tuple[Semantics, Workload] | None:
+def _trained_in_part(semantics: Semantics, model: Model, rng: random.Random) -> tuple[Semantics, Workload] | None:
     """Freeze parameters in a third of the cases with real models: train adapters, names or layers; the base may be packed."""
-    if rng.random() < 0.66 or (of.compute_dtype, of.master_dtype) == ("bf16", "bf16"):
+    if rng.random() < 0.66 or (semantics.compute_dtype, semantics.master_dtype) == ("bf16", "bf16"):
         return None
     last = model.config["num_hidden_layers"] - 1
     lora = ("lora", "lora:r=64", "lora:targets=q_proj")
     train = rng.choice((*lora, "names:*norm*", f"layers:{rng.randint(0, last)}-{last}", "layers:0"))
     base = rng.choice(("bf16", "nf4", "int8", "fp8")) if train.startswith("lora") else "bf16"
-    of = replace(of, train=parse_train(train), base=base, gradient_dtype=rng.choice((of.gradient_dtype, "fp32")))
-    return of, build_workload(model, of)
+    gradient_dtype = rng.choice((semantics.gradient_dtype, "fp32"))
+    semantics = replace(semantics, train=parse_train(train), base=base, gradient_dtype=gradient_dtype)
+    return semantics, build_workload(model, semantics)
 
 
 def _with_peers(machine: Profile, rng: random.Random) -> Profile:
@@ -208,28 +210,28 @@ def _read(name: str) -> dict[str, Any]:
     return read_model(name).config
 
 
-def _real(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Model, Workload]:
+def _real(rng: random.Random, semantics: Semantics, n_layers: int) -> tuple[Model, Workload]:
     """Return a shipped configuration with fewer layers, in 30 % of cases with another vocabulary."""
     config = _read(rng.choice(MODELS)) | {"num_hidden_layers": n_layers}
     config.pop("layer_types", None)
     if rng.random() < 0.3:
         config |= {"vocab_size": rng.choice((256, 8192, 400_000))}
     model = Model(config, name="shortened")
-    return model, build_workload(model, of)
+    return model, build_workload(model, semantics)
 
 
-def drawn_workload(rng: random.Random, of: Semantics, n_layers: int) -> Workload:
+def drawn_workload(rng: random.Random, semantics: Semantics, n_layers: int) -> Workload:
     """Sample blocks of any proportions: narrow or wide, tied or not, equal or not, with many weights for few products."""
     seed = rng.random()
-    sizes = [of.micro_batch, *([of.n_left] if of.n_left else [])]
-    blocks = [_drawn_blocks(random.Random(seed), replace(of, batch_size=n, micro_batch=n), n_layers) for n in sizes]
-    return Workload(blocks[0], smaller=blocks[1] if of.n_left else ())
+    sizes = [semantics.micro_batch, *([semantics.n_left] if semantics.n_left else [])]
+    blocks = [_drawn_blocks(random.Random(seed), replace(semantics, batch_size=n, micro_batch=n), n_layers) for n in sizes]
+    return Workload(blocks[0], smaller=blocks[1] if semantics.n_left else ())
 
 
-def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Block, ...]:
-    tokens, width, vocab = of.tokens_per_micro_batch, rng.choice((64, 256, 1024, 4096)), rng.choice((256, 32768, 200_000))
+def _drawn_blocks(rng: random.Random, semantics: Semantics, n_layers: int) -> tuple[Block, ...]:
+    tokens, width, vocab = semantics.tokens_per_micro_batch, rng.choice((64, 256, 1024, 4096)), rng.choice((256, 32768, 200_000))
     boundary = tokens * width * 2
-    alike = rng.random() < 0.7
+    are_equal = rng.random() < 0.7
     layers: list[Block] = []
     for i in range(n_layers):
         inner, n_experts = rng.choice((64, 256, 1024, 4096)), rng.choice((1, 1, 1, 8))
@@ -238,7 +240,7 @@ def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Blo
             BlockKind.LAYER,
             tuple(Parameter(f"{i}.{e}.{way}", (inner, width)) for e in range(n_experts) for way in ("in", "out")),
             (Matmul(tokens, width, inner), Matmul(tokens, inner, width)),
-            attention=rng.choice((None, Attention(of.micro_batch, 4, 64, of.seq_len))),
+            attention=rng.choice((None, Attention(semantics.micro_batch, 4, 64, semantics.seq_len))),
             pointwise_bytes=boundary * rng.randint(1, 20),
             n_kernels=rng.randint(1, 20),
             boundary_bytes=boundary,
@@ -250,7 +252,7 @@ def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Blo
                 Tier(Saved.PRODUCTS, boundary * 2, boundary * 6, 0, False, boundary, 1),
             ),
         )
-        if alike and layers:
+        if are_equal and layers:
             named = tuple(replace(p, name=p.name.replace("0.", f"{i}.", 1)) for p in layers[0].parameters)
             block = replace(layers[0], name=f"layer {i}", parameters=named)
         layers.append(block)
@@ -271,30 +273,30 @@ def _more_saved(tier: Tier, times: int, n_saved: int, copied: float) -> Tier:
     return replace(tier, saved_bytes=saved_bytes, n_saved=n_saved, copied_bytes=int(saved_bytes * copied))
 
 
-def drawn_policy(rng: random.Random, of: Cell) -> Policy:
+def drawn_policy(rng: random.Random, case: Cell) -> Policy:
     """Sample any legal policy, from one with smallest memory to one with all knobs set."""
-    s, workload = of.semantics, of.workload
-    most, n_layers = of.largest_group, workload.n_layers
+    s, workload = case.semantics, case.workload
+    limit, n_layers = case.largest_group, workload.n_layers
     policy = Policy(
         prefetch_depth=rng.choice((1, 1, 2, 3, n_layers + 1)),
         gradient_slots=rng.choice((1, 2, 3, 5, 8)),
-        accumulation_group=max(s.least_group, rng.choice((1, most, rng.randint(1, most), rng.randint(1, most)))),
+        accumulation_group=max(s.least_group, rng.choice((1, limit, rng.randint(1, limit), rng.randint(1, limit)))),
         update=rng.choice([u for u in Update if u is not Update.EAGER or eager_is_legal(s)]),
         boundary_stride=rng.choice((1, 1, 1, 1, 2, 4)),
     )
     policy = replace(policy, boundary_stride=min(policy.boundary_stride, n_layers))
     for _ in range(rng.choice((0, 1, 3, 6))):
-        policy = neighbour(rng, of, policy)
+        policy = neighbour(rng, case, policy)
     return policy
 
 
-def neighbour(rng: random.Random, of: Cell, policy: Policy) -> Policy:
+def neighbour(rng: random.Random, case: Cell, policy: Policy) -> Policy:
     """Sample a legal policy that differs in one knob."""
-    changes = list(_changes(of, policy))
+    changes = list(_changes(case, policy))
     while True:
         changed = rng.choice(changes)(rng)
         try:
-            refuse_illegal(of.workload, of.semantics, changed)
+            refuse_illegal(case.workload, case.semantics, changed)
         except PlanError:
             continue
         if changed.update is not Update.DEFERRED and changed.speculate_blocks:
@@ -302,42 +304,42 @@ def neighbour(rng: random.Random, of: Cell, policy: Policy) -> Policy:
         return changed
 
 
-def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
+def _changes(case: Cell, policy: Policy) -> Iterator[Any]:
     """Yield functions that map a random generator to a changed policy, legal or not."""
-    s, workload = of.semantics, of.workload
-    n, most, n_layers = s.n_micro_batches, of.largest_group, workload.n_layers
+    s, workload = case.semantics, case.workload
+    n, limit, n_layers = s.n_micro_batches, case.largest_group, workload.n_layers
     layers, everything = range(1, n_layers + 1), range(n_layers + 2)
 
     def group(rng: random.Random) -> Policy:
-        half, double = max(1, policy.accumulation_group // 2), min(most, policy.accumulation_group * 2)
-        size = rng.choice((1, most, half, double, rng.randint(1, most)))
+        half, double = max(1, policy.accumulation_group // 2), min(limit, policy.accumulation_group * 2)
+        size = rng.choice((1, limit, half, double, rng.randint(1, limit)))
         size = max(size, s.least_group)
-        whole = {"square_on_device": False, "device_blocks": ()} if size < n else {}
+        reset = {"square_on_device": False, "device_blocks": ()} if size < n else {}
         if not workload.trains_all:
-            whole = {}
-        return replace(policy, accumulation_group=size, **whole)
+            reset = {}
+        return replace(policy, accumulation_group=size, **reset)
 
     def update(rng: random.Random) -> Policy:
-        other = rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED
-        device_blocks = policy.device_blocks if other is Update.DEFERRED else ()
-        return replace(policy, update=other, speculate_blocks=(), device_blocks=device_blocks)
+        update_kind = rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED
+        device_blocks = policy.device_blocks if update_kind is Update.DEFERRED else ()
+        return replace(policy, update=update_kind, speculate_blocks=(), device_blocks=device_blocks)
 
     def stay(rng: random.Random) -> Policy:
-        may = places_to_stay(frame(of.model, workload, s, policy), of.profile)
+        may = places_to_stay(frame(case.model, workload, s, policy), case.profile)
         blocks = rng.choice(((), may, {*policy.device_blocks} ^ {rng.choice(may or [0])}))
         return staying(policy, blocks if may else ())
 
     def saving(rng: random.Random) -> Policy:
         block, way = rng.choice(layers), rng.choice(WAYS)
         every = layers if rng.random() < 0.5 else [block]
-        found = with_ways(policy, dict.fromkeys(every, way))
-        return replace(found, spill_blocks=tuple(b for b in policy.spill_blocks if found.saved(b + 1) is not Saved.ALL))
+        changed = with_ways(policy, dict.fromkeys(every, way))
+        return replace(changed, spill_blocks=tuple(b for b in policy.spill_blocks if changed.saved(b + 1) is not Saved.ALL))
 
     def toggled(name: str, blocks: range) -> Any:
         def change(rng: random.Random) -> Policy:
-            whole = rng.choice(((), tuple(blocks), None, None))
-            some = tuple(sorted({*getattr(policy, name)} ^ {rng.choice(blocks)})) if whole is None else whole
-            return replace(policy, **{name: some})  # type: ignore[arg-type]
+            every = rng.choice(((), tuple(blocks), None, None))
+            chosen = tuple(sorted({*getattr(policy, name)} ^ {rng.choice(blocks)})) if every is None else every
+            return replace(policy, **{name: chosen})  # type: ignore[arg-type]
 
         return change
 
@@ -355,75 +357,75 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         yield from (elsewhere, elsewhere)
     yield toggled("spill_blocks", range(n_layers))
     yield toggled("resident_blocks", everything)
-    if of.profile.disk is not None:
+    if case.profile.disk is not None:
         yield toggled("disk_blocks", layers)
     if policy.accumulation_group == n and s.ranks == 1:
         yield lambda rng: replace(policy, square_on_device=not policy.square_on_device)
         yield from (stay, stay)
-    if policy.update is Update.DEFERRED and of.clipped_fraction is not None:
+    if policy.update is Update.DEFERRED and case.clipped_fraction is not None:
         yield toggled("speculate_blocks", everything)
 
 
-def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list[Held]:
+def held(case: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list[Held]:
     """Return every bound that applies to this policy with its step; empty if the step has no steady state."""
-    plan, cost = frame(of.model, of.workload, of.semantics, policy), CostModel(of.profile)
-    step_s, mean_s = of.step_s(policy), of.mean_step_s(policy)
+    plan, cost = frame(case.model, case.workload, case.semantics, policy), CostModel(case.profile)
+    step_s, mean_s = case.step_s(policy), case.mean_step_s(policy)
     if step_s is None or mean_s is None:
         return []
     bounds = [*policy_bounds(plan, WorkCache(cost)), machine_bound(plan, cost)]
-    found = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
-    there_s = of.busy_s(policy)
-    found += [Held(f"ops on {lane}", counted_s, there_s[lane], policy) for lane, counted_s in busy_s(plan, cost).items()]
+    bounds_held = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
+    there_s = case.busy_s(policy)
+    bounds_held += [Held(f"ops on {lane}", counted_s, there_s[lane], policy) for lane, counted_s in busy_s(plan, cost).items()]
     if relaxation is not None:
-        family = family_of(policy, of.semantics)
+        family = family_of(policy, case.semantics)
         one_size = replace(family, accumulation_group=policy.accumulation_group, largest_group=policy.accumulation_group)
         sizes = policy.prefetch_depth, policy.gradient_slots, policy.saved_slots
-        found.append(Held("any choice", relaxation.least_s(family), mean_s, policy))
+        bounds_held.append(Held("any choice", relaxation.least_s(family), mean_s, policy))
         for name, part, buffers in (("family", family, (None, None, None)), ("buffers", one_size, sizes)):
             relaxed = relaxation.solve(part, *buffers)
             # A policy that fits refutes an infeasible relaxation.
-            found.append(Held(name, relaxed.bound_s if relaxed else float("inf"), mean_s, policy))
-    return found
+            bounds_held.append(Held(name, relaxed.bound_s if relaxed else float("inf"), mean_s, policy))
+    return bounds_held
 
 
-def relaxation_of(of: Cell) -> Relaxation:
-    return Relaxation(PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile)), of.clipped_fraction)
+def relaxation_of(case: Cell) -> Relaxation:
+    return Relaxation(PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile)), case.clipped_fraction)
 
 
-def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
+def climbed(rng: random.Random, case: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
     """Hill-climb: return the fastest of n policies, each a neighbour of the fastest so far, and its mean step."""
-    best, best_s = start, of.mean_step_s(start) or float("inf")
+    best, best_s = start, case.mean_step_s(start) or float("inf")
     for _ in range(n_tries):
-        tried = neighbour(rng, of, best)
-        if of.needs(tried).fits:
-            step_s = of.mean_step_s(tried)
+        tried = neighbour(rng, case, best)
+        if case.needs(tried).fits:
+            step_s = case.mean_step_s(tried)
             if step_s is not None and step_s < best_s:
                 best, best_s = tried, step_s
     return best, best_s
 
 
-def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Policy]:
+def with_state_on_device(rng: random.Random, case: Cell, n: int) -> Iterator[Policy]:
     """Yield those of n sampled policies with training state on the device that fit the memory."""
-    whole = Policy(accumulation_group=of.semantics.n_micro_batches, update=Update.DEFERRED)
-    may = places_to_stay(frame(of.model, of.workload, of.semantics, whole), of.profile)
-    for _ in range(n if may and whole.accumulation_group <= of.largest_group else 0):
-        policy = whole
+    one_group = Policy(accumulation_group=case.semantics.n_micro_batches, update=Update.DEFERRED)
+    may = places_to_stay(frame(case.model, case.workload, case.semantics, one_group), case.profile)
+    for _ in range(n if may and one_group.accumulation_group <= case.largest_group else 0):
+        policy = one_group
         for _ in range(rng.choice((0, 2, 5))):
-            policy = neighbour(rng, of, policy)
-        if policy.accumulation_group != whole.accumulation_group or policy.update is not Update.DEFERRED:
+            policy = neighbour(rng, case, policy)
+        if policy.accumulation_group != one_group.accumulation_group or policy.update is not Update.DEFERRED:
             continue
-        some = [b for b in may if rng.random() < 0.5]
-        policy = staying(policy, rng.choice((may, some, may[1:-1], [rng.choice(may)])))
+        chosen = [b for b in may if rng.random() < 0.5]
+        policy = staying(policy, rng.choice((may, chosen, may[1:-1], [rng.choice(may)])))
         if rng.random() < 0.5:
             policy = replace(policy, square_on_device=True)
         with suppress(PlanError):
-            refuse_illegal(of.workload, of.semantics, policy)
-            if of.needs(policy).fits:
+            refuse_illegal(case.workload, case.semantics, policy)
+            if case.needs(policy).fits:
                 yield policy
 
 
-def start_of(rng: random.Random, of: Cell, n_tries: int = 30) -> Policy | None:
+def start_of(rng: random.Random, case: Cell, n_tries: int = 30) -> Policy | None:
     """Return a policy that fits: a sampled one, else one with smallest memory; None if none fits."""
-    drawn = (drawn_policy(rng, of) for _ in range(n_tries))
-    lean = (plan.policy for plan, _ in smallest_plans(of.model, of.workload, of.semantics, of.profile))
-    return next((policy for policy in chain(drawn, lean) if of.needs(policy).fits), None)
+    sampled = (drawn_policy(rng, case) for _ in range(n_tries))
+    smallest = (plan.policy for plan, _ in smallest_plans(case.model, case.workload, case.semantics, case.profile))
+    return next((policy for policy in chain(sampled, smallest) if case.needs(policy).fits), None)

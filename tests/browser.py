@@ -20,12 +20,12 @@ FLAGS += ("--virtual-time-budget=5000",)
 WIDTH = 1240
 PATIENCE_S = 120  # a busy machine starts a browser slowly
 PROBLEMS = "<script>const problems = []; addEventListener('error', event => problems.push(event.message))</script>"
-DRAWN = "for (const draw of pictures) draw();"
+DRAW_ALL = "for (const draw of pictures) draw();"
 
 
 def chromium() -> str | None:
     """Return the path of an installed Chromium, or None."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def browse(page: Path, *flags: str, width: int = WIDTH, height: int = 900) -> str:
@@ -43,15 +43,15 @@ def run_in(page: Path, body: str, width: int = WIDTH) -> tuple[Any, list[str]]:
     Works on a copy without the page's Content-Security-Policy, which would block the script.
     """
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', PROBLEMS, page.read_text(encoding="utf-8"))
-    work = f"let told = null; try {{ told = (() => {{ {DRAWN} {body} }})(); }} catch (error) {{ problems.push(String(error)); }}"
+    work = f"let told = null; try {{ told = (() => {{ {DRAW_ALL} {body} }})(); }} catch (error) {{ problems.push(String(error)); }}"
     work += " document.body.dataset.told = JSON.stringify([told, problems]);"
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "page.html"
         copy.write_text(text.replace("</body>", f"<script>{work}</script></body>"), encoding="utf-8")
         dom = browse(copy, "--dump-dom", width=width)
-    found = re.search(r'<body[^>]* data-told="([^"]*)"', dom)
-    assert found is not None, dom[-500:]
-    value, problems = json.loads(html.unescape(found[1]))
+    match = re.search(r'<body[^>]* data-told="([^"]*)"', dom)
+    assert match is not None, dom[-500:]
+    value, problems = json.loads(html.unescape(match[1]))
     return value, problems
 
 

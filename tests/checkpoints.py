@@ -49,8 +49,8 @@ def refused(work: Callable[[], object]) -> str:
     """Return the error of `work`: one line with a remedy."""
     with pytest.raises(CheckpointError) as caught:
         work()
-    said = str(caught.value)
-    assert said.isprintable()
-    assert len(said) < 500
-    assert "; " in said, "what to do is said too"
-    return said
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 500
+    assert "; " in message, "the message has no remedy"
+    return message

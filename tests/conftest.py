@@ -33,10 +33,10 @@ LANES = pytest.StashKey[dict[pytest.Item, bool]]()  # True for items that the fa
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark cases of the long lane, reduce examples in the fast one, and put long tests first, so that no core idles at the end."""
-    left = long_lane(items)
-    config.stash[LANES] = {item: item in left for item in items}
+    omitted = long_lane(items)
+    config.stash[LANES] = {item: item in omitted for item in items}
     for item in items:
-        if item in left:
+        if item in omitted:
             item.add_marker(pytest.mark.soak)
         elif item.get_closest_marker("drawn"):
             if config.option.markexpr == "not soak":
@@ -49,8 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def draw_a_share(item: Any) -> None:
     """Reduce `max_examples`; Hypothesis stores the settings of a test on its function."""
     function = item.obj
-    of: settings = function._hypothesis_internal_use_settings
-    function._hypothesis_internal_use_settings = settings(of, max_examples=share(of.max_examples))
+    current: settings = function._hypothesis_internal_use_settings
+    function._hypothesis_internal_use_settings = settings(current, max_examples=share(current.max_examples))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,9 +71,9 @@ def _files_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _one_compute_thread() -> Iterator[None]:
     """Set one intra-op thread, because bits depend on their number and tests share two cores. Does not import torch."""
     torch = sys.modules.get("torch")
-    before = torch.get_num_threads() if torch else 0
+    n_threads = torch.get_num_threads() if torch else 0
     if torch:
         torch.set_num_threads(1)
     yield
     if torch:
-        torch.set_num_threads(before)
+        torch.set_num_threads(n_threads)

@@ -79,9 +79,9 @@ SIGNATURES = {
 def in_cpp(folder: Path, file: str, name: str, fused: bool = True, **defined: str | int) -> Callable[..., None]:
     """Compile a kernel of a .cu file of the runtime; return it with the call signature of CUDA kernels."""
     source = nvrtc.source(file)
-    given = SIGNATURES[name]
-    names = ", ".join(word.split()[-1] for word in given.split(","))
-    launch = f'extern "C" void launch(int grid, int block, {given}) {{ perform(grid, block, [=] {{ {name}({names}); }}); }}\n'
+    parameters = SIGNATURES[name]
+    names = ", ".join(word.split()[-1] for word in parameters.split(","))
+    launch = f'extern "C" void launch(int grid, int block, {parameters}) {{ perform(grid, block, [=] {{ {name}({names}); }}); }}\n'
     head = "".join(f"#define {key} {value}\n" for key, value in ({"FUSED": int(fused)} | defined).items())
     (folder / f"{name}.cpp").write_text(head + HEAD + source + LAUNCH + launch)
     flags = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]

@@ -39,14 +39,14 @@ def index(plan: Plan, name: str) -> int:
     return next(i for i, op in enumerate(plan.ops) if op.name == name)
 
 
-def at(plan: Plan, i: int, op: Op) -> Plan:
+def set_op(plan: Plan, i: int, op: Op) -> Plan:
     """Return the plan with op i replaced."""
     return replace(plan, ops=(*plan.ops[:i], op, *plan.ops[i + 1 :]))
 
 
 def with_op(plan: Plan, name: str, **changes: Any) -> Plan:
     i = index(plan, name)
-    return at(plan, i, replace(plan.ops[i], **changes))
+    return set_op(plan, i, replace(plan.ops[i], **changes))
 
 
 def with_slots(plan: Plan, name: str, **slots: Slot | None) -> Plan:
@@ -84,34 +84,34 @@ def reordered(plan: Plan, order: Sequence[int]) -> Plan:
     """Return the plan with its ops reordered or omitted. Wait targets are renumbered; waits for omitted ops are dropped."""
     places = {i: place for place, i in enumerate(order)}
     waits = [tuple(w._replace(op=places[w.op]) for w in plan.ops[i].waits if w.op in places) for i in order]
-    return replace(plan, ops=tuple(replace(plan.ops[i], waits=of) for i, of in zip(order, waits, strict=True)))
+    return replace(plan, ops=tuple(replace(plan.ops[i], waits=op_waits) for i, op_waits in zip(order, waits, strict=True)))
 
 
-def with_waits(ops: Sequence[Op], after: dict[int, Wait]) -> tuple[Op, ...]:
+def with_waits(ops: Sequence[Op], barrier: dict[int, Wait]) -> tuple[Op, ...]:
     """Return the ops with the waits that lowering derives."""
-    return tuple(replace(op, waits=waits) for op, waits in zip(ops, waits_of(ops, after), strict=True))
+    return tuple(replace(op, waits=waits) for op, waits in zip(ops, waits_of(ops, barrier), strict=True))
 
 
-def waits_of(ops: Sequence[Op], after: dict[int, Wait], n_steps: int = 2) -> list[tuple[Wait, ...]]:
+def waits_of(ops: Sequence[Op], barrier: dict[int, Wait], n_steps: int = 2) -> list[tuple[Wait, ...]]:
     """Return the waits that lowering derives for these ops."""
     builder = OpTableBuilder()
     for i, op in enumerate(ops):
         number = builder.add(op.kind, np.array([i]), 0, op.block)
         for name, slot in op.operands:
             builder.use(number, **{name: number_of(slot)})
-    return [op.waits for op in builder.build(n_steps, lambda ops: after).ops()]
+    return [op.waits for op in builder.build(n_steps, lambda ops: barrier).ops()]
 
 
 def rewaited(plan: Plan) -> Plan:
     """Return the plan with waits derived from the order of its ops: free of races, but values may be wrong."""
-    ops, after = [replace(op, waits=()) for op in plan.ops], dict[int, Wait]()
+    ops, barrier = [replace(op, waits=()) for op in plan.ops], dict[int, Wait]()
     if plan.policy.update is Update.BARRIER:
         last = {op.kind: i for i, op in enumerate(ops) if op.kind in (Kind.UPDATE, Kind.UPDATE_ON_DEVICE)}
         *on_device, final = sorted(last.values(), key=lambda i: ops[i].kind is Kind.UPDATE)
-        after = {next(i for i, op in enumerate(ops) if op.kind is Kind.LOAD): Wait(final, 1)}
+        barrier = {next(i for i, op in enumerate(ops) if op.kind is Kind.LOAD): Wait(final, 1)}
         if on_device:
-            after[final] = Wait(on_device[0])
-    return replace(plan, ops=with_waits(ops, after))
+            barrier[final] = Wait(on_device[0])
+    return replace(plan, ops=with_waits(ops, barrier))
 
 
 def error_of(plan: Plan) -> str:

@@ -30,15 +30,15 @@ def tiny(model_type: str) -> dict[str, Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        there = AutoConfig.for_model(model_type).to_dict()
-        if isinstance(text := there.get("text_config"), dict) and "vision_config" in there:
+        defaults = AutoConfig.for_model(model_type).to_dict()
+        if isinstance(text := defaults.get("text_config"), dict) and "vision_config" in defaults:
             parts = {"text_config": tiny(text["model_type"]), "vision_config": dict(TINY["vision"])}
             if "rope_type" in (rope := parts["text_config"].get("rope_parameters") or {}):
                 n = int((parts["text_config"].get("head_dim") or 16) * rope.get("partial_rotary_factor", 1)) // 2
                 rope["mrope_section"] = [n - 2 * (n // 3), n // 3, n // 3]
             return json.loads(json.dumps(AutoConfig.for_model(model_type, **parts).to_dict())) | {"model_type": model_type}
-        kept = ("n_group", "topk_group", "sliding_window")  # null disables the feature
-        small = {k: v for k, v in TINY["small"].items() if k in there and not (there[k] is None and k in kept)}
+        optional = ("n_group", "topk_group", "sliding_window")  # null disables the feature
+        small = {k: v for k, v in TINY["small"].items() if k in defaults and not (defaults[k] is None and k in optional)}
         config = AutoConfig.for_model(model_type, **{**small, **TINY["by_hand"].get(model_type, {})}).to_dict()
     if config.get("tie_word_embeddings") is None:
         config["tie_word_embeddings"] = False
@@ -51,7 +51,7 @@ def verdict(model_type: str) -> str:
     from tests.runtime.test_outside import faults
 
     try:
-        found = faults(config := tiny(model_type))
+        differing = faults(config := tiny(model_type))
         if unread := unread_names(config):
             return f"not the same: {unread[0]} is saved under a name that is not read as that weight again"
     except PenstockError as error:
@@ -59,16 +59,16 @@ def verdict(model_type: str) -> str:
     except Exception as error:  # the configuration needs more than small values
         return f"not tried: {' '.join(f'{type(error).__name__}: {error}'.split())[:160]}"
     # Decoders of the BART family do not shift labels in `forward`; no other type reached this line so far
-    return "accepted" if not found else "not the same: another loss than that of its own forward(labels=...)"
+    return "accepted" if not differing else "not the same: another loss than that of its own forward(labels=...)"
 
 
 def unread_names(config: dict[str, Any]) -> list[str]:
     """Return weights with a checkpoint name that is not read back as the same weight."""
     from penstock.checkpoint.conversion import Conversion
 
-    of = Conversion(config)
-    weights = {name: tensor for name, tensor in of.weights.items() if tensor.requires_grad}
-    read = of.sources(stored for name, tensor in weights.items() for stored, _ in of.published(name, tensor))
+    conversion = Conversion(config)
+    weights = {name: tensor for name, tensor in conversion.weights.items() if tensor.requires_grad}
+    read = conversion.sources(stored for name, tensor in weights.items() for stored, _ in conversion.published(name, tensor))
     return [name for name in weights if name not in read]
 
 
@@ -90,10 +90,10 @@ def page(verdicts: dict[str, str]) -> str:
 
     version, sees = transformers.__version__, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     texts, images = ({name: word for name, word in verdicts.items() if (name in sees) is is_in} for is_in in (False, True))
-    accepted, as_text = ([name for name, word in of.items() if word == "accepted"] for of in (texts, images))
+    accepted, as_text = ([name for name, word in verdicts_of.items() if word == "accepted"] for verdicts_of in (texts, images))
     meet = {name: why.partition(": ")[2] for name in [*accepted, *as_text] if (why := meeting(name))}
-    n_apart = [len({*of} - meet.keys()) for of in (accepted, as_text)]
-    others = {name: word for name, word in verdicts.items() if word != "accepted"}
+    n_apart = [len({*verdicts_of} - meet.keys()) for verdicts_of in (accepted, as_text)]
+    rejected = {name: word for name, word in verdicts.items() if word != "accepted"}
     return f"""# Models
 
 Any causal language model of transformers is trained that is a chain of layers by proof, not by a list
@@ -116,7 +116,7 @@ here is why, of a tiny one.
 {"".join(f"| {name} | {why} |{chr(10)}" for name, why in meet.items())}
 | refused, or not accepted | why |
 | --- | --- |
-""" + "".join(f"| {name} | {word.partition(': ')[2].replace('|', '/')} |\n" for name, word in others.items())
+""" + "".join(f"| {name} | {word.partition(': ')[2].replace('|', '/')} |\n" for name, word in rejected.items())
 
 
 def _late(*_: object) -> None:

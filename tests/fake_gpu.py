@@ -1,7 +1,7 @@
 """Fake device for the probe: a GPU and a host of known rates.
 
 Both copy directions share a duplex rate, clocks rise while cold and may fall later, times have noise, and interruptions occur at
-random. Independent of the method by which the probe measures.
+random. Independent of the measuring method of the probe.
 """
 
 import random
@@ -27,7 +27,7 @@ class Truth:
     attention_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 350e12, "fp32": 12e12})
     cudnn_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 560e12})  # missing dtype: not supported
     memory_bytes_per_s: float = 4e12
-    norm_fractions: tuple[float, float] = (0.8, 0.4)  # of the memory rate: forward, backward
+    norm_fractions: tuple[float, float] = (0.8, 0.4)  # fraction of the memory rate: forward, backward
     eager_fraction: float = 0.6
     loss_fraction: float = 0.5
     fused_fraction: float = 0.4
@@ -40,11 +40,11 @@ class Truth:
     pinned: dict[str, float] = field(default_factory=lambda: {"h2d": 55e9, "d2h": 57e9})
     pageable: dict[str, float] = field(default_factory=lambda: {"h2d": 45e9, "d2h": 40e9})
     duplex_bytes_per_s: float = 98e9
-    remote_fraction: float = 1.0  # of the pinned rate, from the second NUMA node
-    under_optimizer_fraction: float = 0.9  # of the rate of a copy
+    remote_fraction: float = 1.0  # rate from the second NUMA node over the pinned rate
+    under_optimizer_fraction: float = 0.9  # of a copy
     params_per_s_of_thread: float = 0.8e9
     most_params_per_s: float = 9e9
-    under_copies_fraction: float = 0.8  # of the optimizer rate
+    under_copies_fraction: float = 0.8  # rate of the optimizer during copies
     under_uploads_fraction: float = 0.9
     cores_fraction: float = 1.0  # cores in use per host thread
     quota_s: float = 1e9  # host seconds after which a CPU quota throttles cores
@@ -138,15 +138,15 @@ class FakeGpu(Device):
     def seconds(self, work: Benchmark) -> float:
         """Return the seconds of a benchmark under the current background load."""
         t, dtype, way = self.truth, work.name[:4], int("backward" in work.name)
-        beside = {other.kind for other in self.company}
+        kinds = {benchmark.kind for benchmark in self.company}
         clock = min(1.0, t.cold_fraction + (1 - t.cold_fraction) * self.worked_s / t.warm_s)
         clock *= t.hot_fraction if self.worked_s > t.hot_s else 1.0
         match work.kind:
             case "copies":
                 rates = t.pinned if work.place == "pinned" else t.pageable
-                is_shared = any(other.lane not in (work.lane, Lane.CPU) for other in self.company)
+                is_shared = any(benchmark.lane not in (work.lane, Lane.CPU) for benchmark in self.company)
                 rate = rates[work.lane] * (min(1.0, t.duplex_bytes_per_s / sum(rates.values())) if is_shared else 1.0)
-                rate *= (t.remote_fraction if work.node else 1.0) * (t.under_optimizer_fraction if "optimizer" in beside else 1.0)
+                rate *= (t.remote_fraction if work.node else 1.0) * (t.under_optimizer_fraction if "optimizer" in kinds else 1.0)
                 return t.copy_latency_s * (not self.company) + work.amount / rate
             case "bf16 products" | "fp32 products":
                 return (work.amount + t.work_lost_flop) / t.flop_per_s[dtype] / clock
@@ -158,7 +158,7 @@ class FakeGpu(Device):
             case "memory traffic":
                 fractions = {"norm": t.norm_fractions[way], "eager": t.eager_fraction, "loss": t.loss_fraction}
                 fractions |= {"activation": t.fused_fraction, "unpacking": t.unpack_fraction, "rank": t.narrow_fraction}
-                fraction = next((of for name, of in fractions.items() if name in work.name), 1.0)
+                fraction = next((value for name, value in fractions.items() if name in work.name), 1.0)
                 before_s = self.seconds(kernels.product("bf16", *CLOCKED)) if "behind" in work.name else 0.0
                 return before_s + work.amount / t.memory_bytes_per_s / fraction + t.kernel_s * work.n_calls * ("eager" in work.name)
             case "calls":
@@ -167,7 +167,7 @@ class FakeGpu(Device):
                 return 2 * t.handover_s
             case "optimizer":
                 rate = min(work.n_threads * t.params_per_s_of_thread, t.most_params_per_s)
-                directions = {other.lane for other in self.company if other.kind == "copies"}
+                directions = {benchmark.lane for benchmark in self.company if benchmark.kind == "copies"}
                 return work.amount / rate / (1.0, t.under_uploads_fraction, t.under_copies_fraction)[len(directions)]
             case _:
                 rates = {"host": t.dram_bytes_per_s, "sum ": t.reduce_bytes_per_s, "firs": t.page_fault_bytes_per_s}

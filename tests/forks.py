@@ -37,8 +37,9 @@ class Forked:
     def __init__(self, command, cwd=None, env=None, stdout=None, stderr=None, text=True, start_new_session=False, how="forkserver"):
         self.args, self.returncode = command, None
         (self.stdout, out), (self.stderr, errors) = _pipe(stdout, 1), _pipe(stderr, 2)
-        given = command[1:], str(cwd or os.getcwd()), dict(os.environ if env is None else env), out, errors, start_new_session, how
-        self._process = _context(how).Process(target=_become, args=given)
+        env = dict(os.environ if env is None else env)
+        args = command[1:], str(cwd or os.getcwd()), env, out, errors, start_new_session, how
+        self._process = _context(how).Process(target=_become, args=args)
         with _ONE:
             self._process.start()
         self.pid = self._process.pid
@@ -61,13 +62,13 @@ class Forked:
     def communicate(self, input=None, timeout=None):
         """Return the text of stdout and stderr after the process ended; `input` is ignored."""
         with ThreadPoolExecutor() as pool:
-            said = [pool.submit(stream.read) if stream else None for stream in (self.stdout, self.stderr)]
+            texts = [pool.submit(stream.read) if stream else None for stream in (self.stdout, self.stderr)]
             try:
                 self.wait(timeout)
             except subprocess.TimeoutExpired:
                 self.kill()  # otherwise its pipes remain open
                 raise
-        return [text.result() if text else None for text in said]
+        return [text.result() if text else None for text in texts]
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -86,9 +87,9 @@ class Forked:
 class Again(Forked):
     """`subprocess.Popen` inside a fork: `python -m ...` becomes a forked child, other programs are started normally."""
 
-    def __new__(cls, command, *given, **how):
+    def __new__(cls, command, *args, **how):
         is_python = [*command[:2]] == [sys.executable, "-m"]
-        return super().__new__(cls) if is_python else _POPEN(command, *given, **how)
+        return super().__new__(cls) if is_python else _POPEN(command, *args, **how)
 
     def __init__(self, command, **how):
         super().__init__(command, how="fork", **how)
@@ -105,10 +106,10 @@ def is_alive(pid):
         return False
 
 
-def _pipe(of, number):
+def _pipe(stream, number):
     """Return the read end of a stream, or None, and its write end for the process."""
     read = None
-    match of:
+    match stream:
         case None:
             write = os.dup(number)
         case subprocess.PIPE:
@@ -145,11 +146,11 @@ def _become(words, folder, environment, out, errors, is_apart, how):
         os.environ.clear()
         os.environ.update(environment)
         subprocess.Popen = Again
-        option, what, *sys.argv[1:] = words
+        option, target, *sys.argv[1:] = words
         if option == "-m":
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            exec(what, {"__name__": "__main__"})
+            exec(target, {"__name__": "__main__"})
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

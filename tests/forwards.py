@@ -21,12 +21,12 @@ POLICIES = {
 }
 
 
-def sequences_of(whole: Batch):
+def sequences_of(rows: Batch):
     """Return a function from a number to the batch of that one sequence, as held-out data."""
 
     def batch(number: int) -> Batch:
         row = slice(number, number + 1)
-        return Batch(whole.input_ids[row], whole.targets[row], whole.document_tokens and whole.document_tokens[row])
+        return Batch(rows.input_ids[row], rows.targets[row], rows.document_tokens and rows.document_tokens[row])
 
     return batch
 
@@ -60,14 +60,14 @@ def machine_of(config, semantics, policy, machine_type=HostileToBoth, **kwargs):
     return machine_for(plan, machine_type, **kwargs)
 
 
-def watch_forwards(machine, told):
+def watch_forwards(machine, report):
     """Call `told(op, step)` before each op of a forward plan."""
     forwards = machine.forwards
 
-    def watched(*given):
-        forward = forwards(*given)
+    def watched(*args):
+        forward = forwards(*args)
         perform = forward.perform
-        forward.perform = lambda index, op, step: (told(op, step), perform(index, op, step))[1]
+        forward.perform = lambda index, op, step: (report(op, step), perform(index, op, step))[1]
         return forward
 
     machine.forwards = watched

@@ -130,31 +130,31 @@ def answered(*words: object) -> Result:
     def fail(*_: object) -> None:
         raise NoEndError(f"{words[0]} waits for ever")
 
-    before = signal.signal(signal.SIGALRM, fail)
+    handler = signal.signal(signal.SIGALRM, fail)
     signal.alarm(ENDED_S)
     try:
         return penstock(*words)
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def judged(home: Path, words: list[str]) -> int:
     """Run a command in the home and return its exit code. Raise AssertionError unless it succeeds or fails with an error of one
     line, and touches nothing outside of the home."""
-    before = sorted(home.parent.iterdir())
+    files = sorted(home.parent.iterdir())
     WATCH.outside, WATCH.seen = str(home.parent / "outside"), []
     with chdir(home):
-        done = answered(*words)
+        result = answered(*words)
     WATCH.outside = ""
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    if done.exit_code:
-        *others, last = done.stderr.splitlines()
-        assert done.exit_code in (1, 2, 3), done.stderr
-        assert last.startswith("error: "), done.stderr
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    if result.exit_code:
+        *earlier, last = result.stderr.splitlines()
+        assert result.exit_code in (1, 2, 3), result.stderr
+        assert last.startswith("error: "), result.stderr
         assert len(last) < 600
-        assert not any("Traceback" in line or line.startswith("error: ") for line in others), done.stderr
+        assert not any("Traceback" in line or line.startswith("error: ") for line in earlier), result.stderr
     assert not WATCH.seen
-    assert sorted(home.parent.iterdir()) == before
-    assert not list(home.rglob(EXECUTED)), "ran code that came with a file"
-    return int(done.exit_code)
+    assert sorted(home.parent.iterdir()) == files
+    assert not list(home.rglob(EXECUTED)), "code of an input file ran"
+    return int(result.exit_code)

@@ -22,14 +22,14 @@ from .training import Remembers, machine_for, plan_of, poison, released_slots
 
 
 class LateStream:
-    def __init__(self, of: "LateStreams") -> None:
-        self.of, self.names = of, list[str]()
+    def __init__(self, streams: "LateStreams") -> None:
+        self.owner, self.names = streams, list[str]()
         self.todo: deque[Callable[[], None]] = deque()
 
     def wait_event(self, event: "LateEvent") -> None:
         mark = event.mark
-        assert mark is not None, "an event that was never recorded orders nothing"
-        self.of.append(self, lambda: self.of.run_until(mark))
+        assert mark is not None, "the event was never recorded"
+        self.owner.append(self, lambda: self.owner.run_until(mark))
 
 
 class Mark:
@@ -40,8 +40,8 @@ class Mark:
 
 
 class LateEvent:
-    def __init__(self, of: "LateStreams") -> None:
-        self.of = of
+    def __init__(self, streams: "LateStreams") -> None:
+        self.owner = streams
         self.mark: Mark | None = None
 
     def record(self, stream: LateStream) -> None:
@@ -50,18 +50,18 @@ class LateEvent:
         def reach() -> None:
             mark.reached_s = time.perf_counter()
 
-        self.of.append(stream, reach)
+        self.owner.append(stream, reach)
 
     def synchronize(self) -> None:
-        self.of.n_waits += 1
-        with self.of.one_at_a_time:
+        self.owner.n_waits += 1
+        with self.owner.one_at_a_time:
             if self.mark is not None:
-                self.of.run_until(self.mark)
+                self.owner.run_until(self.mark)
 
     def elapsed_time(self, last: "LateEvent") -> float:
         assert self.mark is not None
         assert last.mark is not None
-        assert last.mark.reached_s >= self.mark.reached_s, "a device need not tell a negative time"
+        assert last.mark.reached_s >= self.mark.reached_s, "elapsed time is negative"
         return (last.mark.reached_s - self.mark.reached_s) * 1e3
 
 
@@ -97,7 +97,7 @@ class LateStreams:
         del self._current.stream
 
     def issue(self, stream: LateStream, name: str, work: Callable[[], None]) -> None:
-        assert self._current.stream is stream, "issued on a thread whose stream is another one"
+        assert self._current.stream is stream, "the current stream of the thread is another one"
         stream.names.append(name)
 
         def quietly() -> None:
@@ -114,7 +114,7 @@ class LateStreams:
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def lock(self, arenas: Any, others: Any = ()) -> None:
+    def lock(self, arenas: Any, peers: Any = ()) -> None:
         pass
 
     def peak_bytes(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.runtime.plan import OPS, Op, Place, Plan, Slot, Update, Wait, saves
 from penstock.runtime.plan.ops import Operand
 from penstock.runtime.plan.train import Lora, Train
-from tests.edits import at, passes, reordered, rewaited, small, under
+from tests.edits import passes, reordered, rewaited, set_op, small, under
 from tests.oracle import same_training
 
 
@@ -30,9 +30,9 @@ class Mutant:
 Mutants = Iterator[Mutant]
 
 
-def _edits(i: int, op: Op, plan: Plan, what: str, new: Op, operand: str | None = None) -> Mutant:
+def _edits(i: int, op: Op, plan: Plan, change: str, new: Op, operand: str | None = None) -> Mutant:
     row = str(op.kind) if operand is None else f"{op.kind}.{operand}"
-    return Mutant(f"op {i} {what}: {op}", (row,), partial(at, plan, i, new))
+    return Mutant(f"op {i} {change}: {op}", (row,), partial(set_op, plan, i, new))
 
 
 # -- ops: dropped, repeated, moved, exchanged, or with the operands of another op ----------------------------------------------
@@ -77,8 +77,8 @@ def _move(plan: Plan) -> Mutants:
     """Move an op within its lane; waits are renumbered."""
     for lane in _lanes(plan):
         for i, j in permutations(lane, 2):
-            what = f"op {i} moved to {j}: {plan.ops[i]}"
-            yield Mutant(what, (plan.ops[i].kind,), partial(reordered, plan, _moved(plan, i, j)))
+            text = f"op {i} moved to {j}: {plan.ops[i]}"
+            yield Mutant(text, (plan.ops[i].kind,), partial(reordered, plan, _moved(plan, i, j)))
 
 
 def _move_in_time(plan: Plan) -> Mutants:
@@ -86,16 +86,16 @@ def _move_in_time(plan: Plan) -> Mutants:
     slots = [{slot for _, slot in op.operands} for op in plan.ops]
     for i, j in permutations(range(len(plan.ops)), 2):
         if plan.repeat is None and slots[i] & slots[j]:
-            what = f"op {i} performed at {j}: {plan.ops[i]}"
+            text = f"op {i} performed at {j}: {plan.ops[i]}"
             order = _moved(plan, i, j)
-            yield Mutant(what, (plan.ops[i].kind,), lambda order=order: rewaited(reordered(plan, order)))
+            yield Mutant(text, (plan.ops[i].kind,), lambda order=order: rewaited(reordered(plan, order)))
 
 
 def _work_of_another(plan: Plan) -> Mutants:
     """Replace an op by another op of its kind; waits are kept."""
     for i, op in enumerate(plan.ops):
-        for other in {replace(o, waits=op.waits) for o in plan.ops if o.kind is op.kind} - {op}:
-            yield _edits(i, op, plan, f"as {other.name}", other)
+        for replacement in {replace(o, waits=op.waits) for o in plan.ops if o.kind is op.kind} - {op}:
+            yield _edits(i, op, plan, f"as {replacement.name}", replacement)
 
 
 def _another_block(plan: Plan) -> Mutants:
@@ -113,13 +113,13 @@ def _another_micro_batch(plan: Plan) -> Mutants:
 # -- waits ---------------------------------------------------------------------------------------------------------------------
 
 
-def _waits(plan: Plan, others: Callable[[Wait], Iterable[Wait | None]]) -> Mutants:
+def _waits(plan: Plan, replacements: Callable[[Wait], Iterable[Wait | None]]) -> Mutants:
     """Replace a wait of an op by another one or none."""
     for i, op in enumerate(plan.ops):
         for n, wait in enumerate(op.waits):
-            for other in others(wait):
-                waits = (*op.waits[:n], *([] if other is None else [other]), *op.waits[n + 1 :])
-                yield _edits(i, op, plan, f"waits for {other}, not {wait}", replace(op, waits=waits))
+            for replacement in replacements(wait):
+                waits = (*op.waits[:n], *([] if replacement is None else [replacement]), *op.waits[n + 1 :])
+                yield _edits(i, op, plan, f"waits for {replacement}, not {wait}", replace(op, waits=waits))
 
 
 def _wait_for_an_earlier_op(plan: Plan) -> Mutants:
@@ -137,45 +137,45 @@ def _with_operands(op: Op, n: int, *operands: Operand) -> Op:
     return replace(op, operands=(*op.operands[:n], *operands, *op.operands[n + 1 :]))
 
 
-def _operands(plan: Plan, others: Callable[[str, Slot], Iterable[tuple[Operand, ...]]]) -> Mutants:
+def _operands(plan: Plan, replacements: Callable[[str, Slot], Iterable[tuple[Operand, ...]]]) -> Mutants:
     """Replace an operand by others or none."""
     for i, op in enumerate(plan.ops):
         for n, (name, slot) in enumerate(op.operands):
-            for instead in others(name, slot):
-                found = " ".join(f"{other}={its}" for other, its in instead) or "nothing"
-                yield _edits(i, op, plan, f"uses {found}, not {name}={slot}", _with_operands(op, n, *instead), name)
+            for instead in replacements(name, slot):
+                text = " ".join(f"{new_name}={new_slot}" for new_name, new_slot in instead) or "nothing"
+                yield _edits(i, op, plan, f"uses {text}, not {name}={slot}", _with_operands(op, n, *instead), name)
 
 
 def _another_slot(plan: Plan) -> Mutants:
-    def others(name: str, slot: Slot) -> Iterable[tuple[Operand, ...]]:
-        return (((name, other),) for other in _arena(plan, slot) if other != slot)
+    def replacements(name: str, slot: Slot) -> Iterable[tuple[Operand, ...]]:
+        return (((name, new_slot),) for new_slot in _arena(plan, slot) if new_slot != slot)
 
-    return _operands(plan, others)
+    return _operands(plan, replacements)
 
 
 def _another_arena(plan: Plan) -> Mutants:
-    def others(name: str, slot: Slot) -> Iterable[tuple[Operand, ...]]:
+    def replacements(name: str, slot: Slot) -> Iterable[tuple[Operand, ...]]:
         for arena in plan.arenas:
             if arena.name != slot.arena and arena.slot_bytes:
                 yield ((name, Slot(arena.name, min(slot.index, len(arena.slot_bytes) - 1))),)
 
-    return _operands(plan, others)
+    return _operands(plan, replacements)
 
 
 def _another_name(plan: Plan) -> Mutants:
     """Rename an operand to another operand name of its kind."""
     for i, op in enumerate(plan.ops):
         for n, (name, slot) in enumerate(op.operands):
-            for other in {*OPS[op.kind].names} - {name}:
-                yield _edits(i, op, plan, f"has {name} as {other}", _with_operands(op, n, (other, slot)), name)
+            for new_name in {*OPS[op.kind].names} - {name}:
+                yield _edits(i, op, plan, f"has {name} as {new_name}", _with_operands(op, n, (new_name, slot)), name)
 
 
 def _operands_exchanged(plan: Plan) -> Mutants:
     for i, op in enumerate(plan.ops):
-        for (n, (name, slot)), (k, (other, its)) in combinations(enumerate(op.operands), 2):
-            exchanged = _with_operands(_with_operands(op, n, (name, its)), k, (other, slot))
+        for (n, (name, slot)), (k, (second, second_slot)) in combinations(enumerate(op.operands), 2):
+            exchanged = _with_operands(_with_operands(op, n, (name, second_slot)), k, (second, slot))
             if exchanged != op:
-                yield _edits(i, op, plan, f"has {name} for {other}", exchanged, name)
+                yield _edits(i, op, plan, f"has {name} for {second}", exchanged, name)
 
 
 def _arena(plan: Plan, slot: Slot) -> list[Slot]:
@@ -198,8 +198,8 @@ def _slots_exchanged(plan: Plan) -> Mutants:
             for block in (None, *sorted({op.block for op in users})):
                 ops = tuple(_renamed(op, {a: b, b: a}) if block in (None, op.block) else op for op in plan.ops)
                 rows = tuple({op.kind for op in users if block in (None, op.block)})
-                what = f"{a} and {b} exchanged in {'all' if block is None else f'the ops of block {block}'}"
-                yield Mutant(what, rows, lambda ops=ops: replace(plan, ops=ops))
+                text = f"{a} and {b} exchanged in {'all' if block is None else f'the ops of block {block}'}"
+                yield Mutant(text, rows, lambda ops=ops: replace(plan, ops=ops))
 
 
 def _value_elsewhere(plan: Plan) -> Mutants:
@@ -209,11 +209,11 @@ def _value_elsewhere(plan: Plan) -> Mutants:
         begins = [n for n, i in enumerate(uses) if slot not in plan.ops[i].reads]
         for first, end in pairwise([*begins, len(uses)]):
             life = {*uses[first:end]}
-            for other in _arena(plan, slot):
-                if other != slot:
-                    ops = tuple(_renamed(op, {slot: other}) if i in life else op for i, op in enumerate(plan.ops))
-                    what = f"{slot} of {len(life)} ops in {other}: {plan.ops[uses[first]]}"
-                    yield Mutant(what, (plan.ops[uses[first]].kind,), lambda ops=ops: replace(plan, ops=ops))
+            for target in _arena(plan, slot):
+                if target != slot:
+                    ops = tuple(_renamed(op, {slot: target}) if i in life else op for i, op in enumerate(plan.ops))
+                    text = f"{slot} of {len(life)} ops in {target}: {plan.ops[uses[first]]}"
+                    yield Mutant(text, (plan.ops[uses[first]].kind,), lambda ops=ops: replace(plan, ops=ops))
 
 
 # -- policy, semantics, workload and arenas ------------------------------------------------------------------------------------
@@ -247,17 +247,17 @@ def _another_policy(plan: Plan) -> Mutants:
 def _another_arena_list(plan: Plan) -> Mutants:
     """Remove an arena, move it to the other memory, shorten it, or reduce a slot by one byte or one alignment unit."""
     for n, arena in enumerate(plan.arenas):
-        sizes, other = arena.slot_bytes, Place.HOST if arena.place is Place.DEVICE else Place.DEVICE
-        instead: list[tuple[str, Any]] = [("missing", None), ("moved", replace(arena, place=other))]
+        sizes, other_place = arena.slot_bytes, Place.HOST if arena.place is Place.DEVICE else Place.DEVICE
+        instead: list[tuple[str, Any]] = [("missing", None), ("moved", replace(arena, place=other_place))]
         instead += [("shorter", replace(arena, slot_bytes=sizes[:-1]))]
         for i, size in enumerate(sizes):
-            for less in (1, 256):
-                smaller = (*sizes[:i], max(size - less, 0), *sizes[i + 1 :])
+            for n_bytes in (1, 256):
+                smaller = (*sizes[:i], max(size - n_bytes, 0), *sizes[i + 1 :])
                 if size:
-                    instead.append((f"with {less} bytes less in slot {i}", replace(arena, slot_bytes=smaller)))
-        for what, changed in instead:
+                    instead.append((f"with {n_bytes} bytes less in slot {i}", replace(arena, slot_bytes=smaller)))
+        for change, changed in instead:
             arenas = (*plan.arenas[:n], *([] if changed is None else [changed]), *plan.arenas[n + 1 :])
-            yield Mutant(f"arena {arena.name} {what}", ("arena",), partial(replace, plan, arenas=arenas))
+            yield Mutant(f"arena {arena.name} {change}", ("arena",), partial(replace, plan, arenas=arenas))
 
 
 MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
@@ -294,7 +294,7 @@ MAY_BE_HARMLESS = {
 
 ADAPTED: dict[str, Any] = {"train": Train(lora=Lora(rank=8)), "gradient_dtype": "fp32"}
 _NAMES = ("*.1.norm.weight", "*.3.up_proj.weight", "norm.weight", "lm_head.weight")
-SOME: dict[str, Any] = {"train": Train(names=_NAMES), "gradient_dtype": "fp32"}
+PARTIAL: dict[str, Any] = {"train": Train(names=_NAMES), "gradient_dtype": "fp32"}
 NORMS: dict[str, Any] = {"train": Train(names=("*norm.weight",)), "gradient_dtype": "fp32"}
 BARRIER, EAGER = {"update": Update.BARRIER}, {"update": Update.EAGER}
 IN_FP32 = {"compute_dtype": "fp32"}
@@ -332,12 +332,12 @@ SAMPLES: tuple[dict[str, Any], ...] = (
     ADAPTED | {"n_micro_batches": 2, "tied": True, "device_blocks": (1, 2, 3)},
     NORMS | {"device_blocks": (1, 2, 3, 4), "boundary_stride": 2},
     ADAPTED | {"n_layers": 4, "n_micro_batches": 2, "base": "int8", "disk_blocks": (1, 2, 4)},
-    SOME | BARRIER | {"n_layers": 4, "n_micro_batches": 2, "accumulation_group": 2, "gradient_slots": 2},
-    SOME | {"n_layers": 4, "n_micro_batches": 2, "save": saves(all=(4,)), "spill_blocks": (2,), "device_blocks": (2, 4)},
+    PARTIAL | BARRIER | {"n_layers": 4, "n_micro_batches": 2, "accumulation_group": 2, "gradient_slots": 2},
+    PARTIAL | {"n_layers": 4, "n_micro_batches": 2, "save": saves(all=(4,)), "spill_blocks": (2,), "device_blocks": (2, 4)},
     {"n_micro_batches": 2, "ranks": 2, "accumulation_group": 2, "resident_blocks": (2,), "speculate_blocks": (1,)},
     {"n_layers": 2, "ranks": 2, "tied": True, "prefetch_depth": 2},
     ADAPTED | {"n_layers": 2, "ranks": 2, "tied": True, "base": "int8", "resident_blocks": (1,)},
-    SOME | {"n_layers": 2, "n_micro_batches": 2, "ranks": 2, "accumulation_group": 2},
+    PARTIAL | {"n_layers": 2, "n_micro_batches": 2, "ranks": 2, "accumulation_group": 2},
 )
 
 
@@ -357,26 +357,26 @@ class Tally:
         """Return the counts as a Markdown table."""
         lines = ["| mutation | made | killed | passed and harmless |", "|---|---:|---:|---:|"]
         for name in [*MUTATIONS, "all"]:
-            made, killed = (of.total() if name == "all" else of[name] for of in (self.made, self.killed))
+            made, killed = (counter.total() if name == "all" else counter[name] for counter in (self.made, self.killed))
             lines.append(f"| {name} | {made} | {killed} | {made - killed - len(self.condemned) * (name == 'all')} |")
         return "\n".join(lines)
 
 
-def tally(most: int, seed: int = 0) -> Tally:
+def tally(limit: int, seed: int = 0) -> Tally:
     """Check mutants of all samples with checker and oracle, at most `most` per mutation and plan."""
-    found, rng = Tally(), random.Random(seed)
+    result, rng = Tally(), random.Random(seed)
     for original in (small(**choices) for choices in SAMPLES):
         for name, mutate in MUTATIONS.items():
             mutants = list(mutate(original))
             for mutant in mutants:
-                found.rows[name].update(mutant.rows)
-            for mutant in rng.sample(mutants, min(most, len(mutants))):
+                result.rows[name].update(mutant.rows)
+            for mutant in rng.sample(mutants, min(limit, len(mutants))):
                 plan = mutant.make()
-                found.made[name] += 1
+                result.made[name] += 1
                 if not passes(plan):
-                    found.killed[name] += 1
+                    result.killed[name] += 1
                 elif why := same_training(original, plan):
-                    found.condemned.append(f"{name}: {mutant.what}: {why}")
+                    result.condemned.append(f"{name}: {mutant.what}: {why}")
                 elif name not in MAY_BE_HARMLESS:
-                    found.condemned.append(f"{name}: {mutant.what}: passes, and is harmless only by chance")
-    return found
+                    result.condemned.append(f"{name}: {mutant.what}: passes, but mutants of this kind must not")
+    return result

@@ -33,13 +33,13 @@ def unrolled(plan: Plan, n_steps: int = N_STEPS) -> "nx.DiGraph[Node]":
 
 
 def race(plan: Plan, graph: "nx.DiGraph[Node]") -> str | None:
-    """Return two unordered uses of a slot, at least one of them a write, as text; None if there are no races."""
+    """Return two unordered uses of a slot, at least one of them a write, as text; None without races."""
     bit = {node: 1 << n for n, node in enumerate(graph)}
-    after: dict[Node, int] = {}  # bit set of reachable nodes
+    reachable: dict[Node, int] = {}  # bit set of reachable nodes
     for node in reversed(list(nx.topological_sort(graph))):
-        after[node] = 0
+        reachable[node] = 0
         for follower in graph.successors(node):
-            after[node] |= bit[follower] | after[follower]
+            reachable[node] |= bit[follower] | reachable[follower]
     uses: dict[Slot, list[tuple[Node, bool]]] = defaultdict(list)
     for node in graph:
         op = plan.ops[node[0]]
@@ -48,7 +48,7 @@ def race(plan: Plan, graph: "nx.DiGraph[Node]") -> str | None:
     for slot, users in uses.items():
         for n, (a, a_writes) in enumerate(users):
             for b, b_writes in users[n + 1 :]:
-                if (a_writes or b_writes) and not (after[a] & bit[b] or after[b] & bit[a]):
+                if (a_writes or b_writes) and not (reachable[a] & bit[b] or reachable[b] & bit[a]):
                     return f"{slot}: {a} and {b}"
     return None
 
@@ -107,8 +107,8 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                 if op.kind is Kind.LOSS:
                     results.append(("loss", step, m, term))
                 new["x"] = name("of input", term)
-                before = name("zero") if is_first or "sum" not in values else values["sum"]
-                total = new["sum"] = name("add", before, term)
+                sum_so_far = name("zero") if is_first or "sum" not in values else values["sum"]
+                total = new["sum"] = name("add", sum_so_far, term)
                 total = joined(total)
                 new["gradient"] = name("rounded", total) if reduced else total
             case Kind.EXCHANGE:
@@ -184,15 +184,15 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
         case "arrived" if op.kind is Kind.OFFLOAD_GRADIENT:
             return plan.gradient_elements(b) // ranks * ITEM_BYTES[plan.gradient_dtype(b)]
         case "arrived" | "tied":
-            of = b if name == "arrived" else len(blocks) - 1
-            return plan.gradient_elements(of) // ranks * ITEM_BYTES[plan.host_gradient_dtype(of)]
+            target = b if name == "arrived" else len(blocks) - 1
+            return plan.gradient_elements(target) // ranks * ITEM_BYTES[plan.host_gradient_dtype(target)]
         case "squares":
             return FP64 * len(blocks[b].trained)
         case "norm":
             return FP64 * plan.norm_numbers(slot.index)
         case "clip":
             return FP64 * (1 if ranks == 1 else ranks * plan.shared_numbers())
-    raise AssertionError(f"{op}: nothing is known of {name}")
+    raise AssertionError(f"{op}: unknown operand {name}")
 
 
 def needed_bytes(plan: Plan, ops: tuple[Op, ...]) -> dict[Slot, int]:
@@ -210,7 +210,7 @@ def misplaced(original: Plan, mutant: Plan) -> str | None:
     if any(places.get(a.name, a.place) is not a.place for a in mutant.arenas):
         return "an arena in another memory"
     has_bytes = {Slot(a.name, i): n for a in mutant.arenas for i, n in enumerate(a.slot_bytes)}
-    starts = {Slot(a.name, i): at for a in mutant.arenas for i, at in enumerate([0, *accumulate(a.slot_bytes)])}
+    starts = {Slot(a.name, i): offset for a in mutant.arenas for i, offset in enumerate([0, *accumulate(a.slot_bytes)])}
     for slot, needed in needed_bytes(original, mutant.ops).items():
         if has_bytes.get(slot, -1) < needed or starts[slot] % ALIGN_BYTES:
             return f"{slot} is too small, or not aligned"
@@ -219,13 +219,13 @@ def misplaced(original: Plan, mutant: Plan) -> str | None:
 
 def same_training(original: Plan, mutant: Plan) -> str | None:
     """Return None if the mutant trains exactly like the original for every timing, else the difference as text."""
-    if what := misplaced(original, mutant):
-        return what
+    if misplacement := misplaced(original, mutant):
+        return misplacement
     graph, graph_before = unrolled(mutant), unrolled(original)
     if not nx.is_directed_acyclic_graph(graph):
         return "deadlock"
-    if what := race(mutant, graph):
-        return f"race: {what}"
+    if unordered := race(mutant, graph):
+        return f"race: {unordered}"
     names: dict[Term, int] = {}
     if outcome(original, graph_before, names) != outcome(mutant, graph, names):
         return "another result"

@@ -31,7 +31,7 @@ from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import Hostile, plan_of, semantics_of
 
 ROOT = Path(__file__).resolve().parent.parent
-HERE = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("LOCAL_RANK", "RANK"))  # variable per host, and its fallback for all hosts
+HOST_VARIABLES = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("LOCAL_RANK", "RANK"))  # variable per host, and its fallback for all hosts
 BY_MEMORY = "RANKS_BY_MEMORY"
 BATCH = 8  # default number of sequences
 POLICIES = {
@@ -61,37 +61,37 @@ SEMANTICS = {
 }
 
 
-def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> tuple[dict, Semantics, Policy]:
+def case_of(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> tuple[dict, Semantics, Policy]:
     """Return configuration, semantics of a rank, and policy with all micro-batches of the rank in one accumulation group."""
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling", "adapters", "table")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
-    own = SEMANTICS.get(policy, {})
+    fields = SEMANTICS.get(policy, {})
     if policy == "packed" and model_type in EXPERT_TYPES:
-        own |= {"train": Train(lora=Lora(rank=8, targets=("q_proj", "experts")))}
+        fields |= {"train": Train(lora=Lora(rank=8, targets=("q_proj", "experts")))}
     pairs = {"micro_batch": 2, "objective": parse_objective("orpo")} if policy == "pairs" else {"micro_batch": 1}
-    whole = semantics_of(model_type, batch_size=batch, sum_groups=groups, **pairs, **own)
-    of = whole.shared_by(ranks)
+    total = semantics_of(model_type, batch_size=batch, sum_groups=groups, **pairs, **fields)
+    semantics = total.shared_by(ranks)
     policy_of = POLICIES["plain" if policy in ("pairs", "balanced") else policy]
-    return config, of, replace(policy_of, accumulation_group=of.n_micro_batches)
+    return config, semantics, replace(policy_of, accumulation_group=semantics.n_micro_batches)
 
 
 def digest(state, results) -> str:
     """Return the SHA-256 of losses, norms, master weights and moments."""
-    found = hashlib.sha256(json.dumps([(r.loss, r.grad_norm) for _, r in sorted(results.items())]).encode())
+    sha = hashlib.sha256(json.dumps([(r.loss, r.grad_norm) for _, r in sorted(results.items())]).encode())
     for block in range(len(state.plan.workload.blocks)):
         for p in state.owned[block]:
             for held in (state.saved(p, name) for name in state.plan.semantics.saved_state):
                 tensor = held if isinstance(held, torch.Tensor) else held.values()
-                found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+                sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def trained(case: str, ranks: Processes | None) -> Hostile:
     """Train the case in this rank, with poisoned slots and random delays seeded by the rank."""
     model_type, policy, groups, *sizes = case.split(":")
     batch = int(sizes[0]) if sizes else BATCH
-    config, of, policy_of = asked(model_type, policy, int(groups), batch, 1 if ranks is None else ranks.n)
-    plan = plan_of(config, of, policy_of)
+    config, semantics, policy_of = case_of(model_type, policy, int(groups), batch, 1 if ranks is None else ranks.n)
+    plan = plan_of(config, semantics, policy_of)
     check(plan)
     machine = training.machine_for(plan, Hostile, delay_seed=0 if ranks is None else ranks.rank, ranks=ranks)
     if ranks is not None:
@@ -108,11 +108,11 @@ def trained_alone(case: str) -> str:
 
 def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memory: bool = False) -> dict[str, str]:
     """Return the digest of each case by `ranks` processes with the environment of `hosts` hosts. `by_memory`: see `Ranks`."""
-    store, there = meeting_place(ranks)
-    common = os.environ | there | {"OMP_NUM_THREADS": "1", BY_MEMORY: "yes" if by_memory else ""}
+    store, rendezvous = meeting_place(ranks)
+    common = os.environ | rendezvous | {"OMP_NUM_THREADS": "1", BY_MEMORY: "yes" if by_memory else ""}
     command = [sys.executable, "-c", "from tests.rank_law import main; main()", str(out), *cases]
-    here = ranks // hosts
-    places = [{"RANK": str(r), "LOCAL_RANK": str(r % here), "LOCAL_WORLD_SIZE": str(here)} for r in range(ranks)]
+    n_local = ranks // hosts
+    places = [{"RANK": str(r), "LOCAL_RANK": str(r % n_local), "LOCAL_WORLD_SIZE": str(n_local)} for r in range(ranks)]
     started = [Forked(command, cwd=ROOT, env=common | place) for place in places]
     try:
         assert [process.wait(timeout=300) for process in started] == [0] * ranks
@@ -134,18 +134,18 @@ def main() -> None:
     out, cases = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     setup.EXCHANGED_BYTES = contract.EXCHANGED_BYTES = 2**14  # small, so that sums of tiny models need several exchanges
-    found = {}
-    here, place = (int(os.environ.get(name, os.environ[of_all])) for name, of_all in HERE)
-    with connected_ranks("cpu", here, place, bool(os.environ[BY_MEMORY])) as ranks:
+    digests = {}
+    local_ranks, place = (int(os.environ.get(name, os.environ[of_all])) for name, of_all in HOST_VARIABLES)
+    with connected_ranks("cpu", local_ranks, place, bool(os.environ[BY_MEMORY])) as ranks:
         for case in cases:
             machine = trained(case, ranks)
             if ranks.rank == 0:
                 state = WholeState(machine.host, ranks)
-                found[case] = digest(state, machine.results)
+                digests[case] = digest(state, machine.results)
                 ranks.tell({"do": "end"})
             else:
                 obey(machine, ranks, Rates(OptimizerSettings(), lambda step: 0.0), lambda path: {})
         if ranks.rank == 0:
-            out.write_text(json.dumps(found))
-    left = [name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := path.read_text())]
-    assert not left, f"threads that outlive the meeting: {left}"  # at exit of Python such a thread could abort the process
+            out.write_text(json.dumps(digests))
+    gloo = [name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := path.read_text())]
+    assert not gloo, f"threads that outlive the meeting: {gloo}"  # at exit of Python such a thread could abort the process

@@ -29,13 +29,13 @@ def words(home, plan, *extra, out="out", steps=4):
     return [str(word) for word in run]
 
 
-def done(arguments, is_forked=False):
+def run_to_end(arguments, is_forked=False):
     """Run a command to its end, as a new process or forked, which saves the imports."""
     command = [*COMMAND, *arguments]
     if is_forked:
         running = begun(arguments)
-        said = running.communicate(timeout=120)
-        return subprocess.CompletedProcess(command, running.returncode, *said)
+        output = running.communicate(timeout=120)
+        return subprocess.CompletedProcess(command, running.returncode, *output)
     return subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -53,7 +53,7 @@ def said_by(running):
         running.kill()  # and its ranks
 
 
-def after(*lines):
+def command_with(*lines):
     """Return a command that executes these lines first, for example to fake a version, a GPU or a memory size."""
     return [sys.executable, "-c", "\n".join([*lines, "from penstock.cli.main import main", "main()"])]
 
@@ -61,13 +61,13 @@ def after(*lines):
 def by_hand(arguments_of_ranks, folders=None, commands=None, **environment):
     """Start ranks with separate arguments, folders and commands; return ((stdout, stderr), exit code) of each rank. `environment`:
     variables with one value, or with a list of values by rank."""
-    store, there = meeting_place(n := len(arguments_of_ranks))
-    own = [{name: of[rank] if isinstance(of, list) else of for name, of in environment.items()} for rank in range(n)]
+    store, rendezvous = meeting_place(n := len(arguments_of_ranks))
+    extra = [{name: value[rank] if isinstance(value, list) else value for name, value in environment.items()} for rank in range(n)]
     ranks = [
         Forked(
             [*(commands[rank] if commands else COMMAND), *arguments],
             cwd=folders[rank] if folders else ROOT,
-            env=os.environ | QUIET | there | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | own[rank],
+            env=os.environ | QUIET | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | extra[rank],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -89,14 +89,14 @@ def pid_of(running, rank):
 
 def step_of(out):
     """Return the step of the last checkpoint, or 0."""
-    found = latest(out)
-    return 0 if found is None else int(found.name.removeprefix("checkpoint-"))
+    folder = latest(out)
+    return 0 if folder is None else int(folder.name.removeprefix("checkpoint-"))
 
 
-def wait_for(what, running, seconds=60, look_s=0.05):
+def wait_for(condition, running, seconds=60, look_s=0.05):
     """Wait until `what()` is true; fail if the run ends before."""
     until_s = time.monotonic() + seconds
-    while not what():
+    while not condition():
         if running.poll() is not None or time.monotonic() > until_s:
             running.kill()
             raise AssertionError(f"it never was: {running.communicate()}")

@@ -31,8 +31,8 @@ def hf_model(config: dict[str, Any], **options: Any) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **options)
 
 
-def semantics(batch: int = 2, seq_len: int = 48, dtype: str = "fp32", **more: Any) -> Semantics:
-    return Semantics(seq_len=seq_len, batch_size=batch, micro_batch=batch, compute_dtype=dtype, **more)  # type: ignore[arg-type]
+def semantics(batch: int = 2, seq_len: int = 48, dtype: str = "fp32", **fields: Any) -> Semantics:
+    return Semantics(seq_len=seq_len, batch_size=batch, micro_batch=batch, compute_dtype=dtype, **fields)  # type: ignore[arg-type]
 
 
 VIEWS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split"}
@@ -106,7 +106,7 @@ def layer_calls(model: torch.nn.Module, vocab: int, batch: int, seq_len: int) ->
     return calls
 
 
-def given(kwargs: dict[str, Any]) -> Call:
+def call_of(kwargs: dict[str, Any]) -> Call:
     """Return the keyword arguments of a layer as a `Call`."""
     leaves, spec = tree_flatten(((None,), kwargs))
     return Call(tuple(leaves), spec, 0, 0)
@@ -114,7 +114,7 @@ def given(kwargs: dict[str, Any]) -> Call:
 
 def saved_bytes(layer: Callable[..., torch.Tensor], x: torch.Tensor, kwargs: dict[str, Any], weights: list[torch.Tensor]) -> int:
     """Return the bytes of distinct storages that autograd saves in a forward, without weights and inputs."""
-    given = {t.untyped_storage().data_ptr() for t in (*weights, *tensors((x, kwargs)))}
+    inputs = {t.untyped_storage().data_ptr() for t in (*weights, *tensors((x, kwargs)))}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def saved_bytes(layer: Callable[..., torch.Tensor], x: torch.Tensor, kwargs: dic
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = layer(x, **kwargs)
     assert y is not None
-    return sum(s.nbytes() for at, s in saved.items() if at not in given)
+    return sum(s.nbytes() for address, s in saved.items() if address not in inputs)
 
 
 def recorded(work: Callable[[], object]) -> list[Any]:
@@ -138,15 +138,15 @@ def recorded(work: Callable[[], object]) -> list[Any]:
     finally:
         gc.enable()
     del result  # its memory counts as allocated
-    there, found = Counter[int](), []
+    n_live, events = Counter[int](), []
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
         n_bytes = event.nbytes() if event.name() == "[memory]" else 0
-        there[abs(n_bytes)] += (n_bytes > 0) - (n_bytes < 0)
-        if there[abs(n_bytes)] < 0:
-            there[abs(n_bytes)] = 0
+        n_live[abs(n_bytes)] += (n_bytes > 0) - (n_bytes < 0)
+        if n_live[abs(n_bytes)] < 0:
+            n_live[abs(n_bytes)] = 0
         else:
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -158,14 +158,14 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 def cases(types: tuple[str, ...]) -> list[tuple[str, str, str, str]]:
     """Return half of the combinations (model type, attention, dtype, experts); every choice of a type occurs."""
-    found = []
+    combinations = []
     for n, t in enumerate(types):
         attention = ("eager",) if t in EAGER_ONLY else ("sdpa", "eager")
         experts = ("grouped_mm",)
         all_of_type = list(product(enumerate(attention), enumerate(DTYPES), enumerate(experts)))
         is_few = len(all_of_type) == len(DTYPES)
-        found += [(t, a, d, e) for (i, a), (j, d), (k, e) in all_of_type if is_few or (i + j + k + n) % 2 == 0]
-    return found
+        combinations += [(t, a, d, e) for (i, a), (j, d), (k, e) in all_of_type if is_few or (i + j + k + n) % 2 == 0]
+    return combinations
 
 
 NO_KERNELS: Mapping[str, Any] = MappingProxyType({})

@@ -53,16 +53,16 @@ def in_int8(x: torch.Tensor, key: int, is_root: bool) -> torch.Tensor:
     """Quantise fp32 numbers to int8 codes with a scale per group of 32, and dequantise them."""
     groups, numbers = F.pad(x.flatten(), (0, -x.numel() % 32)).view(-1, 32), random_16(key, x.numel())[::32, None]
     groups = groups.double().sqrt().float() if is_root else groups
-    most = groups.abs().amax(dim=1, keepdim=True)
-    n_codes = torch.full_like(most, 255.0)  # a tensor, because torch multiplies by the reciprocal of a Python number
-    scale = (((most / n_codes if is_root else most).view(torch.int32) + numbers) & ~0xFFFF).view(torch.float32)
+    largest = groups.abs().amax(dim=1, keepdim=True)
+    n_codes = torch.full_like(largest, 255.0)  # a tensor, because torch multiplies by the reciprocal of a Python number
+    scale = (((largest / n_codes if is_root else largest).view(torch.int32) + numbers) & ~0xFFFF).view(torch.float32)
     if is_root:
-        root = scale * torch.round(groups * (n_codes / most))
-        found = root * root
+        root = scale * torch.round(groups * (n_codes / largest))
+        result = root * root
     else:
-        code = torch.round(254 * groups / (most + groups.abs())).char().float()  # via char: no negative zero
-        found = scale * code / (254 - code.abs())
-    return torch.where(scale <= 2.0**-58, 0.0, found).flatten()[: x.numel()].view(x.shape)
+        code = torch.round(254 * groups / (largest + groups.abs())).char().float()  # via char: no negative zero
+        result = scale * code / (254 - code.abs())
+    return torch.where(scale <= 2.0**-58, 0.0, result).flatten()[: x.numel()].view(x.shape)
 
 
 def at_random(x: torch.Tensor, key: int, is_root: bool = False) -> torch.Tensor:
@@ -74,17 +74,17 @@ def at_random(x: torch.Tensor, key: int, is_root: bool = False) -> torch.Tensor:
 def lean_step(semantics: Semantics, name: str, master: torch.Tensor, moments, g: torch.Tensor, s: dict, n_updates: int):
     """Return the master weight, as fp32, and its moments after an update by a low-bit optimizer."""
     (beta1, beta2), lr, wide = s["betas"], s["lr"], [moment.float() for moment in moments]
-    by = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
-    kept = master * by(1 - lr * s["weight_decay"])
+    fp32 = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
+    decayed = master * fp32(1 - lr * s["weight_decay"])
     if semantics.optimizer.startswith("lion"):
         d = g - wide[0]
-        after = [wide[0] + by(1 - beta2) * d]
-        master = kept - by(lr) * torch.sign(wide[0] + by(1 - beta1) * d)
+        new = [wide[0] + fp32(1 - beta2) * d]
+        master = decayed - fp32(lr) * torch.sign(wide[0] + fp32(1 - beta1) * d)
     else:
         m, v = wide  # roots in double, because torch's fp32 roots depend on a library
-        after = [m + by(1 - beta1) * (g - m), v * by(beta2) + (by(1 - beta2) * g) * g]
-        below = after[1].double().sqrt().float() * by(1 / math.sqrt(1 - beta2**n_updates)) + by(s["eps"])
-        master = kept + (by(-lr / (1 - beta1**n_updates)) * after[0]) / below
+        new = [m + fp32(1 - beta1) * (g - m), v * fp32(beta2) + (fp32(1 - beta2) * g) * g]
+        divisor = new[1].double().sqrt().float() * fp32(1 / math.sqrt(1 - beta2**n_updates)) + fp32(s["eps"])
+        master = decayed + (fp32(-lr / (1 - beta1**n_updates)) * new[0]) / divisor
     digest = hashlib.blake2b(f"0 {n_updates} {name}".encode(), digest_size=12).digest()  # seed 0
     keys = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
     if semantics.master_dtype == "split24":
@@ -93,8 +93,8 @@ def lean_step(semantics: Semantics, name: str, master: torch.Tensor, moments, g:
     if semantics.master_dtype == "bf16":
         master = (at_random(master, keys[0]) if semantics.weight_rounding == "stochastic" else half_up(master)).float()
     if (kept_as := {"bf16": at_random, "int8": in_int8}.get(semantics.optimizer.partition("=")[2])) is not None:
-        after = [kept_as(x, key, is_root) for x, key, is_root in zip(after, keys[1:], (False, True), strict=False)]
-    return master, after
+        new = [kept_as(x, key, is_root) for x, key, is_root in zip(new, keys[1:], (False, True), strict=False)]
+    return master, new
 
 
 @dataclass
@@ -118,7 +118,7 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
             if "RMSNorm" in type(module).__name__:
                 as_one_function(module)
     if semantics.train.lora is not None:
-        assert semantics.train.lora.dropout == 0, "what is dropped is drawn op by op"
+        assert semantics.train.lora.dropout == 0, "dropout of adapters is random by op"
         put_adapters(model, semantics.train.lora)
     return model
 
@@ -150,20 +150,20 @@ def adapt_experts(experts: torch.nn.Module, rank: int, scale: float) -> None:
         n_experts, n_in, n_out = weight.shape if experts.is_transposed else weight.transpose(1, 2).shape
         holder.lora_A = torch.nn.Linear(n_in, rank * n_experts, bias=False, dtype=dtype)
         holder.lora_B = torch.nn.Linear(rank * n_experts, n_out, bias=False, dtype=dtype)
-    experts.base_layer, own = first, experts.forward
+    experts.base_layer, forward_of_experts = first, experts.forward
 
     def product(x, weight, offs, bias=None, is_transposed=False):
-        of = experts if weight is experts.down_proj else first
-        a, b = of.lora_A.weight.view(len(offs), rank, -1), of.lora_B.weight.view(-1, rank, len(offs))
-        found = []
+        holder_of = experts if weight is experts.down_proj else first
+        a, b = holder_of.lora_A.weight.view(len(offs), rank, -1), holder_of.lora_B.weight.view(-1, rank, len(offs))
+        outputs = []
         for e, rows in enumerate(x.tensor_split(offs[:-1].tolist())):
             one = weight[e] if is_transposed else weight[e].t()
-            found.append(torch.add(rows @ one, (rows @ a[e].t()) @ b[:, :, e].t().contiguous(), alpha=scale))
-        return torch.cat(found) if bias is None else torch.cat(found) + bias
+            outputs.append(torch.add(rows @ one, (rows @ a[e].t()) @ b[:, :, e].t().contiguous(), alpha=scale))
+        return torch.cat(outputs) if bias is None else torch.cat(outputs) + bias
 
     def forward(*args, **kwargs):
         with mock.patch("transformers.integrations.moe._grouped_linear", product):
-            return own(*args, **kwargs)
+            return forward_of_experts(*args, **kwargs)
 
     experts.forward = forward
 
@@ -183,9 +183,9 @@ class Adapted(torch.nn.Module):
         first = self.together[0]
         if self is first:
             parts = [(part.weight, part.bias, part.lora_A.weight, part.lora_B.weight) for part in self.together]
-            self.outputs = list(LowRank.apply(x, self.scale, *(each for part in parts for each in part)))
-        at = self.together.index(self)
-        y, first.outputs[at] = first.outputs[at], None
+            self.outputs = list(LowRank.apply(x, self.scale, *(tensor for part in parts for tensor in part)))
+        position = self.together.index(self)
+        y, first.outputs[position] = first.outputs[position], None
         return y
 
 
@@ -210,14 +210,15 @@ class LowRank(torch.autograd.Function):
     def backward(ctx, *gradients):
         x, h, *parts = ctx.saved_tensors
         weights, _, a, b = (parts[i::4] for i in range(4))
-        rows, own, rank = [g.flatten(0, -2) for g in gradients], [None] * len(parts), len(a[0])
+        rows, results, rank = [g.flatten(0, -2) for g in gradients], [None] * len(parts), len(a[0])
         of_h = torch.cat([torch.addmm(h.new_zeros(len(h), rank), g, b[i], alpha=ctx.scale) for i, g in enumerate(rows)], 1)
         of_a, towards = of_h.t() @ x.flatten(0, -2), of_h @ torch.cat(a)
         for i, (g, weight) in enumerate(zip(rows, weights, strict=True)):
-            at = slice(i * rank, (i + 1) * rank)
-            own[4 * i + 2], own[4 * i + 3] = of_a[at], torch.addmm(torch.zeros_like(b[i]), g.t(), h[:, at], alpha=ctx.scale)
+            cols = slice(i * rank, (i + 1) * rank)
+            results[4 * i + 2] = of_a[cols]
+            results[4 * i + 3] = torch.addmm(torch.zeros_like(b[i]), g.t(), h[:, cols], alpha=ctx.scale)
             towards = torch.addmm(towards, g, weight)
-        return towards.view_as(x), None, *own
+        return towards.view_as(x), None, *results
 
 
 def is_trained(name: str, train) -> bool:
@@ -274,18 +275,18 @@ class ByTiles(torch.nn.Module):
         return torch.cat([self.of_tile(rows) for rows in x.flatten(0, 1).split(self.tile_tokens)]).view_as(x)
 
     def of_tile(self, rows: torch.Tensor) -> torch.Tensor:
-        own = {f"{part}.{n}": p.detach().requires_grad_() for part, module in self.parts for n, p in module.named_parameters()}
+        weights = {f"{part}.{n}": p.detach().requires_grad_() for part, module in self.parts for n, p in module.named_parameters()}
         for part, module in self.parts:
-            short = {n.removeprefix(f"{part}."): w for n, w in own.items() if n.startswith(f"{part}.")}
+            short = {n.removeprefix(f"{part}."): w for n, w in weights.items() if n.startswith(f"{part}.")}
             rows = functional_call(module, short, (rows,))
-        self.of_tiles.append(own)
+        self.of_tiles.append(weights)
         return rows
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return fp32 sums over the tiles in ascending order, starting from zero, rounded once to the weights' dtype."""
         sums = {name: torch.zeros(w.shape) for name, w in self.of_tiles[0].items()}
-        for own in self.of_tiles:
-            for name, w in own.items():
+        for weights in self.of_tiles:
+            for name, w in weights.items():
                 sums[name] += w.grad
         return {name: total.to(self.of_tiles[0][name].dtype) for name, total in sums.items()}
 
@@ -306,11 +307,11 @@ def length_class(n: int) -> int:
     return n + -n % (64 if n < 768 else 256)
 
 
-def each_alone(module, query, key, value, attention_mask, lengths, sliding_window=None, **others):
+def each_alone(module, query, key, value, attention_mask, lengths, sliding_window=None, **options):
     """Compute attention document by document, padded if no mask is needed. `lengths`: document lengths of each sequence."""
     eager, rows, window = module.config._attn_implementation == "eager_alone", [], sliding_window or query.shape[2]
     attend = sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward
-    bare = not eager and not others.get("dropout") and max(n for of_row in lengths for n in of_row) <= window
+    bare = not eager and not options.get("dropout") and max(n for of_row in lengths for n in of_row) <= window
     for row, of_row in enumerate(lengths):
         parts, start = [], 0
         for n in of_row:
@@ -318,7 +319,7 @@ def each_alone(module, query, key, value, attention_mask, lengths, sliding_windo
             part = [F.pad(x[row : row + 1, :, start : start + n], room) for x in (query, key, value)]
             mask = torch.ones(1, 1, n, n).tril().triu(1 - window) > 0
             mask = torch.where(mask, 0, torch.finfo(query.dtype).min).to(query.dtype) if eager else mask
-            parts.append(attend(module, *part, mask if eager or n > window else None, **others)[0][:, :n])
+            parts.append(attend(module, *part, mask if eager or n > window else None, **options)[0][:, :n])
             start += n
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows), None
@@ -356,8 +357,8 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
     decay = first.pop("weight_decay", 0.0)
     no_decay = [n for n in masters if masters[n].dim() == 1 or "norm" in n or n.endswith("bias")]
     decaying = {"params": [masters[n] for n in masters if n not in no_decay], "weight_decay": decay}
-    others = {"params": [masters[n] for n in no_decay], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([decaying, others], fused=True, **first)
+    not_decaying = {"params": [masters[n] for n in no_decay], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([decaying, not_decaying], fused=True, **first)
     result, n_updates = Reference({}, {}, {}, [], [], {name: p.data for name, p in frozen.items()}), 0
     of_lean = {name: [torch.zeros_like(p.data) for _ in semantics.optimizer.moments] for name, p in masters.items()}
     for batch, of_step in zip(batches, settings, strict=True):
@@ -390,8 +391,8 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
         if semantics.is_lean:
             for name, p in masters.items():
                 spared = {"weight_decay": 0.0} if name in no_decay else {}
-                given = name, p.data, of_lean[name], p.grad, {"weight_decay": 0.0} | of_step | spared, n_updates
-                p.data, of_lean[name] = lean_step(semantics, *given)
+                arguments = name, p.data, of_lean[name], p.grad, {"weight_decay": 0.0} | of_step | spared, n_updates
+                p.data, of_lean[name] = lean_step(semantics, *arguments)
             continue
         optimizer.step()
         if semantics.master_dtype == "bf16":
@@ -426,10 +427,10 @@ def ends_of_pieces(parameters: dict[str, torch.Tensor], n_pieces: int) -> dict[s
         blocks.setdefault(name.split(".")[2] if in_layer else "before" if "embed" in name else "after", []).append(name)
     ends: dict[str, list[int]] = {}
     for names in blocks.values():
-        places, at = {}, 0
+        places, offset = {}, 0
         for name in names:
-            places[name], at = at, at + parameters[name].numel() + -parameters[name].numel() % 128
-        piece = -(-at // (128 * n_pieces)) * 128
+            places[name], offset = offset, offset + parameters[name].numel() + -parameters[name].numel() % 128
+        piece = -(-offset // (128 * n_pieces)) * 128
         for name in names:
             cuts = (piece * i - places[name] for i in range(1, n_pieces))
             ends[name] = [cut for cut in cuts if 0 < cut < parameters[name].numel()]
@@ -450,8 +451,8 @@ def at_once(logits: torch.Tensor, targets: torch.Tensor, n_supervised: int) -> t
     total = by_halves(by_halves((sums * torch.exp(tops - top)).view(len(z), n_threads, 8)))[:, None]
     supervised = targets != -100
     targets, share = torch.where(supervised, targets, 0), (supervised.float() / n_supervised)[:, None]
-    own = torch.stack([row[target] for row, target in zip(z, targets, strict=True)])
-    losses = torch.where(supervised, (top[:, 0] - own) + torch.log(total[:, 0]), 0.0)
+    target_logits = torch.stack([row[target] for row, target in zip(z, targets, strict=True)])
+    losses = torch.where(supervised, (top[:, 0] - target_logits) + torch.log(total[:, 0]), 0.0)
     gradient = torch.exp(z - top) * (share / total) - F.one_hot(targets, z.shape[1]) * share
     return losses.sum(), gradient.to(logits.dtype)
 
@@ -479,8 +480,8 @@ def tree_sum(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the sum by a balanced binary tree."""
     if len(parts) == 1:
         return parts[0]
-    left, right = tree_sum(parts[: len(parts) // 2]), tree_sum(parts[len(parts) // 2 :])
-    return {name: left[name] + right[name] for name in left}
+    first, second = tree_sum(parts[: len(parts) // 2]), tree_sum(parts[len(parts) // 2 :])
+    return {name: first[name] + second[name] for name in first}
 
 
 def group_sums(model, parameters, semantics: Semantics, batch, micro_batches, n_supervised: int, losses) -> dict[str, torch.Tensor]:
@@ -495,18 +496,18 @@ def group_sums(model, parameters, semantics: Semantics, batch, micro_batches, n_
         d_hidden, d_head = [], torch.zeros(head.shape)
         for x, y in zip(flat.split(semantics.loss_tile_tokens), targets.split(semantics.loss_tile_tokens), strict=True):
             x, w = x.detach().requires_grad_(), head.detach().requires_grad_(head.requires_grad)
-            given = [x, w] if head.requires_grad else [x]
+            inputs = [x, w] if head.requires_grad else [x]
             logits = F.linear(x, w)
             if cap is not None:
                 logits = torch.tanh(logits / cap) * cap
             if semantics.loss == "online":
                 loss, d_logits = at_once(logits.detach(), y, n_supervised)
-                dx, *dw = torch.autograd.grad(logits, given, d_logits)
+                dx, *dw = torch.autograd.grad(logits, inputs, d_logits)
                 if dw:  # accumulated within the product
                     d_head, dw = torch.addmm(d_head, d_logits.float().t(), x.detach().float()), []
             else:
                 loss = F.cross_entropy(logits.float(), y, ignore_index=-100, reduction="sum")
-                dx, *dw = torch.autograd.grad(loss / n_supervised, given)
+                dx, *dw = torch.autograd.grad(loss / n_supervised, inputs)
             d_hidden.append(dx)
             if dw:
                 d_head += dw[0]

@@ -85,48 +85,48 @@ def digest(text: str | bytes) -> str:
 
 def plans() -> str:
     """Return the digest of plans of random legal cases, derandomized."""
-    found: list[str] = []
+    texts: list[str] = []
 
     @settings(max_examples=N_PLANS, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck])
     @given(cases())
     def look(case: Case) -> None:
-        found.append(str(case.plan))
+        texts.append(str(case.plan))
 
     look()
-    return f"{len(found)} plans {digest(chr(10).join(found))}"
+    return f"{len(texts)} plans {digest(chr(10).join(texts))}"
 
 
-def searched(of: tuple[str, str, int]) -> tuple[str, str]:
+def searched(cell: tuple[str, str, int]) -> tuple[str, str]:
     """Return name and digest of one cell of the grid."""
-    answer = grid.searched(*of).answer
+    answer = grid.searched(*cell).answer
     if isinstance(answer, str):
-        return " ".join(map(str, of)), answer
-    said = [answer.plan.policy, answer.step_s, answer.certificate.policy_bound_s, answer.certificate.machine_bound_s]
-    return " ".join(map(str, of)), digest(repr(said))
+        return " ".join(map(str, cell)), answer
+    results = [answer.plan.policy, answer.step_s, answer.certificate.policy_bound_s, answer.certificate.machine_bound_s]
+    return " ".join(map(str, cell)), digest(repr(results))
 
 
 def reported(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield digests of ten plans as text, as JSON and as a page."""
-    for i, asked in enumerate(REPORTED):
+    for i, arguments in enumerate(REPORTED):
         plan, page = folder / f"reported-{i}.json", folder / f"reported-{i}.html"
-        yield f"text of {asked}", digest(_said("plan", *asked.split(), "-o", plan).stdout)
-        yield f"fields of {asked}", digest(plan.read_bytes())
+        yield f"text of {arguments}", digest(_output("plan", *arguments.split(), "-o", plan).stdout)
+        yield f"fields of {arguments}", digest(plan.read_bytes())
         _penstock("report", plan, "-o", page)
-        yield f"page of {asked}", digest(page.read_bytes())
+        yield f"page of {arguments}", digest(page.read_bytes())
 
 
 def refused(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield, for each failing command, exit code and number of lines, and separately a digest of the message."""
     model, data, plan = _home(folder / "refused")
     _penstock("plan", model, "--machine", "cpu-2core", *SIZES, "-o", plan)
-    there = {"MODEL": model, "DATA": data, "PLAN": plan, "HOME": folder / "refused"}
+    paths = {"MODEL": model, "DATA": data, "PLAN": plan, "HOME": folder / "refused"}
     for line in REFUSED:
         words = " ".join(line.split())
-        for name, path in there.items():
+        for name, path in paths.items():
             words = words.replace(name, str(path))
-        said = _said(*words.split())
-        yield f"refused {line}", f"{said.returncode}, {said.stderr.count(chr(10))} lines, traceback {'Traceback' in said.stderr}"
-        yield f"words of {line}", digest(said.stderr.replace(str(folder), "FOLDER"))
+        run = _output(*words.split())
+        yield f"refused {line}", f"{run.returncode}, {run.stderr.count(chr(10))} lines, traceback {'Traceback' in run.stderr}"
+        yield f"words of {line}", digest(run.stderr.replace(str(folder), "FOLDER"))
 
 
 SIZES = ("--seq-len", 128, "--batch-size", 8, "--micro-batch", 2)
@@ -161,7 +161,7 @@ def trained(folder: Path) -> Iterator[tuple[str, str]]:
             yield f"{name} timeline", digest(json.dumps(sorted([span["step"], span["op"]] for span in spans)))
 
 
-def _said(*args: object) -> subprocess.CompletedProcess[str]:
+def _output(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([PENSTOCK, *map(str, args)], check=False, capture_output=True, text=True)
 
 
@@ -172,22 +172,22 @@ def _penstock(*args: object) -> None:
 def digests() -> dict[str, str]:
     with ProcessPoolExecutor(2) as pool, TemporaryDirectory() as folder:
         of_grid = pool.map(searched, product(grid.MODELS, grid.MACHINES, grid.TOKENS_PER_STEP))
-        apart = Path(folder)
-        return {"plans": plans(), **dict(trained(apart)), **dict(reported(apart)), **dict(refused(apart)), **dict(of_grid)}
+        home = Path(folder)
+        return {"plans": plans(), **dict(trained(home)), **dict(reported(home)), **dict(refused(home)), **dict(of_grid)}
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["write", "compare"]))
+@click.argument("action", type=click.Choice(["write", "compare"]))
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-def main(what: str, file: Path) -> None:
-    """Write the digests, or compare them with those written before; what differs is named."""
-    found = digests()
-    if what == "write":
-        file.write_text(json.dumps(found, indent=1))
+def main(action: str, file: Path) -> None:
+    """Write the digests, or compare them with FILE and print the names of those that differ."""
+    current = digests()
+    if action == "write":
+        file.write_text(json.dumps(current, indent=1))
         return
-    before = json.loads(file.read_text())
-    differing = sorted(name for name in {*before, *found} if before.get(name) != found.get(name))
-    print(f"{len(found)} digests, {len(differing)} differ", *differing, sep="\n")
+    written = json.loads(file.read_text())
+    differing = sorted(name for name in {*written, *current} if written.get(name) != current.get(name))
+    print(f"{len(current)} digests, {len(differing)} differ", *differing, sep="\n")
     sys.exit(1 if differing else 0)
 
 

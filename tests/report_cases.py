@@ -32,8 +32,8 @@ def make_plan(path: Path) -> Path:
 @cache
 def _chosen() -> bytes:
     with TemporaryDirectory() as folder:
-        done = CliRunner().invoke(cli, ["plan", *MODEL, "-o", f"{folder}/plan.json"])
-        assert done.exit_code == 0, done.output
+        result = CliRunner().invoke(cli, ["plan", *MODEL, "-o", f"{folder}/plan.json"])
+        assert result.exit_code == 0, result.output
         return (Path(folder) / "plan.json").read_bytes()
 
 

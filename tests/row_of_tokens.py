@@ -23,8 +23,8 @@ class RowOfTokens:
 
     @property
     def n_sequences(self) -> int:
-        whole, rest = divmod(len(self.ids), self.seq_len)
-        return whole + (rest > 1)
+        n, rest = divmod(len(self.ids), self.seq_len)
+        return n + (rest > 1)
 
     @property
     def fingerprint(self) -> str:

@@ -24,10 +24,10 @@ def penstock(*args):
     return CliRunner().invoke(command, [str(a) for a in words])
 
 
-def succeeded(done):
+def succeeded(result):
     """Assert exit code 0; return the result."""
-    assert done.exit_code == 0, done.output
-    return done
+    assert result.exit_code == 0, result.output
+    return result
 
 
 _PLANNED, _ELSEWHERE = {}, "<home>/"
@@ -37,10 +37,10 @@ def plan_in(home, *extra, name="plan.json", model="model"):
     """Write a plan for the model of the home. Equal requests are planned once; only the folder in the plan differs."""
     files = frozenset(path.name for path in (home / model).iterdir())  # a plan names files of weights
     words = [word.read_text() if isinstance(word, Path) else word for word in extra]
-    asked = model, (home / model / "config.json").read_text(), files, *words
-    if asked not in _PLANNED:
-        _PLANNED[asked] = plan_anew(home, *extra, name=name, model=model).read_text().replace(f"{home}/", _ELSEWHERE)
-    (home / name).write_text(_PLANNED[asked].replace(_ELSEWHERE, f"{home}/"))
+    request = model, (home / model / "config.json").read_text(), files, *words
+    if request not in _PLANNED:
+        _PLANNED[request] = plan_anew(home, *extra, name=name, model=model).read_text().replace(f"{home}/", _ELSEWHERE)
+    (home / name).write_text(_PLANNED[request].replace(_ELSEWHERE, f"{home}/"))
     return home / name
 
 
@@ -80,11 +80,11 @@ def lines_of(home, out, name="metrics.jsonl"):
     return [json.loads(line) for line in (home / out / name).read_text().splitlines()]
 
 
-def one_line(done, code, *words):
-    assert done.exit_code == code, done.output
-    assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+def one_line(result, code, *words):
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
     for word in words:
         assert word in lines[0]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from .tiny import ALIKE
+from .tiny import SAME_PATHS
 
 SHARE = 13  # prime, so that a stride through a product of parameters visits all values
 FEWEST = 2
@@ -40,15 +40,15 @@ def _left_out(cases: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     unknown = named - {*ids.values()}
     assert not unknown or len(cases) < len(named), f"{first.nodeid}: no case {', '.join(map(str, unknown))}"
     yield from (item for item in cases if ids[item] in named)
-    left = [item for item in cases if ids[item] not in named]
+    unnamed = [item for item in cases if ids[item] not in named]
     match [mark.args[0] for mark in first.iter_markers("fast")]:
         case ["some"]:
-            kept = {*left[::SHARE]}
+            fast = {*unnamed[::SHARE]}
         case ["values" | "pairs" as how]:
-            kept = covering({item: item.callspec.params for item in left}, 2 if how == "pairs" else 1)
+            fast = covering({item: item.callspec.params for item in unnamed}, 2 if how == "pairs" else 1)
         case _:
             return
-    yield from (item for item in left if item not in kept)
+    yield from (item for item in unnamed if item not in fast)
 
 
 def share(n_examples: int) -> int:
@@ -74,4 +74,4 @@ def covering(cases: Mapping[Any, Mapping[str, object]], strength: int) -> set[An
 def _values(parameters: Mapping[str, object]) -> Iterator[Hashable]:
     for name, value in parameters.items():
         for i, element in enumerate(value if isinstance(value, tuple) else (value,)):
-            yield name, i, repr(ALIKE.get(element, element) if isinstance(element, str) else element)
+            yield name, i, repr(SAME_PATHS.get(element, element) if isinstance(element, str) else element)

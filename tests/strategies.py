@@ -1,7 +1,4 @@
-"""Hypothesis strategies of workloads, semantics, policies and plans, and small fixed ones.
-
-Strategies yield legal values only, so that tests need no `assume`.
-"""
+"""Hypothesis strategies of legal workloads, semantics, policies and plans (tests need no `assume`), and small fixed ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -124,11 +121,12 @@ PARTS = (
 
 
 @st.composite
-def frozen(draw: st.DrawFn, of: Semantics) -> Semantics:
+def frozen(draw: st.DrawFn, all_trained: Semantics) -> Semantics:
     """Sample frozen parameters for these semantics, packed or not."""
     train = draw(st.sampled_from(ADAPTED) | st.sampled_from(PARTS))
     base = draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8"]))
-    return replace(of, train=train, base=base, gradient_dtype=draw(st.sampled_from(["fp32", "fp32", of.gradient_dtype])))
+    gradient_dtype = draw(st.sampled_from(["fp32", "fp32", all_trained.gradient_dtype]))
+    return replace(all_trained, train=train, base=base, gradient_dtype=gradient_dtype)
 
 
 def as_trained(blocks: Sequence[Block], train: Train) -> tuple[Block, ...]:
@@ -175,17 +173,17 @@ def _tier(draw: st.DrawFn, saved: Saved) -> Tier:
 
 
 @st.composite
-def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
+def workloads(draw: st.DrawFn, semantics: Semantics, max_layers: int = 5) -> Workload:
     """Sample an embedding, one to `max_layers` layers of different sizes, and a head, tied or not."""
-    tokens, item = of.tokens_per_micro_batch, ITEM_BYTES[of.compute_dtype]
-    widths = st.sampled_from([8, 16]) | st.integers(1, 32) if of.base == "bf16" else st.sampled_from([16, 64])
+    tokens, item = semantics.tokens_per_micro_batch, ITEM_BYTES[semantics.compute_dtype]
+    widths = st.sampled_from([8, 16]) | st.integers(1, 32) if semantics.base == "bf16" else st.sampled_from([16, 64])
     width, vocabulary = draw(widths), draw(st.integers(2, 64))
     boundary_bytes = tokens * width * item
     embed = (Parameter("embed.weight", (vocabulary, width)),)
     sizes = {"pointwise_bytes": 2 * boundary_bytes, "boundary_bytes": boundary_bytes, "transient_bytes": 4 * vocabulary * width}
     embedding = Block("embedding", BlockKind.EMBEDDING, embed, n_kernels=1, **sizes)
     layers = []
-    for i in range(draw(st.integers(1 if of.train.layers is None else of.train.layers[1] + 1, max_layers))):
+    for i in range(draw(st.integers(1 if semantics.train.layers is None else semantics.train.layers[1] + 1, max_layers))):
         inner = draw(st.integers(1, 64))
         shapes: dict[str, tuple[int, ...]] = {"mlp.up_proj": (inner, width), "norm": (width,), "mlp.down_proj": (width, inner)}
         parameters = [Parameter(f"model.layers.{i}.{name}.weight", shape) for name, shape in shapes.items()]
@@ -195,7 +193,7 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
                 BlockKind.LAYER,
                 tuple(parameters[: draw(st.integers(1, 3))]),
                 matmuls=(Matmul(tokens, width, inner), Matmul(tokens, inner, width)),
-                attention=draw(st.sampled_from([None, Attention(of.micro_batch, 2, 8, of.seq_len)])),
+                attention=draw(st.sampled_from([None, Attention(semantics.micro_batch, 2, 8, semantics.seq_len)])),
                 pointwise_bytes=draw(st.integers(0, 10**6)),
                 n_kernels=draw(st.integers(1, 20)),
                 boundary_bytes=boundary_bytes,
@@ -216,27 +214,27 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
         n_kernels=4,
         transient_bytes=draw(st.integers(0, 10**6)),
     )
-    return with_smaller(as_trained((embedding, *layers, head), of.train), of)
+    return with_smaller(as_trained((embedding, *layers, head), semantics.train), semantics)
 
 
-def with_smaller(blocks: tuple[Block, ...], of: Semantics) -> Workload:
+def with_smaller(blocks: tuple[Block, ...], semantics: Semantics) -> Workload:
     """Return the workload; a smaller last micro-batch has proportional sizes."""
-    n, n_left = of.micro_batch, of.n_left
+    n, n_left = semantics.micro_batch, semantics.n_left
 
-    def less(block: Block) -> Block:
+    def smaller(block: Block) -> Block:
         sizes = ("pointwise_bytes", "fused_bytes", "boundary_bytes", "kept_bytes", "transient_bytes")
         share: dict[str, Any] = {name: getattr(block, name) // n * n_left for name in sizes}
         if block.attention is not None:
             share["attention"] = replace(block.attention, n_sequences=n_left)
         matmuls = tuple(replace(m, m=m.m // n * n_left) for m in block.matmuls)
-        return replace(block, matmuls=matmuls, tiers=tuple(map(less_saved, block.tiers)), **share)
+        return replace(block, matmuls=matmuls, tiers=tuple(map(smaller_tier, block.tiers)), **share)
 
-    def less_saved(tier: Tier) -> Tier:
+    def smaller_tier(tier: Tier) -> Tier:
         sizes = ("saved_bytes", "transient_bytes", "pointwise_bytes", "copied_bytes")
         share: dict[str, Any] = {name: getattr(tier, name) // n * n_left for name in sizes}
         return replace(tier, **share)
 
-    return Workload(blocks, tuple(map(less, blocks)) if n_left else ())
+    return Workload(blocks, tuple(map(smaller, blocks)) if n_left else ())
 
 
 def small_workload(n_layers: int, tied: bool, saving: bool = False, train: Train = EVERYTHING) -> Workload:
@@ -265,7 +263,7 @@ def small_workload(n_layers: int, tied: bool, saving: bool = False, train: Train
     return Workload(as_trained(blocks, train))
 
 
-def _some(draw: st.DrawFn, blocks: Sequence[int]) -> tuple[int, ...]:
+def _subset(draw: st.DrawFn, blocks: Sequence[int]) -> tuple[int, ...]:
     """Sample no block with probability 1/2, else any subset."""
     return tuple(b for b in blocks if draw(st.booleans())) if draw(st.booleans()) else ()
 
@@ -276,7 +274,7 @@ def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
     blocks, n, first = workload.blocks, workload.n_layers, workload.first_trained
     if draw(st.integers(0, 2)) == 0:
         return {"boundary_stride": draw(st.integers(1, n))}
-    spill = _some(draw, range(max(first - 1, 0), n))
+    spill = _subset(draw, range(max(first - 1, 0), n))
     save = []
     for b in range(1, n + 1):
         can = [saved for saved in Saved if blocks[b].recompute(saved)] if b >= first else [Saved.INPUT]
@@ -287,29 +285,29 @@ def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
 
 
 @st.composite
-def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
+def policies(draw: st.DrawFn, semantics: Semantics, workload: Workload) -> Policy:
     """Sample a legal combination of knobs; up to n_layers + 1 slots."""
     n, trains_all = workload.n_layers, workload.trains_all
-    eager_is_legal = of.clip_norm is None and of.on_nonfinite == "stop" and trains_all
+    eager_is_legal = semantics.clip_norm is None and semantics.on_nonfinite == "stop" and trains_all
     updates = list(Update) if eager_is_legal else [Update.BARRIER, Update.DEFERRED]
     update = draw(st.sampled_from(updates))
     gradient_slots = draw(st.integers(1, n + 1))
-    group = draw(st.integers(of.least_group, of.n_micro_batches))
-    one_group = group == of.n_micro_batches
+    group = draw(st.integers(semantics.least_group, semantics.n_micro_batches))
+    one_group = group == semantics.n_micro_batches
     if trains_all:
-        on_device = _some(draw, can_stay(workload, of)) if one_group and update is Update.DEFERRED else ()
+        on_device = _subset(draw, can_stay(workload, semantics)) if one_group and update is Update.DEFERRED else ()
     else:
-        can_be_apart = of.gradient_dtype == "fp32" and {*workload.mixed} <= {*can_stay(workload, of)}
+        can_be_apart = semantics.gradient_dtype == "fp32" and {*workload.mixed} <= {*can_stay(workload, semantics)}
         on_device = workload.mixed if can_be_apart and draw(st.integers(0, 3)) else ()
-    speculating = _some(draw, range(n + 2)) if update is Update.DEFERRED and trains_all else ()
-    resident = tuple(b for b in _some(draw, range(n + 2)) if b not in on_device or not trains_all)
-    on_disk = _some(draw, can_read(workload, of))
+    speculating = _subset(draw, range(n + 2)) if update is Update.DEFERRED and trains_all else ()
+    resident = tuple(b for b in _subset(draw, range(n + 2)) if b not in on_device or not trains_all)
+    on_disk = _subset(draw, can_read(workload, semantics))
     return Policy(
         disk_blocks=tuple(b for b in on_disk if b not in resident or b in on_device or not workload.blocks[b].trained),
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
         saved_slots=draw(st.integers(1, 3)),
-        square_on_device=one_group and trains_all and of.ranks == 1 and draw(st.booleans()),
+        square_on_device=one_group and trains_all and semantics.ranks == 1 and draw(st.booleans()),
         device_blocks=on_device,
         accumulation_group=group,
         update=update,
@@ -335,11 +333,11 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, max_layers: int = 5, max_micro_batches: int = 4) -> Case:
     """Sample a legal combination of semantics, workload and policy; one in three has frozen parameters."""
-    of = draw(semantics(max_micro_batches))
+    case_semantics = draw(semantics(max_micro_batches))
     if max_layers > 1 and draw(st.integers(0, 2)) == 2:
-        of = draw(frozen(of))
-    workload = draw(workloads(of, max_layers))
-    return Case(of, workload, draw(policies(of, workload)))
+        case_semantics = draw(frozen(case_semantics))
+    workload = draw(workloads(case_semantics, max_layers))
+    return Case(case_semantics, workload, draw(policies(case_semantics, workload)))
 
 
 def plans(max_layers: int = 5, max_micro_batches: int = 4) -> st.SearchStrategy[Plan]:

@@ -28,7 +28,7 @@ _ALTERNATING = ["sliding_attention", "full_attention"]
 
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-_OWN: dict[str, dict[str, Any]] = {
+_BY_TYPE: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], **_SILU},
     "mistral": {"architectures": ["MistralForCausalLM"], **_SILU, "head_dim": 8, "sliding_window": 8},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_SILU},
@@ -75,7 +75,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
 }
 
-_OTHERS: dict[str, dict[str, Any]] = {  # for features that no other type has
+_EXTRA_TYPES: dict[str, dict[str, Any]] = {  # for features that no other type has
     "bloom": {"n_head": 4, "hidden_dropout": 0.0},
     "gemma4_text": {
         **_SILU,
@@ -91,23 +91,23 @@ _OTHERS: dict[str, dict[str, Any]] = {  # for features that no other type has
 }
 
 # Types in the installed transformers; the oldest supported version lacks some
-MODEL_TYPES: tuple[str, ...] = tuple(t for t in _OWN if find_spec(f"transformers.models.{t}"))
+MODEL_TYPES: tuple[str, ...] = tuple(t for t in _BY_TYPE if find_spec(f"transformers.models.{t}"))
 # Types for tests of every property. The others consist of the same parts; their loss, gradients, bits and bytes are tested in
 # test_outside, test_exactness, test_documents, test_footprint and test_workload.
 STRUCTURES: tuple[str, ...] = tuple(t for t in MODEL_TYPES if t not in ("gemma", "smollm3", "internlm3"))
 EAGER_ONLY: tuple[str, ...] = ("gemma2", "gpt_oss", "bloom")  # no scaled-dot-product attention in transformers
 EXPERT_TYPES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
-ALIKE = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}  # layers with the same code paths
+SAME_PATHS = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}  # layers with the same code paths
 
 
 def families(types: Sequence[str]) -> list[tuple[str, ...]]:
     """Group types with the same code paths; a property may be tested with one sampled type per group."""
-    return [tuple(of for of in types if ALIKE.get(of, of) == first) for first in types if first not in ALIKE]
+    return [tuple(name for name in types if SAME_PATHS.get(name, name) == first) for first in types if first not in SAME_PATHS]
 
 
 def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
     """Return a `config.json` of the type, updated with `overrides`; alternating layer types follow `num_hidden_layers`."""
-    config = {"model_type": model_type, **_COMMON, **(_OWN | _OTHERS)[model_type], **overrides}
+    config = {"model_type": model_type, **_COMMON, **(_BY_TYPE | _EXTRA_TYPES)[model_type], **overrides}
     if "layer_types" in config and "layer_types" not in overrides:
         config["layer_types"] = [_ALTERNATING[i % 2] for i in range(config["num_hidden_layers"])]
     if "rope_parameters" in config:

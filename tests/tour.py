@@ -13,8 +13,8 @@ import penstock
 from penstock.results import Planned, Trained
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, FLOORS, API = (ROOT / "docs" / name for name in ("tour.md", "imports.md", "api.md"))
-ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
+PAGE, LEVELS, API = (ROOT / "docs" / name for name in ("tour.md", "imports.md", "api.md"))
+FOLDERS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
 LINKED = ("planner", "runtime", "hwprofiles")  # top-level folders that are packages below `penstock` by symbolic links
 # Order of reading: the plan language, the planner, the runtime, and the command-line layer
 READING = (
@@ -46,37 +46,37 @@ def first_line(path: Path) -> str:
 
 def sources() -> list[Path]:
     """Return every Python file of the project, by package, in a fixed order."""
-    return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")) if "out" not in path.parts]
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "out" not in path.parts]
 
 
 def tour() -> str:
     """Return docs/tour.md."""
-    lines = [f"- [{room}](../{room}) {first_line(ROOT / room / '__init__.py')}" for room in READING]
+    lines = [f"- [{folder}](../{folder}) {first_line(ROOT / folder / '__init__.py')}" for folder in READING]
     return f"{_HEAD}\n" + "\n".join(lines) + "\n"
 
 
 # -- imports ------------------------------------------------------------------------------------------------------------
 
-_IMPORTS = """# Imports inside every room
+_IMPORTS = """# Imports inside every package
 
-A file imports only files of floors below its own, in its room and in all rooms together; a test sees that there is no circle, late
-imports and those for types included. A floor is one above the highest that its files import in the same room.
+A file imports only files of lower levels, within its package and within the project; a test checks that imports have no cycle, late
+imports and imports for types included. The level of a file is one above the highest level of its imports in the same package.
 """
 
 
 @cache
 def imports(tree: ast.Module) -> list[tuple[str, int]]:
     """Return (module, relative level) of every import, also late ones and those for types; `from package import a` is package.a."""
-    found: list[tuple[str, int]] = []
+    modules: list[tuple[str, int]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += ((alias.name, 0) for alias in node.names)
+            modules += ((alias.name, 0) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if is_package(short_name(node.module or "")) or not node.module:  # from runtime import plan
-                found += ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
+                modules += ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
             else:
-                found.append((node.module, node.level))
-    return [(short_name(name), level) for name, level in found]
+                modules.append((node.module, node.level))
+    return [(short_name(name), level) for name, level in modules]
 
 
 def short_name(module: str) -> str:
@@ -103,35 +103,35 @@ def module_of(path: Path) -> str:
 def needs(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
     """Return the files that each file imports, including late imports and imports for types."""
     every = {module_of(path): path for path in trees}
-    found: dict[str, set[str]] = {}
+    needed: dict[str, set[str]] = {}
     for path, tree in trees.items():
-        here = module_of(path)
-        package = here if path.name == "__init__.py" else here.rpartition(".")[0]
+        module = module_of(path)
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for target, level in imports(tree):
             name = target if level == 0 else f"{package}.{target}" if target else package
             while name and name not in every:  # a name within a file
                 name = name.rpartition(".")[0]
-            if name and name != here and every[name].name != "__init__.py":
-                found.setdefault(here, set()).add(name)
-    return found
+            if name and name != module and every[name].name != "__init__.py":
+                needed.setdefault(module, set()).add(name)
+    return needed
 
 
-def floors(trees: Mapping[Path, ast.Module]) -> str:
+def levels(trees: Mapping[Path, ast.Module]) -> str:
     """Return docs/imports.md: files of each package by level, the highest first."""
     needed, page = needs(trees), [_IMPORTS.rstrip()]
-    rooms: dict[str, set[str]] = {}
+    packages: dict[str, set[str]] = {}
     for path in trees:
         if path.name != "__init__.py":
-            rooms.setdefault(path.parent.relative_to(ROOT).as_posix(), set()).add(module_of(path))
-    for room, files in sorted(rooms.items()):
+            packages.setdefault(path.parent.relative_to(ROOT).as_posix(), set()).add(module_of(path))
+    for package, files in sorted(packages.items()):
 
         @cache
-        def floor(file: str, files: frozenset[str] = frozenset(files)) -> int:
-            return 1 + max((floor(other) for other in needed.get(file, set()) & files), default=0)
+        def level(file: str, files: frozenset[str] = frozenset(files)) -> int:
+            return 1 + max((level(imported) for imported in needed.get(file, set()) & files), default=0)
 
-        page.append(f"\n## {room}\n\n| floor | files |\n|--:|---|")
-        for n in range(max(map(floor, files)), 0, -1):
-            page.append(f"| {n} | {', '.join(sorted(file.rpartition('.')[2] for file in files if floor(file) == n))} |")
+        page.append(f"\n## {package}\n\n| level | files |\n|--:|---|")
+        for n in range(max(map(level, files)), 0, -1):
+            page.append(f"| {n} | {', '.join(sorted(file.rpartition('.')[2] for file in files if level(file) == n))} |")
     return "\n".join(page) + "\n"
 
 
@@ -161,9 +161,9 @@ def api() -> str:
             if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
                 code += source.splitlines()[part.lineno - 1 : part.end_lineno]
             elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
-                said = " ".join((ast.get_docstring(part) or "").partition("\n\n")[0].split())
-                *above, last = ["", *_header(source, part)][code[-1].endswith(":") :]
-                code += [*above, last if said else f"{last} ...", *([f'        """{said}"""'] if said else [])]
+                docstring = " ".join((ast.get_docstring(part) or "").partition("\n\n")[0].split())
+                *lines, last = ["", *_header(source, part)][code[-1].endswith(":") :]
+                code += [*lines, last if docstring else f"{last} ...", *([f'        """{docstring}"""'] if docstring else [])]
         page.append(f"## {node.name}\n\n{ast.get_docstring(node)}\n\n```python\n" + "\n".join(code) + "\n```\n")
     return "\n".join(page)
 
@@ -177,4 +177,4 @@ def _header(source: str, node: ast.ClassDef | ast.FunctionDef) -> list[str]:
 if __name__ == "__main__":
     API.write_text(api(), encoding="utf-8")
     PAGE.write_text(tour(), encoding="utf-8")
-    FLOORS.write_text(floors(package_trees()), encoding="utf-8")
+    LEVELS.write_text(levels(package_trees()), encoding="utf-8")

@@ -32,13 +32,13 @@ from .tiny import EAGER_ONLY, tiny_config
 
 N_STEPS = 3
 # Low-bit optimizer states: every value of --optimizer, and more forms of master weights
-SAID = [f"{of}{':,'[':' in of]}master={master}" for of in Optimizer for master in ("bf16", "split24")]
+OPTIMIZERS = [f"{of}{':,'[':' in of]}master={master}" for of in Optimizer for master in ("bf16", "split24")]
 LEAN: dict[str, dict] = {
-    **{text: optimizing(text, None) for text in sorted({*Optimizer, *SAID} - {"adamw"})},
+    **{text: optimizing(text, None) for text in sorted({*Optimizer, *OPTIMIZERS} - {"adamw"})},
     "adamw:moments=bf16 fp32": {"optimizer": Optimizer.ADAMW_BF16, "compute_dtype": "fp32", "gradient_dtype": "fp32"},
     "adamw:moments=bf16 half up": {"optimizer": Optimizer.ADAMW_BF16, "master_dtype": "bf16"},
 }
-KEPT = ("master", "exp_avg", "exp_avg_sq", "frozen")  # tensors of a trained parameter; `frozen`: of a frozen one
+STATE_NAMES = ("master", "exp_avg", "exp_avg_sq", "frozen")  # tensors of a trained parameter; `frozen`: of a frozen one
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
 # Policy with most knobs set, for a model of at least four layers
@@ -69,7 +69,7 @@ def fused(model_type: str, attention_kernel: str = "flash") -> dict[str, str]:
     return {part: FUSED[part] for part in fusible(Model(tiny_config(model_type)))} | {"attention_kernel": attention_kernel}
 
 
-def asked(thing) -> str:
+def case_name(thing) -> str:
     """Return the name of a case: fields of a policy or of semantics that differ from their defaults."""
     fields = thing if isinstance(thing, dict) else {k: v for k, v in asdict(thing).items() if v != getattr(Policy(), k)}
     return " ".join(f"{key}={value}" for key, value in fields.items()) or "defaults"
@@ -167,8 +167,8 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
 
 def initial_masters(config: dict, semantics: Semantics) -> Tensors:
     """Return copies of the initial master and frozen weights by name. They do not depend on batch size and clipping."""
-    found = _initial(json.dumps(config), replace(semantics, batch_size=semantics.micro_batch, sum_groups=1, clip_norm=None))
-    return {name: x.clone() for name, x in found.items()}
+    weights = _initial(json.dumps(config), replace(semantics, batch_size=semantics.micro_batch, sum_groups=1, clip_norm=None))
+    return {name: x.clone() for name, x in weights.items()}
 
 
 @lru_cache(maxsize=64)
@@ -191,30 +191,30 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
     masters, exp_avg, exp_avg_sq = {}, {}, {}
     for number in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned[number]:
-            of = machine.host.param_state(p)
-            masters[p.name] = of.master.values().clone().view(p.shape).cpu()
-            for kept, name in zip((exp_avg, exp_avg_sq), machine.plan.semantics.optimizer.moments, strict=False):  # Lion has one
+            state = machine.host.param_state(p)
+            masters[p.name] = state.master.whole().clone().view(p.shape).cpu()
+            for moments, name in zip((exp_avg, exp_avg_sq), machine.plan.semantics.optimizer.moments, strict=False):  # Lion has one
                 held = machine.host.moment(p, name)
-                kept[p.name] = (held.clone() if isinstance(held, torch.Tensor) else held.values()).view(p.shape).cpu()
+                moments[p.name] = (held.clone() if isinstance(held, torch.Tensor) else held.whole()).view(p.shape).cpu()
     return masters, exp_avg, exp_avg_sq
 
 
 def frozen_of(machine: CpuMachine) -> Tensors:
     """Return copies of frozen weights by name; packed ones are unpacked."""
-    host, found, of = machine.host, Tensors(), machine.plan.semantics
+    host, weights, semantics = machine.host, Tensors(), machine.plan.semantics
     for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen[b]):
         if machine.plan.is_packed(p):
-            found[p.name] = torch.empty(p.shape, dtype=reference.DTYPE[of.compute_dtype])
-            unpack_into(host.packed(p), found[p.name], of.base)
+            weights[p.name] = torch.empty(p.shape, dtype=reference.DTYPE[semantics.compute_dtype])
+            unpack_into(host.packed(p), weights[p.name], semantics.base)
         else:
-            found[p.name] = host.compute_weight(p).clone()
-    return found
+            weights[p.name] = host.compute_weight(p).clone()
+    return weights
 
 
 def machine_for(plan: Plan, machine_type=Remembering, batches: Sequence[Batch] = (), **options):
     """Return a machine that trains `plan` from the weights of `begin`, on a cycle of batches."""
-    whole = plan.semantics.all_ranks
-    batches = batches or batches_of(plan.model.config["vocab_size"], whole.batch_size, whole.seq_len)
+    total = plan.semantics.whole
+    batches = batches or batches_of(plan.model.config["vocab_size"], total.batch_size, total.seq_len)
     folder = Path(tempfile.mkdtemp(prefix="disk-")) if plan.policy.disk_blocks else None
     if folder is not None:
         options = {"disk": folder / "base", **options}
@@ -277,16 +277,16 @@ def differences(machine: CpuMachine, expected: reference.Reference | None = None
     """Return the names of tensors, losses and norms that are not bitwise equal to `expected`, by default the plain loop."""
     expected = expected or _plain(json.dumps(machine.plan.model.config), machine.plan.semantics)
     of_expected = (expected.masters, expected.exp_avg, expected.exp_avg_sq, expected.frozen)
-    found = []
-    for kind, got, wanted in zip(KEPT, (*state_of(machine), frozen_of(machine)), of_expected, strict=True):
+    names = []
+    for kind, got, wanted in zip(STATE_NAMES, (*state_of(machine), frozen_of(machine)), of_expected, strict=True):
         assert got.keys() == wanted.keys()
-        found += [f"{kind} {name}" for name in got if not same_bits(got[name], wanted[name])]
+        names += [f"{kind} {name}" for name in got if not same_bits(got[name], wanted[name])]
     for step in range(N_STEPS):
         if machine.results[step].loss != expected.losses[step]:
-            found.append(f"loss of step {step}")
+            names.append(f"loss of step {step}")
         if machine.results[step].grad_norm != expected.norms[step]:
-            found.append(f"norm of step {step}")
-    return found
+            names.append(f"norm of step {step}")
+    return names
 
 
 def same_state(a: CpuMachine, b: CpuMachine) -> bool:

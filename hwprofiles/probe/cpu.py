@@ -58,7 +58,7 @@ class CpuDevice(Device):
         needed_bytes = len(self.all_cores) * COLD_BYTES + 4 * LEAST_BYTES  # copies on every core, and optimizer state
         if self.free_bytes < needed_bytes:
             free, needed = show_bytes(self.free_bytes), show_bytes(needed_bytes)
-            raise ProfileError(f"{free} of memory are free, and the probe needs {needed}; end other programs")
+            raise ProfileError(f"{free} of memory are free, but the probe needs {needed}; end other programs")
 
     def facts(self) -> Facts:
         processor = f"{cpu_name()}, {len(self.all_cores)} cores"

@@ -67,7 +67,7 @@ class CudaDevice(Device):
             with translated():
                 self._streams = {lane: torch.cuda.Stream(self._device) for lane in (Lane.GPU, Lane.H2D, Lane.D2H)}
         except DeviceError as error:
-            raise ProfileError(f"CUDA device {index} cannot be used: {error}; see that it works, or use --device cpu") from None
+            raise ProfileError(f"CUDA device {index} cannot be used: {error}; check it, or use --device cpu") from None
 
     def facts(self) -> Facts:
         with translated():

@@ -29,12 +29,12 @@ MOST_DETAIL = 2000  # characters
 MARGINS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # of free memory, tried in turn until one allocation succeeds
 # By kind of device: host cores and host memory bytes per copied byte, with the reason; and the definition of its memory sizes.
 COPIES = {
-    "cpu": (1, 2.0, "a CPU has no device context, and copies memory with a core: by its nature, nothing to measure"),
-    "cuda": (0, 1.0, "pinned copies are made by the device's own engines: no core, no second byte"),
+    "cpu": (1, 2.0, "not measured: a CPU has no device context, and copies memory with one core"),
+    "cuda": (0, 1.0, "copy engines of the device perform pinned copies: no host core, one byte of host memory traffic per byte"),
 }
 MEMORY = {
-    "cpu": "memory available when probed, cut by us into a quarter for the device arena and the rest",
-    "cuda": "device: what the first kernels leave in use, and the largest piece beyond; host: memory available when probed",
+    "cpu": "memory available when probed; a quarter is the device arena, the rest is host memory",
+    "cuda": "device: memory in use after the first kernels, and the largest free piece; host: memory available when probed",
 }
 
 
@@ -47,7 +47,7 @@ def probed(device: Device, effort: Effort, progress: Progress, name: str = "this
     except DeviceOutOfMemory as error:
         raise ProfileError(f"out of memory while measuring {probe.now}: {error}; end other programs and probe again") from None
     except DeviceError as error:
-        raise ProfileError(f"the device failed while measuring {probe.now}: {error}; see that it works, and probe again") from None
+        raise ProfileError(f"the device failed while measuring {probe.now}: {error}; check it and probe again") from None
     except ProfileError as error:
         raise ProfileError(f"the measurements contradict each other ({error}); end other programs and probe again") from None
 
@@ -127,7 +127,7 @@ class _Probe:
                 self.device.reserve(n_bytes)
                 return total_bytes - free_bytes + n_bytes, total_bytes - free_bytes
         free = show_bytes(free_bytes)
-        raise DeviceOutOfMemory(f"of {free} of free device memory {MARGINS[-1]:.0%} less cannot be had in one piece")
+        raise DeviceOutOfMemory(f"{free} of device memory are free, but {MARGINS[-1]:.0%} less cannot be allocated at once")
 
     def _measure(self, row: Measurement) -> None:
         """Time a benchmark; omit it if it would take too long, or if it is optional and the device fails."""
@@ -161,15 +161,15 @@ class _Probe:
         details = {
             "probe": f"penstock probe --device {facts.kind}: medians of {least} to {limit} "
             f"timings on random data, {show_seconds(watch.busy_s)} in all; the same product at {numbers.sustained_fraction:.2f} "
-            f"of its first rate in the end; spread widened by the slowdown while the other lanes work: {slow}"
+            f"of its first rate at the end; spread widened by the slowdown while the other lanes work: {slow}"
             f"{''.join(self.left_out.values())}",
             HOST: self._host(facts, numbers),
             "memory": MEMORY[facts.kind],
             "process": f"resident memory of this process with torch ({show_bytes(process_bytes)}, measured) and "
-            f"{show_bytes(BEYOND_TORCH_BYTES)} for transformers, templates, data and holes between what the allocator gave",
+            f"{show_bytes(BEYOND_TORCH_BYTES)} for transformers, templates, data and heap fragmentation",
             "copies": COPIES[facts.kind][2],
-            "workspace": "what the probe's kernels came to hold beyond the context that they were first used in, and "
-            f"{show_bytes(BEYOND_PROBE_BYTES)} for those of a run",
+            "workspace": "memory that the probe's kernels allocated in addition to the context after their first use, and "
+            f"{show_bytes(BEYOND_PROBE_BYTES)} for kernels of a run",
         }
         measured_on = facts.host if facts.is_cpu else f"{facts.name}; {facts.host}"
         common = {"date": date.today().isoformat(), "device": measured_on, "driver": facts.driver}
@@ -182,7 +182,7 @@ class _Probe:
         """Return the detail of the source HOST: conditions and core usage of every host benchmark."""
         effort, n_bytes = self.effort, host_kernels.slab_bytes(facts.host_bytes, self.effort.host_bytes)
         uses = [
-            f"{row.work.name}{''.join(f' beside {load.lane}' for load in row.background)} {use.cores:.2f} cores, "
+            f"{row.work.name}{''.join(f' during {load.lane}' for load in row.background)} {use.cores:.2f} cores, "
             f"steal {use.steal_fraction:.0%}, {use.last_third:.2f}"
             for row, use in numbers.sustained
             if row.field not in numbers.extra

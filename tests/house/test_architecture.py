@@ -25,17 +25,17 @@ from penstock.runtime.plan import OPS, Kind, Policy
 from tests.running import penstock
 from tests.tour import (
     API,
-    FLOORS,
+    LEVELS,
     LINKED,
     PAGE,
     READING,
     ROOT,
     api,
     first_line,
-    floors,
     full_name,
     imports,
     is_package,
+    levels,
     needs,
     sources,
     tour,
@@ -75,7 +75,7 @@ MOST_KINDS = 23  # kinds of ops; three are collectives, one unpacks weights, one
 # self-test, vision towers, merging of experts; planner by user requests, forward plans, rings of saved activations; hwprofiles by
 # the loss rate.
 MOST_LINES = {"runtime": 10_728, "planner": 9_129, "hwprofiles": 2_515, "penstock": 9_484, "tests": 28_684}
-APART = {"planner/model"}
+NOT_COUNTED = {"planner/model"}
 
 # Folders and files that may import a third-party library, so that replacing it affects only these
 HOME = {
@@ -87,8 +87,8 @@ HOME = {
         *("planner/search/claim.py", "penstock/api.py", "penstock/checkpoint/checkpoint.py", "penstock/run_files.py"),
     },
     "torch": {
-        *(f"runtime/{room}" for room in ("cuda", "host", "layers", "compute", "machines")),
-        *(f"penstock/{room}" for room in ("checkpoint", "data", "training")),
+        *(f"runtime/{name}" for name in ("cuda", "host", "layers", "compute", "machines")),
+        *(f"penstock/{name}" for name in ("checkpoint", "data", "training")),
         *("runtime/batch.py", "runtime/ranks.py", "penstock/user_loss.py", "hwprofiles/probe"),
         *(f"planner/model/{name}.py" for name in ("record", "layer_traces")),
     },
@@ -138,10 +138,10 @@ def package_files() -> list[Path]:
     return [path for path in sources() if path.relative_to(ROOT).parts[0] in PACKAGES]
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     """Return the package of a module, or the module itself if it is directly in a top-level package."""
-    above = module.rpartition(".")[0]
-    return above if above and above not in PACKAGES else module
+    parent = module.rpartition(".")[0]
+    return parent if parent and parent not in PACKAGES else module
 
 
 def _is_in(name: str, homes: Collection[str]) -> bool:
@@ -152,17 +152,17 @@ def _is_in(name: str, homes: Collection[str]) -> bool:
 def wrong_directions(module: str, tree: ast.Module) -> list[str]:
     """Return the imports of a file that violate the directions."""
     top = module.partition(".")[0]
-    seen = MAY_IMPORT.get(room(module), MAY_IMPORT[top])
+    allowed = MAY_IMPORT.get(package_of(module), MAY_IMPORT[top])
     wrong = []
     for target, level in imports(tree):
         if level > 1:
-            wrong.append(f"{'.' * level}{target}: another room has a name")
+            wrong.append(f"{'.' * level}{target}: import other packages by their full name")
         elif level == 0 and target.partition(".")[0] in PACKAGES:
-            is_own = target.partition(".")[0] == top and (module == top or room(module) not in MAY_IMPORT)
-            if room(target) == room(module) and target != module:
-                wrong.append(f"{target}: inside a room use a dot")
-            elif not is_own and not any(target == other or target.startswith(f"{other}.") for other in seen):
-                wrong.append(f"{target}: {room(module)} may import {sorted(seen) or 'no other room'}")
+            is_own = target.partition(".")[0] == top and (module == top or package_of(module) not in MAY_IMPORT)
+            if package_of(target) == package_of(module) and target != module:
+                wrong.append(f"{target}: use a relative import inside a package")
+            elif not is_own and not any(target == permitted or target.startswith(f"{permitted}.") for permitted in allowed):
+                wrong.append(f"{target}: {package_of(module)} may import {sorted(allowed) or 'no other package'}")
     return wrong
 
 
@@ -174,51 +174,51 @@ def trees() -> dict[Path, ast.Module]:
 
 def arrows(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
     """Return the packages that each package imports, late imports included."""
-    found: dict[str, set[str]] = {}
+    edges: dict[str, set[str]] = {}
     for path, tree in trees.items():
-        here = room(_module(path))
+        importer = package_of(_module(path))
         for target, level in imports(tree):
             if level == 0 and target.partition(".")[0] in PACKAGES:
-                there = target if is_package(target) or target == "runtime.plan" else room(target)
-                if there != here:
-                    found.setdefault(here, set()).add(there)
-    return found
+                imported = target if is_package(target) or target == "runtime.plan" else package_of(target)
+                if imported != importer:
+                    edges.setdefault(importer, set()).add(imported)
+    return edges
 
 
-def homeless(name: str, tree: ast.Module) -> list[str]:
+def forbidden(name: str, tree: ast.Module) -> list[str]:
     """Return the third-party libraries that a file imports without permission."""
     known = {*sys.stdlib_module_names, *PACKAGES}
-    found = {target.partition(".")[0] for target, level in imports(tree) if level == 0}
-    return sorted(library for library in found - known if not _is_in(name, HOME.get(library, set())))
+    libraries = {target.partition(".")[0] for target, level in imports(tree) if level == 0}
+    return sorted(library for library in libraries - known if not _is_in(name, HOME.get(library, set())))
 
 
 def smells(name: str, text: str) -> list[str]:
     """Return code smells of a file, one line each."""
-    found: list[str] = []
+    problems: list[str] = []
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Call(func=ast.Name(id="hasattr")):
-                found.append(f"{node.lineno}: hasattr is no type test")
+                problems.append(f"{node.lineno}: hasattr is not a type test")
             case ast.ExceptHandler(type=None):
-                found.append(f"{node.lineno}: a bare except hides the error it did not mean")
+                problems.append(f"{node.lineno}: a bare except hides other errors")
             case ast.Global():
-                found.append(f"{node.lineno}: global")
+                problems.append(f"{node.lineno}: global")
             case ast.Attribute(value=ast.Name(id="sys"), attr="path"):
-                found.append(f"{node.lineno}: sys.path")
+                problems.append(f"{node.lineno}: sys.path")
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv") if not name.startswith("penstock/"):
                 if name.partition("/")[0] in PACKAGES:
-                    found.append(f"{node.lineno}: the environment is read in the shell only")
+                    problems.append(f"{node.lineno}: only penstock may read the environment")
             case ast.ClassDef() if node.name.endswith(("Manager", "Helper", "Util", "Base")):
-                found.append(f"{node.lineno}: {node.name} says nothing")
+                problems.append(f"{node.lineno}: {node.name} is a vague name")
     if re.search(r"_(util|helper)s?\.py$", name):
-        found.append("the file's name says nothing")
+        problems.append("vague file name")
     words = re.search("type: ignore|temporarily", text)  # fast check before tokenizing
     for token in tokenize.generate_tokens(StringIO(text).readline) if words else ():
         if token.type == tokenize.COMMENT and re.search(r"type: ignore(?!\[)", token.string):
-            found.append(f"{token.start[0]}: type: ignore without a code")
+            problems.append(f"{token.start[0]}: type: ignore without a code")
         if token.type == tokenize.COMMENT and "temporarily" in token.string:
-            found.append(f"{token.start[0]}: temporarily")
-    return found
+            problems.append(f"{token.start[0]}: temporarily")
+    return problems
 
 
 def tree_files() -> list[Path]:
@@ -244,7 +244,7 @@ def test_the_first_line_of_a_file_says_what_it_is_about() -> None:
 
 def test_imports_run_one_way(trees: dict[Path, ast.Module]) -> None:
     wrong = {_name(path): wrong_directions(_module(path), tree) for path, tree in trees.items()}
-    assert {name: found for name, found in wrong.items() if found} == {}
+    assert {name: problems for name, problems in wrong.items() if problems} == {}
 
 
 def short_imports(tree: ast.AST) -> list[str]:
@@ -256,37 +256,37 @@ def short_imports(tree: ast.AST) -> list[str]:
 
 def test_modules_are_imported_by_their_full_names() -> None:
     files = [*sources(), *(ROOT / "benchmarks").rglob("*.py")]
-    assert {_name(path): found for path in files if (found := short_imports(ast.parse(path.read_text())))} == {}
+    assert {_name(path): names for path in files if (names := short_imports(ast.parse(path.read_text())))} == {}
     assert short_imports(ast.parse("import planner.search\nfrom runtime import plan")) == ["planner.search", "runtime"]
     assert short_imports(ast.parse("from penstock.runtime import plan\nfrom .runtime import x")) == []
 
 
-def test_rooms_stand_on_floors(trees: dict[Path, ast.Module]) -> None:
+def test_package_imports_have_no_cycle(trees: dict[Path, ast.Module]) -> None:
     """Package imports have no cycle, late imports included, and no package imports penstock."""
-    found = arrows(trees)
-    order = list(TopologicalSorter(found).static_order())
+    graph = arrows(trees)
+    order = list(TopologicalSorter(graph).static_order())
     assert len(order) > 20
-    below = {room: others for room, others in found.items() if not room.startswith("penstock")}
-    assert [room for room, others in below.items() if any(other.startswith("penstock") for other in others)] == []
+    packages = {package: imported for package, imported in graph.items() if not package.startswith("penstock")}
+    assert [package for package, imported in packages.items() if any(name.startswith("penstock") for name in imported)] == []
     with pytest.raises(CycleError):
-        TopologicalSorter(found | {"runtime.plan": {"planner.search"}}).prepare()
+        TopologicalSorter(graph | {"runtime.plan": {"planner.search"}}).prepare()
 
 
-def test_no_file_needs_one_that_needs_it(trees: dict[Path, ast.Module]) -> None:
-    found = needs(trees)
-    assert len(list(TopologicalSorter(found).static_order())) > 150
+def test_file_imports_have_no_cycle(trees: dict[Path, ast.Module]) -> None:
+    graph = needs(trees)
+    assert len(list(TopologicalSorter(graph).static_order())) > 150
     with pytest.raises(CycleError):
-        TopologicalSorter(found | {"runtime.plan.ops": {"runtime.executor"}}).prepare()
+        TopologicalSorter(graph | {"runtime.plan.ops": {"runtime.executor"}}).prepare()
 
 
-def test_folders_are_small_and_so_is_the_house() -> None:
+def test_folders_and_packages_are_within_their_ceilings() -> None:
     folders = Counter(path.parent for path in package_files() if path.name != "__init__.py")
     assert {str(folder.relative_to(ROOT)): n for folder, n in folders.items() if n > MOST_FILES} == {}
     lines = Counter[str]()
     for path in sources():
-        if not _is_in(_name(path), APART):
+        if not _is_in(_name(path), NOT_COUNTED):
             lines[path.relative_to(ROOT).parts[0]] += len(path.read_text().splitlines())
-    assert {room: n for room, n in lines.items() if n > MOST_LINES.get(room, n)} == {}
+    assert {package: n for package, n in lines.items() if n > MOST_LINES.get(package, n)} == {}
 
 
 def test_a_policy_has_few_knobs_and_the_language_few_kinds_of_op() -> None:
@@ -294,14 +294,14 @@ def test_a_policy_has_few_knobs_and_the_language_few_kinds_of_op() -> None:
     assert len(OPS) == len(Kind) <= MOST_KINDS
 
 
-def test_every_third_party_library_has_a_home(trees: dict[Path, ast.Module]) -> None:
-    wrong = {_name(path): homeless(_name(path), tree) for path, tree in trees.items()}
-    assert {name: found for name, found in wrong.items() if found} == {}
+def test_third_party_libraries_are_imported_where_permitted(trees: dict[Path, ast.Module]) -> None:
+    wrong = {_name(path): forbidden(_name(path), tree) for path, tree in trees.items()}
+    assert {name: libraries for name, libraries in wrong.items() if libraries} == {}
 
 
-def test_nothing_smells() -> None:
+def test_files_have_no_code_smells() -> None:
     wrong = {_name(path): smells(_name(path), path.read_text()) for path in sources()}
-    assert {name: found for name, found in wrong.items() if found} == {}
+    assert {name: problems for name, problems in wrong.items() if problems} == {}
 
 
 def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
@@ -329,22 +329,22 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
     ):
         assert smells("runtime/lanes.py", code)
     assert smells("penstock/cli/run.py", "import os\nos.environ['X']") == []
-    assert homeless("planner/lower/lower.py", ast.parse("import torch.nn\nimport requests\nimport json")) == ["requests", "torch"]
+    assert forbidden("planner/lower/lower.py", ast.parse("import torch.nn\nimport requests\nimport json")) == ["requests", "torch"]
 
 
-def test_every_home_is_lived_in_and_every_permission_is_used(trees: dict[Path, ast.Module]) -> None:
+def test_every_permitted_import_is_used(trees: dict[Path, ast.Module]) -> None:
     imported = {_name(path): {target for target, level in imports(tree) if level == 0} for path, tree in trees.items()}
     for library, homes in HOME.items():
         for home in homes:
-            of = (target for name, targets in imported.items() if _is_in(name, {home}) for target in targets)
-            assert any(target.partition(".")[0] == library for target in of), f"{home} has no use for {library}"
-    for permit, others in MAY_IMPORT.items():
+            imports_of = (target for name, targets in imported.items() if _is_in(name, {home}) for target in targets)
+            assert any(target.partition(".")[0] == library for target in imports_of), f"{home} does not import {library}"
+    for permit, permitted in MAY_IMPORT.items():
         used = {target for name, targets in imported.items() if _is_in(name, {permit.replace(".", "/")}) for target in targets}
-        for other in others:
-            assert any(target == other or target.startswith(f"{other}.") for target in used), f"{permit} imports no {other}"
+        for module in permitted:
+            assert any(target == module or target.startswith(f"{module}.") for target in used), f"{permit} imports no {module}"
 
 
-def test_every_dependency_has_a_home_and_every_home_is_declared() -> None:
+def test_declared_dependencies_are_those_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *project["optional-dependencies"]["run"], *project["optional-dependencies"]["fast"]]
     imported = {IMPORTED_AS.get(name, name) for name in (line.partition(">=")[0] for line in declared)}
@@ -360,36 +360,38 @@ def test_every_declared_dependency_is_pinned_within_its_bound() -> None:
 
 
 def test_the_tour_names_every_folder() -> None:
-    assert PAGE.read_text(encoding="utf-8") == tour(), "write it again with `make tour`"
+    assert PAGE.read_text(encoding="utf-8") == tour(), "regenerate it with `make tour`"
     assert sorted(READING) == sorted({_name(path.parent) for path in package_files()} - {"planner"})
 
 
 def test_the_page_of_imports_is_that_of_today(trees: dict[Path, ast.Module]) -> None:
-    assert FLOORS.read_text(encoding="utf-8") == floors(trees), "write it again with `make tour`"
+    assert LEVELS.read_text(encoding="utf-8") == levels(trees), "regenerate it with `make tour`"
 
 
 def test_the_page_of_the_interface_is_that_of_today() -> None:
-    assert API.read_text(encoding="utf-8") == api(), "write it again with `make tour`"
+    assert API.read_text(encoding="utf-8") == api(), "regenerate it with `make tour`"
 
 
-def test_planning_does_not_wake_torch() -> None:
-    files = [p for p in package_files() if _is_in(_name(p), TORCH_FREE) and p.name not in ("record.py", "layer_traces.py")]
+def test_planning_does_not_import_torch() -> None:
+    files = [
+        path for path in package_files() if _is_in(_name(path), TORCH_FREE) and path.name not in ("record.py", "layer_traces.py")
+    ]
     assert len(files) > 50
     code = (
         f"import importlib, sys\nfor name in {[full_name(_module(path)) for path in files]}: importlib.import_module(name)\n"
-        "woken = {'torch', 'transformers', 'safetensors', 'tokenizers'} & set(sys.modules)\nassert not woken, woken"
+        "imported = {'torch', 'transformers', 'safetensors', 'tokenizers'} & set(sys.modules)\nassert not imported, imported"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(
-    ("words", "exit_code", "said"),
+    ("words", "exit_code", "text"),
     [
         (["plan", "qwen2.5-7b", "--machine", "rtx4090-server", "--batch-size", "2"], 0, "it fits: device"),
         (["run", "plan.json", "--data", "."], 2, "error: this needs torch, which the base install leaves out"),
     ],
 )
-def test_the_base_install_plans_and_names_what_else_is_needed(tmp_path: Path, words: list[str], exit_code: int, said: str) -> None:
+def test_the_base_install_plans_and_names_what_else_is_needed(tmp_path: Path, words: list[str], exit_code: int, text: str) -> None:
     """With the libraries of `pip install .` only; all other declared libraries are missing."""
     if words[0] == "run":
         plan = str(tmp_path / words[1])
@@ -406,10 +408,10 @@ def test_the_base_install_plans_and_names_what_else_is_needed(tmp_path: Path, wo
         "import penstock.cli.main\n"
         f"penstock.cli.main.cli({words})"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == exit_code, done.stderr
-    assert said in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert result.returncode == exit_code, result.stderr
+    assert text in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def pins(name: str) -> dict[str, str]:
@@ -428,7 +430,7 @@ def test_the_oldest_allowed_versions_are_those_of_the_tests() -> None:
     assert {library for library in oldest if oldest[library] != newest[library]} == {"torch", "transformers", "huggingface_hub"}
 
 
-def test_the_distribution_holds_every_room_and_its_data() -> None:
+def test_the_distribution_has_every_package_and_its_data() -> None:
     file = tomllib.loads((ROOT / "pyproject.toml").read_text())
     held = find_packages(ROOT, include=file["tool"]["setuptools"]["packages"]["find"]["include"])
     assert sorted(held) == sorted({full_name(_module(path.parent)) for path in package_files()})
@@ -438,9 +440,9 @@ def test_the_distribution_holds_every_room_and_its_data() -> None:
     for package, patterns in file["tool"]["setuptools"]["package-data"].items():
         folder = ROOT / package.replace(".", "/")
         named = {path for pattern in patterns for path in folder.glob(pattern)}
-        beside = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-        there = {path for path in beside if path.suffix != ".py"}
-        assert named == there, f"{package}: files that no pattern of pyproject.toml names, or that are gone"
+        paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        data_files = {path for path in paths if path.suffix != ".py"}
+        assert named == data_files, f"{package}: files without a pattern in pyproject.toml, or patterns without a file"
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
@@ -451,7 +453,7 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     ]
     assert len(links) > 300
-    assert [f"{_name(page)}: {to}" for page, to in links if "://" not in to and not (page.parent / to).exists()] == []
+    assert [f"{_name(page)}: {link}" for page, link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
 _FIGURE = re.compile(r"(?<![\w.])(?<!\w-)\d[\d.,]*\s?(?:%|x\b|[munµ]?s\b|tokens/s|(?:[KMGT]i?)?B(?:/s)?\b|[GTP]?FLOP)")
@@ -459,8 +461,8 @@ _FIGURE = re.compile(r"(?<![\w.])(?<!\w-)\d[\d.,]*\s?(?:%|x\b|[munµ]?s\b|tokens
 
 def test_every_number_in_the_readme_links_to_its_page() -> None:
     places = re.split(r"\n\n|\n(?=\|)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    others = [place for place in places if "\n$ penstock " not in place]  # tests/house/test_docs.py runs these
-    assert [place for place in others if _FIGURE.search(place) and "](docs/" not in place] == []
+    prose = [place for place in places if "\n$ penstock " not in place]  # tests/house/test_docs.py runs these
+    assert [place for place in prose if _FIGURE.search(place) and "](docs/" not in place] == []
 
 
 def test_the_readme_names_every_command() -> None:
@@ -469,7 +471,7 @@ def test_the_readme_names_every_command() -> None:
     assert commands == set(COMMANDS)
 
 
-def test_no_file_knows_the_machine_it_was_written_on() -> None:
-    found = {_name(path): _MACHINE_PATH.findall(path.read_text(encoding="utf-8")) for path in tree_files()}
-    assert {name: paths for name, paths in found.items() if paths} == {}
+def test_no_file_contains_a_path_of_a_machine() -> None:
+    paths_by_file = {_name(path): _MACHINE_PATH.findall(path.read_text(encoding="utf-8")) for path in tree_files()}
+    assert {name: paths for name, paths in paths_by_file.items() if paths} == {}
     assert _MACHINE_PATH.search("see " + "/wor" + "k/main/x")

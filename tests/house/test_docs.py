@@ -1,7 +1,4 @@
-"""Doctest of user pages: run all commands of a page in order in one folder, and compare their output with the page.
-
-`...` on a page matches any text.
-"""
+"""Doctest of user pages: run all commands of a page in one folder, and compare outputs; `...` on a page matches any text."""
 
 import doctest
 import json
@@ -27,29 +24,30 @@ from tests.tour import ROOT
 
 PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md", "losses.md")
 PAGES += ("quickstart.md", "../README.md")
-_WHOLE = [pytest.param(page, slice(None), id=page) for page in PAGES]
+_WHOLE_PAGES = [pytest.param(page, slice(None), id=page) for page in PAGES]
 ANSWERS: dict[str, Any] = {}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
 def commands(text: str) -> list[tuple[str, str]]:
     """Return (command, shown output) of every command in a page's console blocks."""
-    found: list[tuple[str, str]] = []
+    rows: list[tuple[str, str]] = []
     for language, block in _BLOCK.findall(text):
         if language != "console":
             continue
         for line in block.splitlines(keepends=True):
             if line.startswith("$ "):
-                found.append((line[2:].strip(), ""))
+                rows.append((line[2:].strip(), ""))
             else:
-                found[-1] = (found[-1][0], found[-1][1] + line)
-    return found
+                rows[-1] = (rows[-1][0], rows[-1][1] + line)
+    return rows
 
 
 def files(text: str) -> list[tuple[str, str]]:
     """Return (name, content) of every file on a page: a block that begins with a comment with the name, e.g. `# run.yaml`."""
-    blocks = ((of, block.partition("\n")) for of, block in _BLOCK.findall(text) if of in ("yaml", "json", "python"))
-    return [(first.removeprefix("# ").strip(), rest) for _, (first, _, rest) in blocks if first.startswith("# ")]
+    kinds = ("yaml", "json", "python")
+    blocks = (block.partition("\n") for language, block in _BLOCK.findall(text) if language in kinds)
+    return [(first.removeprefix("# ").strip(), rest) for first, _, rest in blocks if first.startswith("# ")]
 
 
 def is_shown(expected: str, printed: str) -> bool:
@@ -60,13 +58,13 @@ def is_shown(expected: str, printed: str) -> bool:
 def perform(command: str, folder: Path) -> str:
     """Run a command, which must succeed; return stdout and stderr. `penstock` runs in this process, other commands in a shell."""
     if command.startswith("penstock ") and "|" not in command:
-        said = StringIO()
-        with chdir(folder), redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as ended:
+        output = StringIO()
+        with chdir(folder), redirect_stdout(output), redirect_stderr(output), pytest.raises(SystemExit) as ended:
             cli(shlex.split(command)[1:])
-        assert not ended.value.code, f"$ {command}\n{said.getvalue()}"
-        return said.getvalue()
+        assert not ended.value.code, f"$ {command}\n{output.getvalue()}"
+        return output.getvalue()
     room = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(folder / "cache")}
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-ec", command.replace("PROJECT", str(ROOT)).replace("pytest -q", "pytest -q --collect-only")],
         cwd=folder,
         env=os.environ | room,
@@ -76,15 +74,15 @@ def perform(command: str, folder: Path) -> str:
         stderr=subprocess.STDOUT,
         timeout=300,
     )
-    assert done.returncode == 0, f"$ {command}\n{done.stdout}"
-    return done.stdout
+    assert result.returncode == 0, f"$ {command}\n{result.stdout}"
+    return result.stdout
 
 
-def answer(*of: Any) -> Any:
+def answer(*arguments: Any) -> Any:
     """Memoised `search_machine`, because commands of a page repeat a search with another output."""
-    if (asked := repr(of)) not in ANSWERS:
-        ANSWERS[asked] = search_machine(*of)
-    return ANSWERS[asked]
+    if (key := repr(arguments)) not in ANSWERS:
+        ANSWERS[key] = search_machine(*arguments)
+    return ANSWERS[key]
 
 
 def what_readers_have(folder: Path) -> None:
@@ -96,14 +94,14 @@ def what_readers_have(folder: Path) -> None:
     write_talker(folder / "my-70b", "chatml")
     turns = [("What is a penstock?", "The pipe that feeds a turbine."), ("And the reservoir?", "Host memory.")]
     rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 40]
-    for name, some in (("chats.jsonl", rows[:72]), ("held-out.jsonl", rows[72:])):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    for name, part in (("chats.jsonl", rows[:72]), ("held-out.jsonl", rows[72:])):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     shutil.copy(ROOT / "benchmarks" / "published_runs.json", folder)
 
 
 @pytest.mark.long
 @pytest.mark.soak_cases(*PAGES)
-@pytest.mark.parametrize(("page", "part"), [*_WHOLE, pytest.param(PAGES[2], slice(3, 6), id="by hand")])
+@pytest.mark.parametrize(("page", "part"), [*_WHOLE_PAGES, pytest.param(PAGES[2], slice(3, 6), id="by hand")])
 def test_every_command_of_a_page_prints_what_the_page_shows(page, part, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "132")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))

@@ -52,8 +52,8 @@ def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path, monke
         expected["zero3"] = SKIPPED
     assert stream.outcomes() == expected
     assert code == 1
-    said = {row["stage"]: row["said"] for row in stream.rows() if row["what"] == "ended"}
-    assert "made to fail on purpose" in said["host"]
+    reasons = {row["stage"]: row["said"] for row in stream.rows() if row["what"] == "ended"}
+    assert "made to fail on purpose" in reasons["host"]
     measured = {row["stage"]: row for row in stream.rows() if row["what"] == "measured"}
     for name in ("eight-layers", "batch-4", "batch-16", "batch-64"):
         row = measured[name]
@@ -111,8 +111,8 @@ def test_a_stage_over_its_limit_is_killed_with_its_children(tmp_path):
     stages[0] = replace(stages[0], limit_s=2.0)
     assert harness.perform_all(stages, 100.0) == {"slow": FAILED, "next": FINISHED}
     rows = harness.stream.rows()
-    (said,) = [row["said"] for row in rows if row["stage"] == "slow" and row["what"] == "ended"]
-    assert said.startswith("over its limit of 2 s")
+    (reason,) = [row["said"] for row in rows if row["stage"] == "slow" and row["what"] == "ended"]
+    assert reason.startswith("over its limit of 2 s")
     assert {"stage": "next", "what": "measured", "x": 1}.items() <= next(r for r in rows if r["what"] == "measured").items()
     (pid,) = [row["pid"] for row in rows if row["what"] == "child"]
     assert not is_alive(pid)
@@ -123,14 +123,14 @@ def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
     codes["killed"] = "import os; os.abort()"
     harness, stages = harness_of(tmp_path, codes)
     assert harness.perform_all(stages, 100.0) == {"good": FINISHED, "bad": FAILED, "killed": FAILED}
-    said = {row["stage"]: row["said"] for row in harness.stream.rows() if row["what"] == "ended"}
-    assert said["bad"] == "ValueError: no such device"
-    assert said["killed"].startswith("killed by signal 6")
+    reasons = {row["stage"]: row["said"] for row in harness.stream.rows() if row["what"] == "ended"}
+    assert reasons["bad"] == "ValueError: no such device"
+    assert reasons["killed"].startswith("killed by signal 6")
     harness, stages = harness_of(tmp_path, codes | {"bad": "note('bad', 'measured')"})
     assert harness.perform_all(stages, 100.0) == {"good": FINISHED, "bad": FINISHED, "killed": FAILED}
     assert [row["stage"] for row in harness.stream.rows() if row["what"] == "measured"] == ["good", "bad"]
     log = (tmp_path / "logs" / "bad.log").read_text()
-    assert "no such device" in log, "what an earlier call's log said is kept"
+    assert "no such device" in log, "the log of the earlier call is overwritten"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -177,16 +177,16 @@ def test_every_expected_figure_is_of_a_line_of_a_stage():
 @pytest.mark.soak
 def test_a_policy_that_changes_a_bit_fails_the_smoke(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.smoke.POLICIES", dict(list(POLICIES.items())[:2]))
-    kept = import_module("benchmarks.gpu.smoke")._trained
+    original = import_module("benchmarks.gpu.smoke")._trained
 
     def trained(model_type, policy, kernels, device):
-        bits = kept(model_type, policy, kernels, device)
+        bits = original(model_type, policy, kernels, device)
         return bits if Saved.ATTENTION not in policy.save else {name: x + 1 for name, x in bits.items()}
 
     monkeypatch.setattr("benchmarks.gpu.smoke._trained", trained)
-    rows, asked = [], Request(tmp_path, tmp_path / "results", "cpu", tiny=True, stage="smoke-llama")
+    rows, request = [], Request(tmp_path, tmp_path / "results", "cpu", tiny=True, stage="smoke-llama")
     with pytest.raises(RuntimeError, match="2 cases failed or changed bits, the first: llama, eager, attention saved"):
-        smoke(asked, lambda what, **values: rows.append(values["n_different"]))
+        smoke(request, lambda event, **values: rows.append(values["n_different"]))
     changed = [2, 6]  # indices in: three policies with eager kernels, one with fused pointwise kernels, three with all fused
     assert [i for i, n_different in enumerate(rows) if n_different] == changed
     assert len(rows) == 7

@@ -75,10 +75,10 @@ def numbers(tmp_path):
     def command(plan: Path, out: Path, way: str) -> list[str]:
         return [sys.executable, "-S", str(script), str(plan), str(out), way, str(N_STEPS)]
 
-    def of(plan: str) -> Trial:
+    def trial_of(plan: str) -> Trial:
         return Trial(tmp_path, command, [tmp_path / plan], undisturbed(tmp_path, command, tmp_path / "honest", N_STEPS))
 
-    return of
+    return trial_of
 
 
 @pytest.mark.long
@@ -104,8 +104,8 @@ def test_every_kill_is_counted_and_honest_runs_differ_nowhere(numbers):
     assert len(kills) == 6
     assert all(kill.resumed for kill in kills)
     assert {phase for kill in kills for phase in kill.phases} <= {*PHASES}
-    assert not list(trial.home.glob("run-*")), "what is as it should be is not kept"
-    assert perform(trial, 6, seed=0, n_jobs=2) == read_stories(trial.home / "kills.jsonl"), "none is left to do"
+    assert not list(trial.home.glob("run-*")), "folders of correct runs are not deleted"
+    assert perform(trial, 6, seed=0, n_jobs=2) == read_stories(trial.home / "kills.jsonl"), "a finished trial is repeated"
 
 
 SINS = {
@@ -134,14 +134,14 @@ def change_log(out, change):
 def test_what_differs_from_the_undisturbed_run_is_seen(numbers):
     trial = numbers("honest")
     out, doctored = trial.home / "undisturbed", trial.home / "doctored"
-    change_log(out, lambda said: [line.replace('"step_s": ', '"step_s": 1') for line in said])
+    change_log(out, lambda log: [line.replace('"step_s": ', '"step_s": 1') for line in log])
     assert differences(results_of(out), trial.usual.results) == [], "times may differ"
     for doctor in (
         lambda: (doctored / "checkpoint-14" / "moments").write_text("1"),
         (doctored / "checkpoint-14" / "more").touch,
         lambda: shutil.rmtree(doctored / "checkpoint-14"),
-        lambda: change_log(doctored, lambda said: [said[0].replace('"loss": ', '"loss": 1'), *said[1:]]),
-        lambda: change_log(doctored, lambda said: said[1:]),
+        lambda: change_log(doctored, lambda log: [log[0].replace('"loss": ', '"loss": 1'), *log[1:]]),
+        lambda: change_log(doctored, lambda log: log[1:]),
     ):
         shutil.copytree(out, doctored)
         doctor()

@@ -43,14 +43,14 @@ def test_chosen_cases_cover_every_value_and_every_pair(strength: int) -> None:
 
 
 def test_a_share_is_drawn_and_the_same_settings_otherwise() -> None:
-    seen = []
+    examples = []
 
     @settings(max_examples=100, database=None)
     @given(st.integers())
     def draws(n: int) -> None:
-        seen.append(n)
+        examples.append(n)
 
     draw_a_share(SimpleNamespace(obj=draws))
     draws()
-    assert 2 <= len(seen) <= share(100) == 7
+    assert 2 <= len(examples) <= share(100) == 7
     assert [share(n) for n in (1, 5, 8, 40, 400)] == [1, 2, 2, 3, 30]

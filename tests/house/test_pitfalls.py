@@ -43,13 +43,13 @@ def test_leftovers_of_a_failed_step_are_gone_after_the_next(kind):
 
     machine = machine_for(plan, Fails)
     execute(plan, machine, 2)
-    before = n_tensors()
+    n_before = n_tensors()
     machine.fails = True
     with pytest.raises(OpError):
         execute(plan, machine, 1)
     machine.fails = False
     execute(plan, machine, 1)
-    assert n_tensors() == before
+    assert n_tensors() == n_before
 
 
 def test_experts_without_a_token_have_gradients_of_zero():
@@ -89,10 +89,10 @@ def test_a_bf16_master_loses_updates_that_an_fp32_master_keeps():
         plan = plan_of(tiny_config("llama"), semantics_of("llama", master_dtype=master_dtype), Policy())
         machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], lambda step: replace(training.ADAMW, lr=1e-6))
         machine.initialise(7)
-        before = state_of(machine)[0]
+        initial = state_of(machine)[0]
         execute(plan, machine, training.N_STEPS)
-        after = state_of(machine)[0]
-        moved = torch.cat([(before[n] != after[n]).flatten() for n in before if "proj" in n])
+        final = state_of(machine)[0]
+        moved = torch.cat([(initial[n] != final[n]).flatten() for n in initial if "proj" in n])
         return float(moved.float().mean())
 
     assert changed("bf16") < 0.05
@@ -102,11 +102,11 @@ def test_a_bf16_master_loses_updates_that_an_fp32_master_keeps():
 def test_a_lane_takes_cores_and_threads_for_itself_alone():
     """torchrun and others set one thread per process; threads and affinity of a lane must not affect the caller."""
     of_process, n_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    seen: dict[Lane, tuple[set[int], int]] = {}
+    settings_of: dict[Lane, tuple[set[int], int]] = {}
 
     class Looks(CpuMachine):
         def perform(self, index: int, op: Op, step: int) -> None:
-            seen[op.lane] = (os.sched_getaffinity(0), torch.get_num_threads())
+            settings_of[op.lane] = (os.sched_getaffinity(0), torch.get_num_threads())
             super().perform(index, op, step)
 
     torch.set_num_threads(1)
@@ -116,10 +116,10 @@ def test_a_lane_takes_cores_and_threads_for_itself_alone():
     finally:
         torch.set_num_threads(n_threads)
     assert os.sched_getaffinity(0) == of_process
-    compute_cores, compute_threads = seen[Lane.GPU]
+    compute_cores, compute_threads = settings_of[Lane.GPU]
     assert compute_threads == len(compute_cores)
     for lane in (Lane.H2D, Lane.D2H, Lane.CPU):
-        cores, n = seen[lane]
+        cores, n = settings_of[lane]
         assert n == 1
         assert len(of_process) == 1 or not cores & compute_cores
 
@@ -127,18 +127,18 @@ def test_a_lane_takes_cores_and_threads_for_itself_alone():
 def test_nothing_forks():
     """A process with hundreds of pinned gigabytes must not fork: pages would be copied, and the child cannot use the device."""
     forbidden = {"multiprocessing", "concurrent.futures.process", "fork", "forkpty", "ProcessPoolExecutor", "DataLoader"}
-    found = []
+    uses = []
     for path in [p for room in ("penstock", "runtime", "planner", "hwprofiles") for p in (ROOT / room).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = {a.name for a in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
             names |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
             names |= {node.attr} if isinstance(node, ast.Attribute) else set()
-            found += [f"{path.name}: {name}" for name in names & forbidden]
+            uses += [f"{path.name}: {name}" for name in names & forbidden]
     # Exception: a search of many machines spawns processes; a run does not import this module.
-    assert {said.partition(":")[0] for said in found} == {"fits_compare.py"}
+    assert {use.partition(":")[0] for use in uses} == {"fits_compare.py"}
     sweep = (ROOT / "penstock/cli/fits_compare.py").read_text()
-    for said in ("get_context", 'get_context("spawn")', "ProcessPoolExecutor(n_workers, context"):
-        assert sweep.count(said) == 1
+    for use in ("get_context", 'get_context("spawn")', "ProcessPoolExecutor(n_workers, context"):
+        assert sweep.count(use) == 1
 
 
 # -- fields that nothing reads ------------------------------------------------------------------------------------------
@@ -199,12 +199,12 @@ def planned(model_type: str, semantics: Semantics, policy: Policy) -> tuple[obje
 @pytest.mark.parametrize("name", [f.name for f in fields(Semantics) if f.name not in OF_RESULTS | OF_ONE_VALUE])
 def test_every_field_of_the_semantics_is_read(name):
     model_type = "llama" if name == "mlp_tile_tokens" else "qwen3_moe"
-    of = SEMANTICS if model_type == "qwen3_moe" else semantics_of("llama")
-    of = replace(of, train=Train(lora=Lora())) if name == "base" else of  # trained weights are not packed
-    of = replace(of, master_dtype="bf16") if name == "weight_rounding" else of
-    assert getattr(of, name) != OTHER_SEMANTICS[name]
-    other = replace(of, **{name: OTHER_SEMANTICS[name]})
-    plans = [planned(model_type, s, replace(POLICY, accumulation_group=s.n_micro_batches)) for s in (of, other)]
+    base = SEMANTICS if model_type == "qwen3_moe" else semantics_of("llama")
+    base = replace(base, train=Train(lora=Lora())) if name == "base" else base  # trained weights are not packed
+    base = replace(base, master_dtype="bf16") if name == "weight_rounding" else base
+    assert getattr(base, name) != OTHER_SEMANTICS[name]
+    changed = replace(base, **{name: OTHER_SEMANTICS[name]})
+    plans = [planned(model_type, s, replace(POLICY, accumulation_group=s.n_micro_batches)) for s in (base, changed)]
     assert plans[0] != plans[1]
 
 
@@ -213,9 +213,9 @@ def test_every_field_of_the_policy_is_read(name):
     policy = replace(POLICY, save=saves(products=(1,))) if name in ("offload_blocks", "saved_slots") else POLICY
     policy = replace(policy, offload_blocks=(1,)) if name == "saved_slots" else policy
     assert asdict(policy)[name] != OTHER_POLICY[name]
-    other = replace(policy, **{name: OTHER_POLICY[name]})
+    changed = replace(policy, **{name: OTHER_POLICY[name]})
     semantics = semantics_of("llama", **({"train": Train(lora=Lora())} if name == "disk_blocks" else {}))  # frozen layers
-    assert planned("llama", semantics, policy) != planned("llama", semantics, other)
+    assert planned("llama", semantics, policy) != planned("llama", semantics, changed)
 
 
 # -- the page -----------------------------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ def named_in(text: str) -> list[tuple[str, str]]:
 def test_every_test_that_the_page_names_exists():
     for name, file in named_in(PAGE.read_text()):
         tree = ast.parse((ROOT / "tests" / file).read_text())
-        found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert name in found, f"{file} has no {name}"
+        tests = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert name in tests, f"{file} has no {name}"
 
 
 def test_every_row_names_a_test_or_says_why_not():

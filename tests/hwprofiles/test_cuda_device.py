@@ -52,7 +52,7 @@ class RememberingCuda:
 class RememberedEvent:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         assert enable_timing
-        assert blocking, "a thread that polls takes a core from the optimizer"
+        assert blocking, "events must block, because polling takes a core from the optimizer"
         self.stream: object = None
 
     def record(self, stream: object) -> None:
@@ -61,8 +61,8 @@ class RememberedEvent:
     def synchronize(self) -> None:
         assert self.stream is not None
 
-    def elapsed_time(self, other: "RememberedEvent") -> float:
-        assert other.stream is self.stream
+    def elapsed_time(self, end: "RememberedEvent") -> float:
+        assert end.stream is self.stream
         return 250.0
 
 
@@ -146,7 +146,7 @@ def test_every_kind_of_work_is_made_and_timed_on_its_stream(remembered: tuple[Cu
             assert device.run(ready, 2).seconds == 0.25
     with device.prepared(kernels.HANDOVER) as ready:
         assert device.run(ready, 1).seconds < 10
-    assert len(stub.asked) == 2, "there and back another stream waits for the first"
+    assert len(stub.asked) == 2, "another stream waits for the first, in both directions"
     assert device.memory() == (130, 200)
     facts = device.facts()
     assert (facts.name, facts.capability, facts.host_bytes) == ("Stub", (9, 0), device.host.free_bytes)
@@ -161,32 +161,32 @@ def enabled() -> set[str]:
 @pytest.mark.parametrize("preferred", [False, True])
 def test_attention_is_by_the_kernel_that_is_asked_for(remembered, monkeypatch, preferred):
     """Independent of torch's preference; an unsupported kernel is an error."""
-    device, seen = remembered[0], list[set[str]]()
+    device, kernels_used = remembered[0], list[set[str]]()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
         assert is_causal
-        seen.append(enabled())
+        kernels_used.append(enabled())
         if q.dtype is torch.float32:
             raise RuntimeError("No available kernel. Aborting execution.")
         return q + k + v
 
     monkeypatch.setattr("penstock.hwprofiles.probe.kernels_to_time.F.scaled_dot_product_attention", attend)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    preference = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(preferred)
     try:
-        own = enabled()
+        default = enabled()
         for kernel, expected in (("flash", {"flash", "mem_efficient", "math"}), ("cudnn", {"cudnn"})):
             for work in kernels.attention("bf16", 1, 2, 8, 16, kernel).values():  # type: ignore[arg-type]
                 with device.prepared(work) as ready:
                     device.run(ready, 2)
-            assert seen == [expected] * 3, "twice forward, and once before the backward, which is by the same"
-            assert enabled() == own, "what the process had is put back"
-            seen.clear()
+            assert kernels_used == [expected] * 3, "two forwards, and one before the backward"
+            assert enabled() == default, "the settings of the process are restored"
+            kernels_used.clear()
         refused = device.prepared(kernels.attention("fp32", 1, 2, 8, 16, "cudnn")["forward"])
         with pytest.raises(DeviceError, match="No available kernel"), refused as ready:
             device.run(ready, 1)
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+        torch.backends.cuda.enable_cudnn_sdp(preference)
 
 
 REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -195,7 +195,7 @@ REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 @pytest.mark.gpu
 @REAL
 def test_a_real_gpu_is_probed() -> None:
-    profile = probed(CudaDevice(0), GPU.quick(), lambda what, fraction: None)
+    profile = probed(CudaDevice(0), GPU.quick(), lambda kind, fraction: None)
     assert Profile.from_json(json.loads(json_text(profile.to_json()))) == profile
     assert profile.device.context_bytes.value < profile.device.memory_bytes.value <= torch.cuda.mem_get_info(0)[1]
     for curve in (profile.link.h2d, profile.link.d2h):
@@ -228,7 +228,7 @@ def test_torch_is_asked_whether_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("raised", "kind", "said"),
+    ("raised", "kind", "text"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried 2.00 GiB.\nSee documentation"), DeviceOutOfMemory, "2.00 GiB."),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), DeviceOutOfMemory, "CUDA error: out of memory"),
@@ -236,22 +236,22 @@ def test_torch_is_asked_whether_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) 
         (DeviceOutOfMemory("told already"), DeviceOutOfMemory, "told already"),
     ],
 )
-def test_what_torch_raises_becomes_one_line(raised: Exception, kind: type[DeviceError], said: str) -> None:
+def test_what_torch_raises_becomes_one_line(raised: Exception, kind: type[DeviceError], text: str) -> None:
     with pytest.raises(DeviceError) as caught, translated():
         raise raised
     assert type(caught.value) is kind
-    assert said in str(caught.value)
+    assert text in str(caught.value)
     assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(
-    ("texts", "found"), [({}, PciLink(4, 8, 5, 16)), ({"current_link_speed": "Unknown"}, None), ({"max_link_width": "255"}, None)]
+    ("texts", "link"), [({}, PciLink(4, 8, 5, 16)), ({"current_link_speed": "Unknown"}, None), ({"max_link_width": "255"}, None)]
 )
-def test_the_link_is_read_as_the_kernel_tells_it(tmp_path: Path, texts: dict[str, str], found: PciLink | None) -> None:
+def test_the_link_is_read_as_the_kernel_tells_it(tmp_path: Path, texts: dict[str, str], link: PciLink | None) -> None:
     folder = tmp_path / "0000:1a:00.0"
     folder.mkdir()
-    told = {"current_link_speed": "16.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe", "current_link_width": "8"}
-    for name, text in (told | {"max_link_width": "16"} | texts).items():
+    defaults = {"current_link_speed": "16.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe", "current_link_width": "8"}
+    for name, text in (defaults | {"max_link_width": "16"} | texts).items():
         (folder / name).write_text(text + "\n")
-    assert pci_link(0, 0x1A, 0, tmp_path) == found
+    assert pci_link(0, 0x1A, 0, tmp_path) == link
     assert pci_link(0, 0, 0, tmp_path) is None

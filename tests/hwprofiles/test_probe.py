@@ -1,7 +1,4 @@
-"""Probe of this CPU: thread affinity, statistics and benchmarks.
-
-No test requires a speed; the profile must be complete and consistent.
-"""
+"""Probe of this CPU: thread affinity, statistics and benchmarks; no test requires a speed."""
 
 import json
 import os
@@ -52,18 +49,18 @@ GLANCE = replace(
     piece_s=0.01,
     host_bytes=100_000_000,
 )
-HERE = sorted(os.sched_getaffinity(0))
+CORES = sorted(os.sched_getaffinity(0))
 Steps = list[tuple[str, float]]
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[Profile, Steps]:
+def probed_cpu() -> tuple[Profile, Steps]:
     steps = Steps()
-    return probed(CpuDevice(), GLANCE, lambda what, fraction: steps.append((what, fraction)), "mine"), steps
+    return probed(CpuDevice(), GLANCE, lambda kind, fraction: steps.append((kind, fraction)), "mine"), steps
 
 
-def test_a_probe_is_a_profile_that_reads_back(found: tuple[Profile, Steps]) -> None:
-    profile, (compute, host) = found[0], split_cores(HERE)
+def test_a_probe_is_a_profile_that_reads_back(probed_cpu: tuple[Profile, Steps]) -> None:
+    profile, (compute, host) = probed_cpu[0], split_cores(CORES)
     assert Profile.from_json(json.loads(json_text(profile.to_json()))) == profile
     assert (profile.name, profile.device.kind) == ("mine", "cpu")
     assert (profile.device.compute_threads, profile.host.n_cores) == (len(compute), len(host))
@@ -72,54 +69,54 @@ def test_a_probe_is_a_profile_that_reads_back(found: tuple[Profile, Steps]) -> N
         assert {(p.seq_len, p.head_dim) for p in profile.device.attention["flash"][dtype]} >= {(128, 64), (512, 128)}
 
 
-def test_all_is_measured_but_what_a_cpu_has_by_nature(found: tuple[Profile, Steps]) -> None:
-    profile = found[0]
+def test_all_is_measured_but_what_a_cpu_has_by_nature(probed_cpu: tuple[Profile, Steps]) -> None:
+    profile = probed_cpu[0]
     not_measured = {place for place, q in profile.quantities() if profile.sources[q.source].kind != "measured"}
     assert not_measured == {"device.context_bytes", "device.workspace_bytes", "link.host_cores_per_copy", "host.runtime_bytes"}
     assert all(source.date and source.device and "torch" in str(source.driver) for source in profile.sources.values())
 
 
-def test_what_lanes_do_to_each_other_is_measured(found: tuple[Profile, Steps]) -> None:
-    link, host = found[0].link, found[0].host
+def test_what_lanes_do_to_each_other_is_measured(probed_cpu: tuple[Profile, Steps]) -> None:
+    link, host = probed_cpu[0].link, probed_cpu[0].host
     both = [curve.duplex_bytes_per_s for curve in (link.h2d, link.d2h)]
     assert sum(q.value for q in both if q is not None) == pytest.approx(link.duplex_bytes_per_s.value, rel=1e-4)
     assert all(curve.under_optimizer_bytes_per_s is not None for curve in (link.h2d, link.d2h))
     assert host.optimizer[-1].threads == host.n_cores
 
 
-def test_a_disk_is_read_as_a_run_reads_it_and_left_as_it_was(monkeypatch, tmp_path, found):
+def test_a_disk_is_read_as_a_run_reads_it_and_left_as_it_was(monkeypatch, tmp_path, probed_cpu):
     monkeypatch.setattr(disk, "LAYER_BYTES", 2**20)
     monkeypatch.setattr(disk, "N_LAYERS", 3)
     monkeypatch.setattr(disk, "FILE_BYTES", 3 * 2**20)
     read: list[int] = []
     real = os.preadv
-    monkeypatch.setattr(base_file.os, "preadv", lambda *of: read.append(n := real(*of)) or n)
-    profile = with_disk(found[0], CpuDevice(), tmp_path, lambda what, fraction: None)
-    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # and a page read to test the file
+    monkeypatch.setattr(base_file.os, "preadv", lambda *args: read.append(n := real(*args)) or n)
+    profile = with_disk(probed_cpu[0], CpuDevice(), tmp_path, lambda kind, fraction: None)
+    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # plus a page read to test the file
     assert profile.disk is not None
     assert profile.read_bytes_per_s == profile.disk.under_copies_bytes_per_s.value
     assert profile.sources[profile.disk.read_bytes_per_s.source].kind == "measured"
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="cannot be opened"):
-        with_disk(found[0], CpuDevice(), tmp_path / "file", lambda what, fraction: None)
+        with_disk(probed_cpu[0], CpuDevice(), tmp_path / "file", lambda kind, fraction: None)
 
 
-def test_device_and_host_share_memory_and_book_none_twice(found: tuple[Profile, Steps]) -> None:
-    total = found[0].device.memory_bytes.value + found[0].host.memory_bytes.value
+def test_device_and_host_share_memory_and_book_none_twice(probed_cpu: tuple[Profile, Steps]) -> None:
+    total = probed_cpu[0].device.memory_bytes.value + probed_cpu[0].host.memory_bytes.value
     assert 0 < total <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_the_command_writes_json_to_standard_output(monkeypatch: pytest.MonkeyPatch, found: tuple[Profile, Steps]) -> None:
+def test_the_command_writes_json_to_standard_output(monkeypatch: pytest.MonkeyPatch, probed_cpu: tuple[Profile, Steps]) -> None:
     def probe_again(quick: bool, report: Callable[[str, float], None], **_: Any) -> Profile:
-        for step in found[1]:
+        for step in probed_cpu[1]:
             report(*step)
-        return found[0]
+        return probed_cpu[0]
 
     monkeypatch.setattr("penstock.api.probe", lambda device, quick, **fields: probe_again(quick, **fields))
     result = CliRunner().invoke(probe, ["--device", "cpu"], catch_exceptions=False)
     assert result.exit_code == 0
-    assert Profile.from_json(json.loads(result.stdout)) == found[0]
+    assert Profile.from_json(json.loads(result.stdout)) == probed_cpu[0]
     assert "numbers:" in result.stderr
     assert result.stderr.startswith("measuring device memory\nmeasuring host memory\nmeasuring copies\nmeasuring optimizer\n")
 
@@ -139,7 +136,7 @@ def test_compute_and_host_lanes_have_cores_of_their_own(cores: set[int]) -> None
 def test_the_lanes_that_feed_a_gpu_have_a_core_or_two(n_cores: int, n_issuing: int, n_host: int) -> None:
     cores = list(range(10, 10 + n_cores))
     assert split_beside_gpu(cores) == (cores[:n_issuing], cores[-n_host:])
-    assert {*CpuDevice(split_beside_gpu).host_cores} == {*split_beside_gpu(HERE)[1]}
+    assert {*CpuDevice(split_beside_gpu).host_cores} == {*split_beside_gpu(CORES)[1]}
 
 
 def called(call: Callable[[], object], **fields: Any) -> Ready:
@@ -147,22 +144,22 @@ def called(call: Callable[[], object], **fields: Any) -> Ready:
 
 
 def test_work_runs_on_the_cores_and_threads_of_its_lane() -> None:
-    mine, device, seen = os.sched_getaffinity(0), CpuDevice(), []
+    mine, device, states = os.sched_getaffinity(0), CpuDevice(), []
 
     def look() -> None:
-        seen.append((os.sched_getaffinity(0), torch.get_num_threads(), torch.is_grad_enabled()))
+        states.append((os.sched_getaffinity(0), torch.get_num_threads(), torch.is_grad_enabled()))
 
     for lane, n_threads in ((kernels.Lane.GPU, 1), (kernels.Lane.H2D, 1), (kernels.Lane.CPU, 1)):
         device.run(called(look, lane=lane, n_threads=n_threads), 1)
     host = ({*device.host_cores}, 1, False)
-    assert seen == [({*device.compute_cores}, len(device.compute_cores), False), host, host]
+    assert states == [({*device.compute_cores}, len(device.compute_cores), False), host, host]
     assert os.sched_getaffinity(0) == mine
     work = replace(
         host_kernels.updates(3, 10**7), tasks=lambda slab, together: [lambda _: (look(), time.sleep(0.05))] * 3, n_tasks=3
     )
     with device.prepared(work) as ready:
         device.run(ready, 1)
-    assert seen[3:] == [host] * 3
+    assert states[3:] == [host] * 3
 
 
 def test_company_runs_as_long_as_its_context_and_fails_there() -> None:
@@ -172,9 +169,9 @@ def test_company_runs_as_long_as_its_context_and_fails_there() -> None:
         counts[0] += 1
 
     with device.background([called(count, lane=kernels.Lane.H2D)]):
-        before = counts[0]
+        n_before = counts[0]
         device.run(called(lambda: time.sleep(0.05)), 1)
-        assert counts[0] > before > 0
+        assert counts[0] > n_before > 0
     ended = counts[0]
     time.sleep(0.01)
     assert counts[0] == ended
@@ -195,9 +192,9 @@ def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
         pytest.skip("this kernel does not count")
     device, x = CpuDevice(), torch.rand(600, 600)
     multiply = called(lambda: x @ x, lane=kernels.Lane.H2D)
-    other = called(lambda: x @ x, lane=kernels.Lane.D2H)
-    with device.background([other]):
-        ours = device.run(multiply, 100)
+    background = called(lambda: x @ x, lane=kernels.Lane.D2H)
+    with device.background([background]):
+        shared = device.run(multiply, 100)
     stop = [False]
 
     def rob() -> None:
@@ -212,7 +209,7 @@ def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
         stop[0] = True
         robber.result()
     assert robbed.queued_s > 0.25 * robbed.seconds / len(device.host_cores)
-    assert ours.queued_s / ours.seconds < robbed.queued_s / robbed.seconds + 0.1
+    assert shared.queued_s / shared.seconds < robbed.queued_s / robbed.seconds + 0.1
     assert 0.9 * wall_s < robbed.seconds <= wall_s
 
 
@@ -261,11 +258,11 @@ sizes = st.tuples(st.sampled_from([64, 256, 1024]), st.sampled_from([128, 256, 5
 @given(st.dictionaries(sizes, st.floats(min_value=1e-6, max_value=10), min_size=1))
 def test_lifted_times_rise_with_work_and_are_never_lowered(seconds: dict[tuple[int, int], float]) -> None:
     keyed = {i: (size, Timing(s, 0.1)) for i, (size, s) in enumerate(seconds.items())}
-    after = lifted(keyed)  # type: ignore[arg-type]
+    raised = lifted(keyed)  # type: ignore[arg-type]
     for i, (size, was) in keyed.items():
-        assert after[i] == was or (after[i].value > was.value and after[i].spread_fraction > was.spread_fraction)
-        for j, (other, _) in keyed.items():
-            assert not (other[0] <= size[0] and other[1] <= size[1] and other != size) or after[j].value < after[i].value
+        assert raised[i] == was or (raised[i].value > was.value and raised[i].spread_fraction > was.spread_fraction)
+        for j, (smaller, _) in keyed.items():
+            assert not (smaller[0] <= size[0] and smaller[1] <= size[1] and smaller != size) or raised[j].value < raised[i].value
 
 
 # -- benchmarks --------------------------------------------------------------------------------------------------------
@@ -309,13 +306,13 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
         arrays = weight, remainder, first, second, steps[1].gradient.parts[0]
         places = [array.data_ptr() - device.slab.data_ptr() for array in arrays]
         assert places == [12 * n, 14 * n, 16 * n, 20 * n, 3 * 12 * n + 2 * n], "one after another, as a run lays them out"
-        before = [step.target.master.values() for step in steps]
+        masters = [step.to.master.whole() for step in steps]
         device.run(ready, 1)
         assert device.order == [*range(4)]
         assert work.amount == 4 * optimizer.TASK_ELEMENTS
         device.run(ready, 2)
         assert device.order == [i % device.n_tasks for i in range(12)]
-        for step, was in zip(steps, before, strict=True):
+        for step, was in zip(steps, masters, strict=True):
             n_worked = n // optimizer.TASK_ELEMENTS * optimizer.TASK_ELEMENTS
             assert (step.target.master.values() != was)[:n_worked].float().mean() > 0.5
     device.release()
@@ -327,12 +324,12 @@ def test_works_of_the_host_compute_with_finite_numbers_of_every_size() -> None:
         slab = torch.zeros(20_000_000, dtype=torch.uint8)
         work = tasks(slab, partial(together, n_threads=2))
         assert work
-        kept = slab.view(torch.bfloat16)[: slab.numel() // 2] if tasks is host_kernels.square_tasks else None
+        values = slab.view(torch.bfloat16)[: slab.numel() // 2] if tasks is host_kernels.square_tasks else None
         for task in work:
             task(Scratch())
-        if kept is not None:
-            assert kept.float().abs().min() >= 0
-            assert (kept.float().abs() > 2.0**-126).float().mean() > 0.999
+        if values is not None:
+            assert values.float().abs().min() >= 0
+            assert (values.float().abs() > 2.0**-126).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("n_bytes", [2 * 10**9, 12 * 10**9, 100_000_000])
@@ -340,15 +337,15 @@ def test_no_two_arrays_of_a_slab_are_a_power_of_two_apart(n_bytes: int) -> None:
     n, n_threads = host_kernels.layer_elements(n_bytes), 1
     assert 14 * n * (3 if n in host_kernels.LAYER_ELEMENTS else 1) <= n_bytes, n_threads
     starts = [0, 2 * n, 4 * n, 8 * n]
-    apart = {b - a for i, a in enumerate(starts) for b in starts[i + 1 :]}
-    assert all(distance % 2**28 for distance in apart)
-    assert all(distance & (distance - 1) for distance in apart)
+    distances = {b - a for i, a in enumerate(starts) for b in starts[i + 1 :]}
+    assert all(distance % 2**28 for distance in distances)
+    assert all(distance & (distance - 1) for distance in distances)
 
 
 def test_the_slab_is_a_third_of_memory_at_most_and_larger_than_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_kernels, "cache_bytes", lambda: 300 * 2**20)
-    given = (100 * GB, 12 * GB), (9 * GB, 12 * GB), (100 * GB, GB), (2 * GB, GB)
-    sizes = [host_kernels.slab_bytes(free, most) for free, most in given]
+    arguments = (100 * GB, 12 * GB), (9 * GB, 12 * GB), (100 * GB, GB), (2 * GB, GB)
+    sizes = [host_kernels.slab_bytes(free, limit) for free, limit in arguments]
     assert sizes == pytest.approx([12 * GB, 3 * GB, 4 * 300 * 2**20, GB], abs=4096)
 
 
@@ -369,9 +366,9 @@ def test_too_little_memory_is_refused_before_it_is_used(monkeypatch: pytest.Monk
 
 def test_caches_of_the_last_level_are_counted_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for core, (shared, size) in enumerate([("0-1", "307200K"), ("0-1", "307200K"), ("2", "307200K"), ("3", "none")]):
-        (at := tmp_path / f"cpu{core}" / "cache" / "index3").mkdir(parents=True)
-        (at / "shared_cpu_list").write_text(shared + "\n")
-        (at / "size").write_text(size + "\n")
+        (folder := tmp_path / f"cpu{core}" / "cache" / "index3").mkdir(parents=True)
+        (folder / "shared_cpu_list").write_text(shared + "\n")
+        (folder / "size").write_text(size + "\n")
     monkeypatch.setattr(host_kernels, "CACHES", tmp_path)
     assert host_kernels.cache_bytes.__wrapped__() == 2 * 300 * 2**20
     monkeypatch.setattr(host_kernels, "CACHES", tmp_path / "nowhere")

@@ -26,17 +26,17 @@ QUICK, QUIET = GPU.quick(), Truth(noise_fraction=0.0, hiccups_per_s=0.0)
 
 
 def probed_of(truth: Truth, seed: int = 0, effort: Effort = QUICK, name: str = "mine") -> Profile:
-    return probed(FakeGpu(truth, seed), effort, lambda what, fraction: None, name)
+    return probed(FakeGpu(truth, seed), effort, lambda kind, fraction: None, name)
 
 
 @pytest.fixture(scope="module")
 def thorough() -> tuple[Profile, FakeGpu, list[tuple[str, float]]]:
     device, steps = FakeGpu(Truth(), seed=7), list[tuple[str, float]]()
-    return probed(device, GPU, lambda what, fraction: steps.append((what, fraction)), "mine"), device, steps
+    return probed(device, GPU, lambda kind, fraction: steps.append((kind, fraction)), "mine"), device, steps
 
 
-def assert_close(found: float, true: float, most_off: float = MOST_OFF) -> None:
-    assert abs(found / true - 1) <= most_off, f"{found:.4g} where {true:.4g} is true"
+def assert_close(value: float, true: float, most_off: float = MOST_OFF) -> None:
+    assert abs(value / true - 1) <= most_off, f"{value:.4g} where {true:.4g} is true"
 
 
 def assert_found(profile: Profile, truth: Truth) -> None:
@@ -48,9 +48,9 @@ def assert_found(profile: Profile, truth: Truth) -> None:
             assert_close(p.flop_per_s.value, truth.flop_per_s[dtype] * n_flop / (n_flop + truth.work_lost_flop))
             assert (p.clock_hz, p.watts) == truth.load
     true = {"flash": truth.attention_flop_per_s, **({"cudnn": truth.cudnn_flop_per_s} if truth.cudnn_flop_per_s else {})}
-    assert {kernel: of.keys() for kernel, of in device.attention.items()} == {kernel: of.keys() for kernel, of in true.items()}
-    for kernel, of in device.attention.items():
-        for dtype, points in of.items():
+    assert {kernel: {*grid} for kernel, grid in device.attention.items()} == {kernel: {*grid} for kernel, grid in true.items()}
+    for kernel, rates in device.attention.items():
+        for dtype, points in rates.items():
             assert [(a.seq_len, a.head_dim) for a in points] == [(a.seq_len, a.head_dim) for a in device.attention["flash"][dtype]]
             for a in points:
                 assert_close(a.forward_flop_per_s.value, true[kernel][dtype])
@@ -61,8 +61,8 @@ def assert_found(profile: Profile, truth: Truth) -> None:
     for name in ("fused", "loss", "unpack", "narrow"):
         true_value = getattr(truth, f"{name}_fraction") * truth.memory_bytes_per_s
         assert_close(getattr(device, f"{name}_bytes_per_s").value, true_value, 2 * MOST_OFF)  # difference of two times
-    assert device.sustained_fraction is None, "what was soaked is a step's rate"
-    found = {
+    assert device.sustained_fraction is None, "rates after warm-up are rates of a step"
+    values = {
         device.memory_bytes_per_s.value: truth.memory_bytes_per_s,
         norms.forward_bytes_per_s.value: truth.norm_fractions[0] * truth.memory_bytes_per_s,
         norms.backward_bytes_per_s.value: truth.norm_fractions[1] * truth.memory_bytes_per_s,
@@ -79,18 +79,18 @@ def assert_found(profile: Profile, truth: Truth) -> None:
         pinned = truth.pinned[direction]
         assert curve.under_optimizer_bytes_per_s is not None
         assert curve.duplex_bytes_per_s is not None
-        found[curve.latency_s.value] = truth.copy_latency_s + 4096 / pinned
-        found[curve.pageable_bytes_per_s.value] = truth.pageable[direction]
-        found[curve.under_optimizer_bytes_per_s.value] = truth.under_optimizer_fraction * pinned
-        found[curve.duplex_bytes_per_s.value] = share * pinned
+        values[curve.latency_s.value] = truth.copy_latency_s + 4096 / pinned
+        values[curve.pageable_bytes_per_s.value] = truth.pageable[direction]
+        values[curve.under_optimizer_bytes_per_s.value] = truth.under_optimizer_fraction * pinned
+        values[curve.duplex_bytes_per_s.value] = share * pinned
         for n_bytes in (2**20, 10**7, 2**28):
-            found[profile.copy_s(direction, n_bytes)] = truth.copy_latency_s + n_bytes / pinned  # type: ignore[arg-type]
+            values[profile.copy_s(direction, n_bytes)] = truth.copy_latency_s + n_bytes / pinned  # type: ignore[arg-type]
     for point in host.optimizer:
         rate = min(point.threads * truth.params_per_s_of_thread, truth.most_params_per_s)
-        found |= {point.params_per_s.value: rate, point.params_per_s_under_copies.value: truth.under_copies_fraction * rate}
+        values |= {point.params_per_s.value: rate, point.params_per_s_under_copies.value: truth.under_copies_fraction * rate}
         assert point.params_per_s_under_uploads is not None
-        found[point.params_per_s_under_uploads.value] = truth.under_uploads_fraction * rate
-    for value, true_value in found.items():
+        values[point.params_per_s_under_uploads.value] = truth.under_uploads_fraction * rate
+    for value, true_value in values.items():
         assert_close(value, true_value)
 
 
@@ -121,7 +121,7 @@ def test_a_machine_of_another_kind_is_found_too() -> None:
     profile = probed_of(truth)
     assert_found(profile, truth)
     assert "cliff" not in profile.summary
-    assert "left out" not in " ".join(remarks(profile)), "of a kernel that it does not have"
+    assert "left out" not in " ".join(remarks(profile)), "an unsupported kernel must not be reported"
     assert [p.threads for p in profile.host.optimizer] == [1, 4, 11]
 
 
@@ -146,7 +146,7 @@ def test_a_probed_gpu_reads_back_and_says_what_it_rests_on(thorough: tuple[Profi
         assert (source.device, source.driver) == ("Fake GPU; Fake CPU", "driver 1.2")
     assert {q.source for _, q in profile.quantities()} == set(profile.sources)
     assert headline(profile).row_count > 25
-    assert any(".cudnn." in str(what) for what in headline(profile).columns[0].cells)
+    assert any(".cudnn." in str(cell) for cell in headline(profile).columns[0].cells)
 
 
 def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
@@ -202,7 +202,7 @@ def test_a_quota_shows_beside_the_rates_and_wall_time_counts() -> None:
     profile = probed_of(replace(QUIET, cores_fraction=0.8))
     host = profile.sources[profile.host.optimizer[-1].params_per_s.source].detail
     assert "optimizer on 15 threads 12.00 cores, steal 0%, 1.00" in host
-    assert "beside h2d beside d2h" in host
+    assert "during h2d during d2h" in host
     assert profile.host.optimizer[-1].params_per_s.value == pytest.approx(9e9, rel=0.001)
 
 
@@ -218,7 +218,7 @@ def slow(pinned: float, duplex: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "said"),
+    ("changes", "name", "text"),
     [
         ({"pageable": {"h2d": 16e9, "d2h": 16e9}}, "slow pageable memory", "to the device 16 GB/s instead of 55"),
         (GEN4 | {"link": PciLink(5, 8, 5, 16)}, "narrow link", "runs at Gen5 x8 and the device can do Gen5 x16"),
@@ -232,11 +232,11 @@ def slow(pinned: float, duplex: float) -> dict[str, Any]:
         ({"bare_context_bytes": 5 * GB}, "shared device", "5 GB of device memory"),
     ],
 )
-def test_a_cliff_is_named_and_told_and_no_other_is(changes: dict[str, Any], name: str, said: str) -> None:
+def test_a_cliff_is_named_and_told_and_no_other_is(changes: dict[str, Any], name: str, text: str) -> None:
     profile = probed_of(replace(QUIET, **changes))
     assert profile.summary.partition("; cliffs: ")[2] == name
     (line,) = [line for line in remarks(profile) if line.startswith("cliff: ")]
-    assert said in line
+    assert text in line
     assert "\n" not in line
 
 
@@ -259,20 +259,20 @@ def test_a_machine_as_its_parts_promise_has_no_cliffs(changes: dict[str, Any]) -
 def test_cudnns_attention_is_left_out_where_it_refuses_a_shape() -> None:
     profile = probed_of(Truth(fails_at="cudnn over 4096"))
     assert profile.device.attention.keys() == {"flash"}
-    said = "left out: bf16 attention by cudnn over 4096 tokens, forward (CUDA error: unspecified launch failure)"
-    assert said in " ".join(remarks(profile))
-    whole = probed_of(Truth())
+    text = "left out: bf16 attention by cudnn over 4096 tokens, forward (CUDA error: unspecified launch failure)"
+    assert text in " ".join(remarks(profile))
+    complete = probed_of(Truth())
     call = AttentionCall("bf16", 4096, 128, grouped=False)
-    flash, cudnn = (whole.attention_rate(call, False, kernel) for kernel in ("flash", "cudnn"))
+    flash, cudnn = (complete.attention_rate(call, False, kernel) for kernel in ("flash", "cudnn"))
     assert_close(cudnn.value / flash.value, 1.6, 0.04)
     assert cudnn.inside_measured
 
 
-# -- what fails -------------------------------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"fails_at": "pageable"}, "the device failed while measuring pageable h2d copies"),
         ({"no_memory_at": "fp32 product (8192"}, r"out of memory while measuring fp32 product \(8192, "),
@@ -280,26 +280,26 @@ def test_cudnns_attention_is_left_out_where_it_refuses_a_shape() -> None:
         ({"total_bytes": 720_000_000}, "not even 1024 tokens fit the free device memory"),
     ],
 )
-def test_a_device_that_fails_ends_the_probe_in_one_line(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ProfileError, match=said) as caught:
+def test_a_device_that_fails_ends_the_probe_in_one_line(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ProfileError, match=text) as caught:
         probed_of(replace(Truth(), **changes))
     assert str(caught.value).isprintable()
     assert "probe again" in str(caught.value)
 
 
-@pytest.mark.parametrize("after", [0, 400])
-def test_a_device_that_vanishes_at_any_time_is_one_line(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_runs", [0, 400])
+def test_a_device_that_vanishes_at_any_time_is_one_line(n_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeGpu(Truth())
     run = device.run
 
     def vanish(*args: Any) -> Any:
-        if device.n_runs >= after:
+        if device.n_runs >= n_runs:
             raise DeviceError("the GPU has fallen off the bus")
         return run(*args)
 
     monkeypatch.setattr(device, "run", vanish)
     with pytest.raises(ProfileError, match="the GPU has fallen off the bus") as caught:
-        probed(device, QUICK, lambda what, fraction: None)
+        probed(device, QUICK, lambda kind, fraction: None)
     assert str(caught.value).isprintable()
 
 

@@ -40,14 +40,14 @@ def attention(profile: Profile, dtype: Any, seq_len: int, head_dim: int, backwar
 def numbers(value: object, place: str = "") -> list[str]:
     """Return the keys of all quantities in JSON values, found without the schema."""
     if isinstance(value, dict):
-        here = [place] if "spread_fraction" in value else []
-        return here + [p for key, item in value.items() for p in numbers(item, f"{place}.{key}".lstrip("."))]
+        keys = [place] if "spread_fraction" in value else []
+        return keys + [p for key, item in value.items() for p in numbers(item, f"{place}.{key}".lstrip("."))]
     if isinstance(value, list):
         return [p for i, item in enumerate(value) for p in numbers(item, f"{place}.{i}")]
     return []
 
 
-def at(fields: dict[str, Any], place: str) -> tuple[Any, Any]:
+def holder_of(fields: dict[str, Any], place: str) -> tuple[Any, Any]:
     """Return the container of the value with this dotted key, and its key in the container."""
     *parents, key = place.split(".")
     for parent in parents:
@@ -160,12 +160,12 @@ def test_outside_the_points_the_nearest_holds_and_is_flagged() -> None:
 
 
 @given(profiles, directions, st.integers(min_value=0, max_value=10**12), st.integers(min_value=1, max_value=10**12))
-def test_a_copy_takes_latency_and_bytes_and_more_take_longer(profile, direction, n_bytes, more):
+def test_a_copy_takes_latency_and_bytes_and_more_take_longer(profile, direction, n_bytes, extra):
     curve = profile.link.h2d if direction == "h2d" else profile.link.d2h
     rates, rate = [p.rate.value for p in curve.bytes_per_s], profile.copy_bytes_per_s(direction, n_bytes)
     assert min(rates) * (1 - 1e-9) <= rate <= max(rates) * (1 + 1e-9)
     assert profile.copy_s(direction, n_bytes) == pytest.approx(curve.latency_s.value + n_bytes / rate)
-    assert profile.copy_s(direction, n_bytes + more) > profile.copy_s(direction, n_bytes)
+    assert profile.copy_s(direction, n_bytes + extra) > profile.copy_s(direction, n_bytes)
 
 
 def test_fewer_threads_than_measured_are_slower_in_proportion() -> None:
@@ -195,14 +195,14 @@ def test_a_users_memory_replaces_the_profiles_and_is_the_users() -> None:
         profile.with_memory(0, None)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- invalid profiles -------------------------------------------------------------------------------------------------
 
 
 def test_a_misspelled_key_is_answered_and_a_missing_one_named() -> None:
     point = "device.matmul.bf16.3.flop_per_s"
     for name, place, wrong in (("h200-pcie5", "device.memory_bytes", "memory"), (PROBED, point, "flops_per_s")):
         fields = fields_of(name)
-        holder, key = at(fields, place)
+        holder, key = holder_of(fields, place)
         holder[wrong] = holder.pop(key)
         assert f"{place.removesuffix(key)}{wrong}: unknown key; write {key}" in refusal(fields)
         del holder[wrong]
@@ -224,24 +224,24 @@ def test_a_misspelled_key_is_answered_and_a_missing_one_named() -> None:
 )
 def test_a_value_that_cannot_be_is_refused_at_its_place(place: str, value: object, complaint: str) -> None:
     fields = fields_of()
-    holder, key = at(fields, place)
+    holder, key = holder_of(fields, place)
     assert key in holder
     holder[key] = value
     assert complaint in refusal(fields)
 
 
 @pytest.mark.parametrize(
-    ("grid", "less", "more", "key"),
+    ("grid", "small", "large", "key"),
     [
         ("device.matmul.bf16", {"m": 256, "k": 128}, {"m": 1024, "k": 128}, "flop_per_s"),
         ("device.attention.flash.bf16", {"seq_len": 256}, {"seq_len": 512}, "backward_flop_per_s"),
         ("link.d2h.bytes_per_s", {"n_bytes": 65536}, {"n_bytes": 1048576}, "rate"),
     ],
 )
-def test_a_grid_on_which_more_work_takes_less_time_is_refused(grid, less, more, key):
+def test_a_grid_on_which_more_work_takes_less_time_is_refused(grid, small, large, key):
     fields = fields_of(PROBED)
-    holder, last = at(fields, grid)
-    low, high = (next(p for p in holder[last] if of.items() <= p.items()) for of in (less, more))
+    holder, last = holder_of(fields, grid)
+    low, high = (next(p for p in holder[last] if point.items() <= p.items()) for point in (small, large))
     high[key]["value"] = low[key]["value"] * 16.5
     assert f"{grid}: more work takes less time between" in refusal(fields)
 
@@ -249,7 +249,7 @@ def test_a_grid_on_which_more_work_takes_less_time_is_refused(grid, less, more, 
 @pytest.mark.parametrize("curve", ["link.d2h.bytes_per_s", "host.optimizer"])
 def test_points_that_do_not_rise_are_refused(curve: str) -> None:
     fields = fields_of()
-    holder, key = at(fields, curve)
+    holder, key = holder_of(fields, curve)
     holder[key].reverse()
     assert f"{curve}: sort the points by rising" in refusal(fields)
 

@@ -18,7 +18,7 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.forward_pass import forward_pass
 from penstock.runtime.plan import PlanFile
 from penstock.settings import DataSettings
-from tests.rank_runs import contents, done
+from tests.rank_runs import contents, run_to_end
 from tests.rank_runs import words as run_words
 from tests.running import lines_of, make_home, one_line, plan_in, succeeded, train, weights_sha
 from tests.running import penstock as command
@@ -122,7 +122,7 @@ def test_two_ranks_learn_what_one_learns(school):
     more = ("--policy", "megatrain", "--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4)
     plans = [plan_in(school, *LOSS, *more, "--gpus", n, name=f"{n}.json") for n in (1, 2)]
     succeeded(command(*run_words(school, plans[0], "--reference", school / "top", out="alone", steps=2)))
-    shared = done(run_words(school, plans[1], "--reference", school / "top", out="both", steps=2), is_forked=True)
+    shared = run_to_end(run_words(school, plans[1], "--reference", school / "top", out="both", steps=2), is_forked=True)
     assert shared.returncode == 0, shared.stderr
     assert contents(school / "both" / "checkpoint-2") == contents(school / "alone" / "checkpoint-2")
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.bytes_of_files import write_lines
-from tests.rank_runs import begun, contents, done, pid_of, said_by, step_of, wait_for, words
+from tests.rank_runs import begun, contents, pid_of, run_to_end, said_by, step_of, wait_for, words
 from tests.running import penstock, plan_in, succeeded
 
 TEXTS = [{"text": ("good " if n % 2 else "bad ") + "x" * (n % 5 + 9), "label": n % 2} for n in range(16)]
@@ -32,7 +32,7 @@ def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, more):
     os.kill(pid_of(running, victim), signal.SIGKILL)
     assert f"rank {victim} was ended by SIGKILL" in said_by(running)
     n = step_of(home / "out") + 1
-    resumed = done(words(home, plans[1], "--resume", steps=n), is_forked=True)
+    resumed = run_to_end(words(home, plans[1], "--resume", steps=n), is_forked=True)
     assert resumed.returncode == 0, resumed.stderr
     alone = succeeded(penstock(*words(home, plans[0], out="alone", steps=n)))
     assert ("that share them" in alone.output) == (rows in (PAIRS, ANSWERS))

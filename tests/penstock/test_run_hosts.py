@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.rank_law import ROOT
-from tests.rank_runs import BATCH, QUIET, by_hand, done, is_that_of_one, planned, words
+from tests.rank_runs import BATCH, QUIET, by_hand, is_that_of_one, planned, run_to_end, words
 from tests.running import penstock, plan_in, succeeded
 
 HOSTS = ["--gpus", 2, "--hosts", 2, "--network-gbit", 100]
@@ -53,14 +53,14 @@ def test_hosts_with_different_numbers_of_ranks_are_refused(home):
 
 def test_a_plan_for_several_hosts_is_not_started_on_one(home):
     plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
-    refused = done(words(home, plan))
+    refused = run_to_end(words(home, plan))
     assert refused.returncode == 2
     assert "torchrun --nnodes 2 --nproc-per-node 2" in refused.stderr
     asked = ("plan", home / "model", "--machine", "h100-sxm", "--gpus", 2)
-    assert "says nothing of a network" in penstock(*asked, "--hosts", 2).output
+    assert "has no network; give the rate" in penstock(*asked, "--hosts", 2).output
     alone = penstock(*asked, "--network-gbit", 400)
     assert alone.exit_code == 2
-    assert "say how many with --hosts" in alone.output
+    assert "give their number with --hosts" in alone.output
 
 
 @pytest.mark.soak

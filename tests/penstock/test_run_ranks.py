@@ -21,7 +21,7 @@ from tests import rank_runs
 from tests.bytes_of_files import write_lines
 from tests.forks import Forked
 from tests.penstock.checkpoint.test_dequantised import published
-from tests.rank_runs import begun, by_hand, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
+from tests.rank_runs import begun, by_hand, contents, is_that_of_one, pid_of, planned, run_to_end, said_by, step_of, wait_for, words
 from tests.running import lines_of, penstock, plan_in, succeeded
 
 
@@ -37,7 +37,7 @@ def test_another_number_of_ranks_goes_on_to_the_same_bytes(home, is_forked):
     """Evaluated, asked for a sample and saved on the way; two ranks, then one."""
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
     succeeded(penstock(*words(home, planned(home, 1), *looks, out="alone")))
-    shared = done(words(home, planned(home, 2), *looks, steps=2), is_forked)
+    shared = run_to_end(words(home, planned(home, 2), *looks, steps=2), is_forked)
     assert shared.returncode == 0, shared.stderr
     assert shared.stderr.count("step 1/2") == 1, "the first rank speaks, the other is silent"
     assert contents(home / "out" / "checkpoint-2") == contents(home / "alone" / "checkpoint-2")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.footprint import host_needs, planned_device_needs
 from penstock.runtime.units import show_bytes
-from tests.rank_runs import COMMAND, after, by_hand, planned, words
+from tests.rank_runs import COMMAND, by_hand, command_with, planned, words
 from tests.running import make_home, plan_in, succeeded, train, weights_in
 
 
@@ -27,7 +27,7 @@ def refused_by_the_first(found, line, code=2):
 def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, home):
     """A plan for another number of ranks, too."""
     second = words(home, planned(home, 4 if what == "plan" else 2), *(["--seed", "7"] if what == "settings" else []))
-    older = after("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
+    older = command_with("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
     found = by_hand([words(home, planned(home, 2)), second], commands=[COMMAND, older if what == "version" else COMMAND])
     refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks with the same command")
     assert not (home / "out").exists()
@@ -105,8 +105,8 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(home):
     told = words(home, plan, "--device", "cuda")
     found = by_hand([told, told], CUDA_VISIBLE_DEVICES="0")
     refused_by_the_first(found, "CUDA_VISIBLE_DEVICES names 1 devices for 2 ranks; give one to each")
-    seen = after("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: True")
-    unseen = after("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: False")
+    seen = command_with("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: True")
+    unseen = command_with("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: False")
     found = by_hand([words(home, plan)] * 2, commands=[seen, unseen])
     refused_by_the_first(found, "of 2 ranks 1 see a GPU; give each of them one, or choose --device cpu")
     assert not (home / "out").exists()
@@ -117,7 +117,7 @@ def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(home):
     path = planned(home, 2)
     plan = PlanFile.read(path).plan
     needed_bytes = 2 * (sum(host_needs(plan).values()) + sum(planned_device_needs(plan, False).values()))
-    free = after("from penstock.runtime.host import memory", f"memory.available_host_bytes = lambda: {needed_bytes - 1}")
+    free = command_with("from penstock.runtime.host import memory", f"memory.available_host_bytes = lambda: {needed_bytes - 1}")
     found = by_hand([words(home, path, steps=1)] * 2, commands=[free, free])
     refused_by_the_first(found, f"the plan needs {show_bytes(needed_bytes)} here, 1 B more than are free; plan again", code=3)
     assert not (home / "out").exists()

@@ -280,4 +280,4 @@ def test_a_plan_changed_in_many_ways_passes_or_is_a_plan_error(plan: Plan, chang
     passes(plan)
     for part in ("semantics", "policy", "workload", "arenas"):
         passes(replace(plan, **{part: getattr(other, part)}))
-        passes(edits.at(plan, 0, other.ops[-1]) if plan.ops else plan)
+        passes(edits.set_op(plan, 0, other.ops[-1]) if plan.ops else plan)

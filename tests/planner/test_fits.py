@@ -115,7 +115,7 @@ def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
     assert found == [("gb10", 88), ("rtx4090-desktop", 96), ("rtx4090-server", 400), ("rtx4090-server", 2048)]
     assert SPARK.with_memory(20 * GB, 100 * GB).most_host_bytes == 100 * GB
     for device, host in ((None, 120 * GB), (60 * GB, None), (20 * GB, 101 * GB)):
-        with pytest.raises(ProfileError, match="one pool of 120 GB"):
+        with pytest.raises(ProfileError, match="unified memory of 120 GB"):
             SPARK.with_memory(device, host)
 
 

@@ -24,19 +24,19 @@ def copy_rates(name: str) -> dict[Kind, tuple[float, float]]:
     """Return bytes/s of a layer's upload and download: (alone, during a larger copy in the other direction)."""
     model, semantics = read_model("qwen2.5-72b"), Semantics(seq_len=1024, batch_size=1, micro_batch=1)
     profile = read_profile(name)
-    whole = lower(model, build_workload(model, semantics), semantics, Policy(), {})
+    full = lower(model, build_workload(model, semantics), semantics, Policy(), {})
     cost = CostModel(profile)
-    found = {}
-    for kind, other in ((Kind.LOAD, Kind.OFFLOAD_GRADIENT), (Kind.OFFLOAD_GRADIENT, Kind.LOAD)):
-        n_bytes = whole.workload.blocks[SMALL].slot_elements * 2  # bf16
+    rates = {}
+    for kind, reverse in ((Kind.LOAD, Kind.OFFLOAD_GRADIENT), (Kind.OFFLOAD_GRADIENT, Kind.LOAD)):
+        n_bytes = full.workload.blocks[SMALL].slot_elements * 2  # bf16
         per_s = []
-        for ops in ((Op(kind, SMALL),), (Op(kind, SMALL), Op(other, LARGE))):
-            plan = replace(whole, ops=ops)
+        for ops in ((Op(kind, SMALL),), (Op(kind, SMALL), Op(reverse, LARGE))):
+            plan = replace(full, ops=ops)
             demands = [cost.demand(plan, op) for op in ops]
             span = next(s for s in simulate(plan, demands, region_of(profile), max_steps=1).timeline.spans if s.op == 0)
             per_s.append(n_bytes / (span.end_s - span.start_s - demands[0].overhead_s))
-        found[kind] = (per_s[0], per_s[1])
-    return found
+        rates[kind] = (per_s[0], per_s[1])
+    return rates
 
 
 def test_a_gb300_halves_each_direction_when_both_are_busy():
@@ -68,9 +68,9 @@ def test_gradients_are_added_faster_to_pages_in_place(name):
     """Published: 3.7 GB/s with page faults and 23 GB/s without; both read DRAM twice and write it once."""
     costs, n_bytes = system_costs(name), 10**9
     for first_touch, bytes_per_s in ((True, 3.7e9), (False, 23e9)):
-        found = costs.add(n_bytes, first_touch=first_touch)
-        assert n_bytes / found.uncontended_s == pytest.approx(bytes_per_s)
-        assert dict(found.uses)[Resource.DRAM] * found.alone_s == pytest.approx(3 * n_bytes)
+        demand = costs.add(n_bytes, first_touch=first_touch)
+        assert n_bytes / demand.uncontended_s == pytest.approx(bytes_per_s)
+        assert dict(demand.uses)[Resource.DRAM] * demand.alone_s == pytest.approx(3 * n_bytes)
 
 
 def test_an_h100_copies_unpinned_memory_at_16_gb_per_s_not_55():
@@ -84,19 +84,19 @@ def replay(timeline, demands, region):
     spans = [(s, s.start_s + demands[s.op].overhead_s) for s in timeline.spans]
     moments = sorted({moment for s, work_s in spans for moment in (s.start_s, min(work_s, s.end_s), s.end_s)})
     done_s = defaultdict(float)
-    most = defaultdict(float)
+    peaks = defaultdict(float)
     for begin_s, end_s in pairwise(moments):
         middle_s = (begin_s + end_s) / 2
         at_work = [s for s, work_s in spans if work_s <= middle_s < s.end_s]
         speeds = shares(tuple(demands[s.op].uses for s in at_work), region)
-        drawn = defaultdict(float)
+        used = defaultdict(float)
         for s, speed in zip(at_work, speeds, strict=True):
             done_s[s.op, s.step] += speed * (end_s - begin_s)
             for resource, per_s in demands[s.op].uses:
-                drawn[resource] += speed * per_s
-        for resource, per_s in drawn.items():
-            most[resource] = max(most[resource], per_s)
-    return done_s, most
+                used[resource] += speed * per_s
+        for resource, per_s in used.items():
+            peaks[resource] = max(peaks[resource], per_s)
+    return done_s, peaks
 
 
 @pytest.mark.drawn
@@ -108,9 +108,9 @@ def test_work_is_conserved_at_every_moment(case):
     # A timeline ends with a complete step. Before the end of every lane's last op, no op beyond the timeline uses a resource.
     last_s = {plan.ops[s.op].lane: s.end_s for s in timeline.spans}
     known_s = min(last_s.values())
-    done_s, most = replay(timeline, demands, REGION)
+    done_s, peaks = replay(timeline, demands, REGION)
     for resource, capacity in REGION.capacity:
-        assert most[resource] <= capacity * (1 + 1e-9)
+        assert peaks[resource] <= capacity * (1 + 1e-9)
     known = [s for s in timeline.spans if s.end_s <= known_s]
     assert known
     for s in known:

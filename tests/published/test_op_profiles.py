@@ -30,13 +30,13 @@ def test_every_number_that_names_rows_names_rows_of_the_fit(monkeypatch):
     the next test; products are fitted here, because rates depend on them."""
     products()
     monkeypatch.setattr("benchmarks.op_fit.FitResult.validated", lambda groups, *_: FitResult({}, groups, {}))
-    several = (found for of in collectives().values() for found in of.values())
-    groups = [rows for found in (*products().values(), *several) for rows in found.rows.values()]
+    several = (fitted for by_name in collectives().values() for fitted in by_name.values())
+    groups = [rows for fitted in (*products().values(), *several) for rows in fitted.rows.values()]
     for kernel, way in product(("flash", "cudnn", "fa3", "aiter"), ("forward", "backward")):
-        groups += [rows for found in attention(kernel, way).values() for rows in found.rows.values()]
+        groups += [rows for fitted in attention(kernel, way).values() for rows in fitted.rows.values()]
     for kernel, way in product(("torch-fused", "torch-compile"), ("forward", "backward")):
         groups += norms(kernel, way).rows.values()
-    groups += [rows for of in (eager_rates(), memory_rates()) for _, rows in of.values()]
+    groups += [rows for by_name in (eager_rates(), memory_rates()) for _, rows in by_name.values()]
     known = {digest_of(rows) for rows in groups}
     details = [(name, source.detail) for name in shipped_profiles() for source in read_profile(name).sources.values()]
     named = {(name, mark) for name, detail in details for mark in re.findall(r"rows ([0-9a-f]{12})", detail)}
@@ -49,13 +49,13 @@ def test_no_spread_is_tighter_than_the_rows_of_the_test_show():
     groups = {}
     for op in validate_ops(str(ROOT / "benchmarks" / "published_ops.csv")).ops:
         if op.row.share == "test" and op.row.trust < 3 and op.covered is not None:
-            of = groups.setdefault((op.row.machine, op.row.kind, op.row.kernel), {})
-            of.setdefault(op.row.shape_class, []).append(op.covered)
-    held = {key: [sum(covered) >= len(covered) / 2 for covered in of.values()] for key, of in groups.items()}
+            shapes = groups.setdefault((op.row.machine, op.row.kind, op.row.kernel), {})
+            shapes.setdefault(op.row.shape_class, []).append(op.covered)
+    held = {key: [sum(covered) >= len(covered) / 2 for covered in shapes.values()] for key, shapes in groups.items()}
     assert len(held) > 60
-    tight = {key: (sum(of), len(of)) for key, of in held.items() if chance_of(sum(of), len(of)) < CHANCE}
+    tight = {key: (sum(shapes), len(shapes)) for key, shapes in held.items() if chance_of(sum(shapes), len(shapes)) < CHANCE}
     assert tight == {}
-    every = [shape for of in held.values() for shape in of]
+    every = [shape for shapes in held.values() for shape in shapes]
     assert chance_of(sum(every), len(every)) > CHANCE
 
 
@@ -74,15 +74,15 @@ def test_shipped_profiles_are_what_the_fit_gives_today():
             assert_close(Profile.from_json(fields).to_json().get(part), shipped.get(part), f"{machine}.{part}")
 
 
-def assert_close(found, shipped, place):
+def assert_close(value, shipped, place):
     if isinstance(shipped, dict) and str(shipped.get("source")).startswith("fitted_"):
         return
     if isinstance(shipped, dict):
-        assert isinstance(found, dict), place
-        assert set(found) == set(shipped), place
+        assert isinstance(value, dict), place
+        assert set(value) == set(shipped), place
         for key in shipped:
-            assert_close(found[key], shipped[key], f"{place}.{key}")
-    elif isinstance(shipped, float) and isinstance(found, float):
-        assert found == pytest.approx(shipped, rel=0.03), place
+            assert_close(value[key], shipped[key], f"{place}.{key}")
+    elif isinstance(shipped, float) and isinstance(value, float):
+        assert value == pytest.approx(shipped, rel=0.03), place
     else:
-        assert found == shipped or isinstance(shipped, list), place
+        assert value == shipped or isinstance(shipped, list), place

@@ -47,34 +47,34 @@ def test_a_hash_of_machine_kind_and_shape_draws_the_test_rows(tmp_path):
     """The hash ignores tokens, so a width is a test row for all tokens or for none; about one in four is."""
     shapes = [(m, k) for k in range(64, 8192, 64) for m in (64, 4096)]
     rows = [PRODUCT | {"shape": f"m={m};k={k};n=4096"} for m, k in shapes]
-    found = [row.share for row in read_ops(file_of(tmp_path, *rows), frozenset(GPUS))]
-    assert found[::2] == found[1::2]
-    assert 0.15 < found.count("test") / len(found) < 0.35
+    row_shares = [row.share for row in read_ops(file_of(tmp_path, *rows), frozenset(GPUS))]
+    assert row_shares[::2] == row_shares[1::2]
+    assert 0.15 < row_shares.count("test") / len(row_shares) < 0.35
 
 
 def test_a_product_a_copy_and_a_layer_are_what_a_plan_books(tmp_path):
     """Compare with direct calls of the cost model."""
     layer = PRODUCT | {"kind": "layer_forward", "kernel": "eager", "shape": "model=llama-3.1-8b;batch=2;seq=2048"}
-    product, copy, whole = validate_ops(file_of(tmp_path, PRODUCT, COPY, layer)).ops
+    product, copy, layer_op = validate_ops(file_of(tmp_path, PRODUCT, COPY, layer)).ops
     profile = read_profile("h100-sxm")
     alone_s = 2 * 4096**3 / profile.matmul_rate("bf16", 4096, 4096, 4096).value + profile.device.kernel_overhead_s.value
     assert product.predicted == pytest.approx(alone_s)
     assert product.ratio == pytest.approx(alone_s / 0.0002)
     assert copy.predicted == pytest.approx(268435456 / profile.copy_s("h2d", 268435456))
     assert copy.ratio == pytest.approx(5e10 / copy.predicted), "a ratio is of times, also where rates are given"
-    of = Semantics(2048, 2, 2, norm="eager", loss="eager", pointwise="eager", attention_kernel="cudnn")
-    cost, block = CostModel(profile), build_workload(read_model("llama-3.1-8b"), of).blocks[1]
-    assert whole.predicted == pytest.approx(cost.forward_s(block, of), rel=0.1)
+    semantics = Semantics(2048, 2, 2, norm="eager", loss="eager", pointwise="eager", attention_kernel="cudnn")
+    cost, block = CostModel(profile), build_workload(read_model("llama-3.1-8b"), semantics).blocks[1]
+    assert layer_op.predicted == pytest.approx(cost.forward_s(block, semantics), rel=0.1)
 
 
 def test_an_op_without_a_prediction_is_counted_and_says_why(tmp_path):
     gather = PRODUCT | {"kind": "collective", "kernel": "nccl-all_gather", "shape": "gpus=4;bytes=1048576"}
     path = file_of(tmp_path, PRODUCT | {"dtype": "fp8"}, gather, gather | {"machine": "rtx3090-desktop"})
-    said = json.loads(CliRunner().invoke(validate, [path, "--json"]).stdout)
-    assert [bool(op.get("why_not")) for op in said["ops"]] == [True, False, True]
-    assert said["n_not_predicted"] == 2
-    assert set(said["ops"][1]) >= {"machine", "kind", "kernel", "shape", "measured", "predicted", "ratio"}
-    for group in said["groups"]:
+    report = json.loads(CliRunner().invoke(validate, [path, "--json"]).stdout)
+    assert [bool(op.get("why_not")) for op in report["ops"]] == [True, False, True]
+    assert report["n_not_predicted"] == 2
+    assert set(report["ops"][1]) >= {"machine", "kind", "kernel", "shape", "measured", "predicted", "ratio"}
+    for group in report["groups"]:
         assert set(group) >= {"machine", "kind", "kernel", "n", "median_ratio", "median_error_fraction", "p90_error_fraction"}
     assert "not predicted: 2 rows" in CliRunner().invoke(validate, [path]).stdout
 
@@ -83,9 +83,9 @@ def test_rows_of_the_test_are_predicted_as_well_as_was_wanted(ledger):
     """One exception, which is on the page: the 90th percentile of collectives is 11.3 % (target: 10 %)."""
     of_the_test = [op for op in ledger.ops if op.row.share == "test" and op.row.trust < 3]
     for name, (belongs, median, p90) in WANTED.items():
-        found = Errors.from_ops(op for op in of_the_test if belongs(op.row))
-        assert found.median_error_fraction <= median, name
-        assert found.p90_error_fraction <= (0.115 if name == "collectives over NVLink" else p90), name
+        errors = Errors.from_ops(op for op in of_the_test if belongs(op.row))
+        assert errors.median_error_fraction <= median, name
+        assert errors.p90_error_fraction <= (0.115 if name == "collectives over NVLink" else p90), name
     assert TEST_COVERAGE[0] <= Errors.from_ops(of_the_test).coverage_fraction <= TEST_COVERAGE[1]
 
 

@@ -31,7 +31,7 @@ def test_the_page_holds_every_run_and_every_layer_of_today(published, explained)
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [*sharded_rows(published, explained), *layer_rows(published)]
     assert len(rows) == len(published.sharded) + len(published.layers) + 4
-    names = [it.id for it in published.sharded]
+    names = [run.id for run in published.sharded]
     assert {*several.NOTES} <= {*names}
     assert len({*names}) == len(names)
     assert [row for row in rows if row not in lines] == [], AGAIN
@@ -39,9 +39,9 @@ def test_the_page_holds_every_run_and_every_layer_of_today(published, explained)
 
 def test_the_page_holds_every_pipelined_run_with_a_plan(published):
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    for it in published.pipelines:
-        (row,) = [line for line in lines if line.startswith(published_cells(it))]
-        planned = row.removeprefix(published_cells(it)).split("|")[0].strip()
+    for run in published.pipelines:
+        (row,) = [line for line in lines if line.startswith(published_cells(run))]
+        planned = row.removeprefix(published_cells(run)).split("|")[0].strip()
         assert planned == "does not fit" or float(planned.replace(",", "")) > 0, AGAIN
 
 
@@ -72,9 +72,9 @@ def test_weights_are_gathered_per_micro_batch_and_gradients_once():
 
 
 def test_the_rate_that_explains_a_step_predicts_it(published, explained):
-    for it in published.sharded:
-        if it.id in explained:
-            machine = machine_of(it.machine)
-            slower = faster(machine, {Group.PEERS: explained[it.id] / exchange_bytes_per_s(machine)})
-            assert predict(it.run, slower).step_s == pytest.approx(it.run.tokens_per_step / it.tokens_per_s, rel=1e-3)
+    for run in published.sharded:
+        if run.id in explained:
+            machine = machine_of(run.machine)
+            slower = faster(machine, {Group.PEERS: explained[run.id] / exchange_bytes_per_s(machine)})
+            assert predict(run.run, slower).step_s == pytest.approx(run.run.tokens_per_step / run.tokens_per_s, rel=1e-3)
     assert len(explained) == 7

@@ -20,8 +20,8 @@ SERVERS = ("mi355x", "gh200", "h100-sxm", "rtx4090-server")
 SOFTWARE = Software()
 
 
-def outcome(system="megatrain", machine="mi355x", model="qwen2.5-7b", batch=16, seq_len=1024, **more):
-    return predict(Run(system, machine, model, batch, seq_len, **more), read_model(model), read_profile(machine), SOFTWARE)
+def outcome(system="megatrain", machine="mi355x", model="qwen2.5-7b", batch=16, seq_len=1024, **options):
+    return predict(Run(system, machine, model, batch, seq_len, **options), read_model(model), read_profile(machine), SOFTWARE)
 
 
 def costs_of(machine="mi355x", model="qwen2.5-7b", batch=16, seq_len=1024, profile=None):
@@ -29,8 +29,8 @@ def costs_of(machine="mi355x", model="qwen2.5-7b", batch=16, seq_len=1024, profi
     return SystemCosts(profile or read_profile(machine), SOFTWARE, build_workload(read_model(model), semantics), semantics)
 
 
-def megatrain_tasks(costs, system="megatrain", **more):
-    m = MegaTrain(costs, Run(system, costs.profile.name, "", costs.semantics.batch_size, costs.semantics.seq_len, **more))
+def megatrain_tasks(costs, system="megatrain", **options):
+    m = MegaTrain(costs, Run(system, costs.profile.name, "", costs.semantics.batch_size, costs.semantics.seq_len, **options))
     forward = m.forward()
     m.loss()
     m.backward()
@@ -45,8 +45,8 @@ def programs(draw):
     for i in range(n):
         seconds = draw(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.sampled_from([0.0, 0.25, 1.0, 2.0])))
         uses = draw(st.sampled_from([(), ((Resource.DRAM, 6.0),), ((Resource.DRAM, 3.0), (Resource.H2D, 2.0))]))
-        after = draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else set()
-        tasks.append(Task(draw(st.sampled_from("abc")), Demand(*seconds, uses), tuple(sorted(after))))
+        dependencies = draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else set()
+        tasks.append(Task(draw(st.sampled_from("abc")), Demand(*seconds, uses), tuple(sorted(dependencies))))
     return tasks
 
 
@@ -106,15 +106,15 @@ def test_no_buffer_is_filled_while_it_is_still_read(system, n_buffers, slow):
     starts = [end - task.demand.uncontended_s for end, task in zip(ends, tasks, strict=True)]
     layer = costs.layers[0]
     reader = costs.forward(layer) if system == "megatrain-plus" else costs.unpack(layer.n_params * 2, len(layer.parameters))
-    of = {name: [i for i, t in enumerate(tasks[: forward + 1]) if t.demand == demand] for name, demand in {
+    tasks_of = {name: [i for i, t in enumerate(tasks[: forward + 1]) if t.demand == demand] for name, demand in {
         "flatten": costs.flatten(layer), "upload": costs.copy("h2d", layer.n_params * 2), "read": reader,
     }.items()}  # fmt: skip
-    assert [len(found) for found in of.values()] == [28, 28, 28]
+    assert [len(indices) for indices in tasks_of.values()] == [28, 28, 28]
     for k in range(28 - n_buffers):
-        assert starts[of["flatten"][k + n_buffers]] >= ends[of["upload"][k]] - 1e-9
-        assert starts[of["upload"][k + n_buffers]] >= ends[of["read"][k]] - 1e-9
-        assert starts[of["read"][k]] >= ends[of["upload"][k]] - 1e-9
-        assert starts[of["upload"][k]] >= ends[of["flatten"][k]] - 1e-9
+        assert starts[tasks_of["flatten"][k + n_buffers]] >= ends[tasks_of["upload"][k]] - 1e-9
+        assert starts[tasks_of["upload"][k + n_buffers]] >= ends[tasks_of["read"][k]] - 1e-9
+        assert starts[tasks_of["read"][k]] >= ends[tasks_of["upload"][k]] - 1e-9
+        assert starts[tasks_of["upload"][k]] >= ends[tasks_of["flatten"][k]] - 1e-9
 
 
 def test_in_one_pool_nothing_overlaps_but_the_gradient_threads():

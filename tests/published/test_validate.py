@@ -46,14 +46,14 @@ def test_a_run_left_out_of_the_fit_is_within_the_target(published, monkeypatch):
     stages = {name: stage for name, stage in STAGES.items() if name in ("serial tail", "eager modules", "mi355x compute")}
     monkeypatch.setattr("benchmarks.ledger.STAGES", stages)
     runs = [p for p in published if p.name in ("mi355x-megatrain-qwen2.5-14b-b64", "mi355x-zero3-qwen2.5-14b-b16")]
-    found = validate(runs)
-    left_out = leave_out(runs, with_intervals(found, runs), Fitter({p.name: p for p in published}))
-    seen = sum(abs(row.error_fraction) for row in found.rows)
+    validated = validate(runs)
+    left_out = leave_out(runs, with_intervals(validated, runs), Fitter({p.name: p for p in published}))
+    error_of_fit = sum(abs(row.error_fraction) for row in validated.rows)
     errors = sum(abs(x.error_fraction) for x in left_out)
     unseen = sum(abs(x.unseen_error_fraction) for x in left_out)
-    assert seen / 2 < 0.03
-    assert seen < errors < 2 * 0.09
-    assert seen < unseen < 2 * 0.15
+    assert error_of_fit / 2 < 0.03
+    assert error_of_fit < errors < 2 * 0.09
+    assert error_of_fit < unseen < 2 * 0.15
 
 
 def test_the_page_reports_leave_one_out_errors_within_the_target():
@@ -66,10 +66,10 @@ def test_the_page_reports_leave_one_out_errors_within_the_target():
 
 def test_the_page_holds_every_sentence_and_explains_misses():
     text = PAGE.read_text(encoding="utf-8")
-    found = claims()
-    assert len(found) >= 15
-    assert sum(c.holds for c in found) >= 0.7 * len(found)
-    for claim in found:
+    all_claims = claims()
+    assert len(all_claims) >= 15
+    assert sum(c.holds for c in all_claims) >= 0.7 * len(all_claims)
+    for claim in all_claims:
         assert claim.holds or claim.note
         assert f"| {claim.quantity} | {claim.source} |" in text, "write it again with `python benchmarks/ledger.py`"
         if claim.source != FLEX:  # its profile may be measured again
@@ -78,16 +78,16 @@ def test_the_page_holds_every_sentence_and_explains_misses():
 
 def test_the_page_holds_the_ledger_of_today(ledger):
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    for found in ledger.rows:
-        line = next(line for line in lines if line.startswith(f"| {found.name} |"))
-        assert f"| {found.step_s:.3g} |" in line, "write it again with `python benchmarks/ledger.py`"
-        assert f"{found.error_fraction:+.1%}" in line
+    for row in ledger.rows:
+        line = next(line for line in lines if line.startswith(f"| {row.name} |"))
+        assert f"| {row.step_s:.3g} |" in line, "write it again with `python benchmarks/ledger.py`"
+        assert f"{row.error_fraction:+.1%}" in line
 
 
 def test_names_and_measurements_do_not_change_predictions(published, ledger):
     disguised = [replace(p, name=f"run {i}", measured=dict.fromkeys(p.measured, 7.0)) for i, p in enumerate(published)]
-    for before, after in zip(ledger.rows, validate(disguised).rows, strict=True):
-        assert before.predicted == after.predicted
+    for original, renamed in zip(ledger.rows, validate(disguised).rows, strict=True):
+        assert original.predicted == renamed.predicted
 
 
 def test_no_constant_belongs_to_a_run_or_a_model(published):
@@ -97,7 +97,7 @@ def test_no_constant_belongs_to_a_run_or_a_model(published):
     assert len(set(names)) == len(names)
     assert not [name for name in names for model in shipped_models() if model in name]
     used = {name for stage in STAGES.values() for name in stage.runs}
-    assert used < {p.name for p in published}, "some runs are left to be predicted"
+    assert used < {p.name for p in published}, "all runs are used by the fit"
 
 
 @pytest.mark.fast("some")
@@ -105,12 +105,12 @@ def test_no_constant_belongs_to_a_run_or_a_model(published):
 def test_the_shipped_constants_are_those_that_the_fit_finds(published, checked):
     """Check each stage with the shipped constants of earlier stages. Only fast stages are checked."""
     fitter = Fitter({p.name: p for p in published})
-    before = {}
+    constants = {}
     for name, stage in STAGES.items():
         if name == checked:
-            for constant, value in fitter._fit(stage, stage.runs, before).items():
+            for constant, value in fitter._fit(stage, stage.runs, constants).items():
                 assert value == pytest.approx(shipped(constant), rel=0.02), constant
-        before |= {c.name: shipped(c.name) for c in stage.constants}
+        constants |= {c.name: shipped(c.name) for c in stage.constants}
 
 
 def test_a_fit_finds_the_constants_that_made_the_runs():

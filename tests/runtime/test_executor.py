@@ -22,7 +22,7 @@ from penstock.runtime.lane_track import Track
 from penstock.runtime.plan import Kind, Lane, Plan, Policy, Repeat, Update, Wait
 from penstock.runtime.plan.plan import unrolled
 from penstock.runtime.plan.timeline import is_kept
-from tests.edits import at
+from tests.edits import set_op
 from tests.null_machine import NullMachine
 from tests.strategies import plans
 from tests.tiny import tiny_config
@@ -391,7 +391,7 @@ def test_lanes_that_wait_for_each_other_are_seen_and_named(asked_to_end, monkeyp
     look_every(monkeypatch, 0.01)
     plan, stop = tiny_plan(), Stop()
     load, forward = (next(i for i, op in enumerate(plan.ops) if op.kind is kind) for kind in (Kind.LOAD, Kind.FORWARD))
-    stuck = at(plan, load, dataclasses.replace(plan.ops[load], waits=(Wait(forward),)))
+    stuck = set_op(plan, load, dataclasses.replace(plan.ops[load], waits=(Wait(forward),)))
     if asked_to_end:
         threading.Timer(0.05, stop.request).start()
     with pytest.raises(StallError, match="h2d: load h2d b0 waits for forward gpu b0 m0"):

@@ -23,7 +23,7 @@ from penstock.runtime.plan.plan import unrolled
 from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.timeline import is_kept
 from penstock.runtime.plan.train import Train
-from tests.edits import at, passes, plan_by, rewaited
+from tests.edits import passes, plan_by, rewaited, set_op
 from tests.mutants import ADAPTED, Mutant
 from tests.mutants import MUTATIONS as ALL_MUTATIONS
 from tests.oracle import same_training
@@ -121,10 +121,10 @@ def test_a_wait_that_cannot_be_is_refused_in_one_line() -> None:
     assert repeat is not None
     cpu, gpu = (next(i for i in range(repeat.start, repeat.end) if plan.ops[i].lane is lane) for lane in (Lane.CPU, Lane.GPU))
     back = replace(plan.ops[cpu], waits=(Wait(gpu, 0, 1),))
-    error_of(str(at(plan, 0, replace(plan.ops[0], waits=(Wait(gpu),)))))  # for a later part
-    error_of(str(at(plan, 0, replace(plan.ops[0], waits=(Wait(gpu, 0, 1),)))))  # for a repetition before, outside of what repeats
-    error_of(str(replace(at(plan, cpu, back), repeat=None)))
-    error_of(str(at(plan, cpu, replace(back, waits=(Wait(gpu, 1),)))).replace(f"^ {gpu}@1", f"^ {gpu}@1~1"))
+    error_of(str(set_op(plan, 0, replace(plan.ops[0], waits=(Wait(gpu),)))))  # for a later part
+    error_of(str(set_op(plan, 0, replace(plan.ops[0], waits=(Wait(gpu, 0, 1),)))))  # for a repetition before, outside of repeats
+    error_of(str(replace(set_op(plan, cpu, back), repeat=None)))
+    error_of(str(set_op(plan, cpu, replace(back, waits=(Wait(gpu, 1),)))).replace(f"^ {gpu}@1", f"^ {gpu}@1~1"))
 
 
 @pytest.mark.drawn
@@ -229,7 +229,7 @@ def _other_repetition(plan: Plan) -> Iterator[Mutant]:
         for n, wait in enumerate(op.waits):
             for other in {Wait(wait.op), Wait(wait.op, 1), Wait(wait.op, 0, 1)} - {wait}:
                 changed = replace(op, waits=(*op.waits[:n], other, *op.waits[n + 1 :]))
-                yield Mutant(f"op {i}: {op} for {other}", (op.kind,), partial(at, plan, i, changed))
+                yield Mutant(f"op {i}: {op} for {other}", (op.kind,), partial(set_op, plan, i, changed))
 
 
 MUTATIONS = ALL_MUTATIONS | {"what repeats": _misrepeat, "another repetition": _other_repetition}
@@ -278,6 +278,6 @@ def test_every_wait_that_repeats_is_needed() -> None:
                 if wait.op in repeat and wait.distance == 0:
                     without = replace(op, waits=(*op.waits[:n], *op.waits[n + 1 :]))
                     with pytest.raises(PlanError, match=f"with 2 of {repeat.times} repetitions written out: op .* a race for"):
-                        check(at(plan, i, without))
+                        check(set_op(plan, i, without))
                     n_caught += 1
     assert n_caught > 50

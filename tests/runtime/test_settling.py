@@ -56,7 +56,7 @@ SPECULATING = [  # each way in which a state can be laid out in its slot
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=training.asked)
+@pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=training.case_name)
 def test_a_speculation_taken_or_left_is_the_plain_loop(policy, fields):
     """It is taken by exchanging the places of state and shadow."""
     semantics = training.clip_some_steps("llama", semantics_of("llama", **fields))

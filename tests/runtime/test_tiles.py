@@ -113,7 +113,7 @@ def test_a_forward_by_tiles_makes_the_calls_that_are_counted(model_type: str) ->
     for number, (layer, x, kwargs) in enumerate(layer_calls(model, 96, 1, 96), start=1):
         weights = {f"model.layers.{number - 1}.{name}": p for name, p in layer.named_parameters()}
         with torch.no_grad(), Work() as work:
-            templates.layer(number, weights, x, real_layers.given(kwargs))
+            templates.layer(number, weights, x, real_layers.call_of(kwargs))
         block = plan.workload.blocks[number]
         assert 0 <= work.calls.total() - block.n_kernels <= 2
         assert work.n_bytes - 2 * block.boundary_bytes == pytest.approx(block.pointwise_bytes, rel=0.07)
