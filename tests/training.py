@@ -192,10 +192,10 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
     for number in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned[number]:
             state = machine.host.param_state(p)
-            masters[p.name] = state.master.whole().clone().view(p.shape).cpu()
+            masters[p.name] = state.master.values().clone().view(p.shape).cpu()
             for moments, name in zip((exp_avg, exp_avg_sq), machine.plan.semantics.optimizer.moments, strict=False):  # Lion has one
                 held = machine.host.moment(p, name)
-                moments[p.name] = (held.clone() if isinstance(held, torch.Tensor) else held.whole()).view(p.shape).cpu()
+                moments[p.name] = (held.clone() if isinstance(held, torch.Tensor) else held.values()).view(p.shape).cpu()
     return masters, exp_avg, exp_avg_sq
 
 
@@ -213,7 +213,7 @@ def frozen_of(machine: CpuMachine) -> Tensors:
 
 def machine_for(plan: Plan, machine_type=Remembering, batches: Sequence[Batch] = (), **options):
     """Return a machine that trains `plan` from the weights of `begin`, on a cycle of batches."""
-    total = plan.semantics.whole
+    total = plan.semantics.all_ranks
     batches = batches or batches_of(plan.model.config["vocab_size"], total.batch_size, total.seq_len)
     folder = Path(tempfile.mkdtemp(prefix="disk-")) if plan.policy.disk_blocks else None
     if folder is not None:

@@ -306,7 +306,7 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
         arrays = weight, remainder, first, second, steps[1].gradient.parts[0]
         places = [array.data_ptr() - device.slab.data_ptr() for array in arrays]
         assert places == [12 * n, 14 * n, 16 * n, 20 * n, 3 * 12 * n + 2 * n], "one after another, as a run lays them out"
-        masters = [step.to.master.whole() for step in steps]
+        masters = [step.target.master.values() for step in steps]
         device.run(ready, 1)
         assert device.order == [*range(4)]
         assert work.amount == 4 * optimizer.TASK_ELEMENTS
