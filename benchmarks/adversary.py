@@ -17,7 +17,7 @@ import click
 from penstock.planner.predict.resident import resident
 from penstock.planner.search.search import search
 from penstock.runtime.plan import Policy, Update
-from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of, with_state_on_device
+from tests.adversary import Cell, Held, cell, held, hill_climb, neighbour, relaxation_of, start_of, with_state_on_device
 
 from .hard_cells import hard_cell, kinds_of, repeats
 
@@ -84,7 +84,7 @@ def attacked(number: int) -> Tally:
         tally.n_empty = 1
         return tally
     kinds, relaxation = kinds_of(of), relaxation_of(of)
-    fastest = climbed(rng, of, start, N_TRIES)[0]
+    fastest = hill_climb(rng, of, start, N_TRIES)[0]
     staying = with_state_on_device(rng, of, N_STAYING)
     policies = dict.fromkeys((start, fastest, _near(rng, of, start), _near(rng, of, fastest), *staying))
     for policy in (policy for policy in policies if of.needs(policy).fits):
@@ -111,7 +111,7 @@ def _near(rng: random.Random, of: Cell, policy: Policy) -> Policy:
 def _attack_search(of: Cell, rng: random.Random, tally: Tally) -> None:
     with patch("penstock.planner.search.answer.resident_in_parts", resident):  # a drawn model has no other micro-batch
         answer = search(of.model, [(of.semantics, of.workload)], of.profile, clipped_fraction=of.clipped_fraction)
-    policy, fastest_s = climbed(rng, of, answer.plan.policy, N_NEIGHBOURS)
+    policy, fastest_s = hill_climb(rng, of, answer.plan.policy, N_NEIGHBOURS)
     bound_s = answer.certificate.policy_bound_s
     tally.gaps.append(answer.certificate.gap_fraction)
     tally.gains.append(max(0.0, 1 - fastest_s / answer.step_s))
