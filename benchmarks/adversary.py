@@ -17,7 +17,7 @@ import click
 from penstock.planner.predict.resident import resident
 from penstock.planner.search.search import search
 from penstock.runtime.plan import Policy, Update
-from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of, with_state_on_device
+from tests.adversary import Cell, Held, cell, held, hill_climb, neighbour, relaxation_of, start_of, with_state_on_device
 
 from .hard_cells import hard_cell, kinds_of, repeats
 
@@ -84,7 +84,7 @@ def attacked(number: int) -> Tally:
         tally.n_empty = 1
         return tally
     kinds, relaxation = kinds_of(target), relaxation_of(target)
-    fastest = climbed(rng, target, start, N_TRIES)[0]
+    fastest = hill_climb(rng, target, start, N_TRIES)[0]
     staying = with_state_on_device(rng, target, N_STAYING)
     policies = dict.fromkeys((start, fastest, _near(rng, target, start), _near(rng, target, fastest), *staying))
     for policy in (policy for policy in policies if target.needs(policy).fits):
@@ -111,7 +111,7 @@ def _near(rng: random.Random, target: Cell, policy: Policy) -> Policy:
 def _attack_search(case: Cell, rng: random.Random, tally: Tally) -> None:
     with patch("penstock.planner.search.result.resident_in_parts", resident):  # a sampled model has no other micro-batch
         answer = search(case.model, [(case.semantics, case.workload)], case.profile, clipped_fraction=case.clipped_fraction)
-    policy, fastest_s = climbed(rng, case, answer.plan.policy, N_NEIGHBOURS)
+    policy, fastest_s = hill_climb(rng, case, answer.plan.policy, N_NEIGHBOURS)
     bound_s = answer.certificate.policy_bound_s
     tally.gaps.append(answer.certificate.gap_fraction)
     tally.gains.append(max(0.0, 1 - fastest_s / answer.step_s))

@@ -128,7 +128,7 @@ def cell(number: int) -> Cell:
     semantics = _semantics(rng, length.choice(LONG_STEPS) if is_long else n_micro_batches)
     semantics = semantics if is_long else _in_sum_groups(semantics, random.Random(f"sums of cell {number}"))
     is_real = rng.random() < 0.5
-    sample = _real if is_real else lambda *args: (Model({}, name="drawn"), drawn_workload(*args))
+    sample = _real if is_real else lambda *args: (Model({}, name="drawn"), sample_workload(*args))
     model, workload = sample(rng, semantics, n_layers)
     semantics = semantics if is_long else _in_ranks(semantics, workload, random.Random(f"ranks of cell {number}"))
     if model.config and (partly := _trained_in_part(semantics, model, random.Random(f"trained of cell {number}"))) is not None:
@@ -145,7 +145,7 @@ def cell(number: int) -> Cell:
     profile = with_any_memory(machine, PLENTY_BYTES, PLENTY_BYTES)
     sampled = Cell(number, model, workload, semantics, profile, often)
     if rng.random() < 0.6:  # memory of a sampled policy, or somewhat more
-        needs = sampled.needs(drawn_policy(rng, sampled))
+        needs = sampled.needs(sample_policy(rng, sampled))
         roomy = rng.choice((1.0, 1.0, 1.05, 1.3, 2.0))
         host_bytes = int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
         profile = with_any_memory(machine, int(needs.device_peak_bytes * roomy), host_bytes)
@@ -220,15 +220,15 @@ def _real(rng: random.Random, semantics: Semantics, n_layers: int) -> tuple[Mode
     return model, build_workload(model, semantics)
 
 
-def drawn_workload(rng: random.Random, semantics: Semantics, n_layers: int) -> Workload:
+def sample_workload(rng: random.Random, semantics: Semantics, n_layers: int) -> Workload:
     """Sample blocks of any proportions: narrow or wide, tied or not, equal or not, with many weights for few products."""
     seed = rng.random()
     sizes = [semantics.micro_batch, *([semantics.n_left] if semantics.n_left else [])]
-    blocks = [_drawn_blocks(random.Random(seed), replace(semantics, batch_size=n, micro_batch=n), n_layers) for n in sizes]
+    blocks = [_sample_blocks(random.Random(seed), replace(semantics, batch_size=n, micro_batch=n), n_layers) for n in sizes]
     return Workload(blocks[0], smaller=blocks[1] if semantics.n_left else ())
 
 
-def _drawn_blocks(rng: random.Random, semantics: Semantics, n_layers: int) -> tuple[Block, ...]:
+def _sample_blocks(rng: random.Random, semantics: Semantics, n_layers: int) -> tuple[Block, ...]:
     tokens, width, vocab = semantics.tokens_per_micro_batch, rng.choice((64, 256, 1024, 4096)), rng.choice((256, 32768, 200_000))
     boundary = tokens * width * 2
     are_equal = rng.random() < 0.7
@@ -273,7 +273,7 @@ def _more_saved(tier: Tier, times: int, n_saved: int, copied: float) -> Tier:
     return replace(tier, saved_bytes=saved_bytes, n_saved=n_saved, copied_bytes=int(saved_bytes * copied))
 
 
-def drawn_policy(rng: random.Random, case: Cell) -> Policy:
+def sample_policy(rng: random.Random, case: Cell) -> Policy:
     """Sample any legal policy, from one with smallest memory to one with all knobs set."""
     s, workload = case.semantics, case.workload
     limit, n_layers = case.largest_group, workload.n_layers
@@ -392,7 +392,7 @@ def relaxation_of(case: Cell) -> Relaxation:
     return Relaxation(PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile)), case.clipped_fraction)
 
 
-def climbed(rng: random.Random, case: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
+def hill_climb(rng: random.Random, case: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
     """Hill-climb: return the fastest of n policies, each a neighbour of the fastest so far, and its mean step."""
     best, best_s = start, case.mean_step_s(start) or float("inf")
     for _ in range(n_tries):
@@ -426,6 +426,6 @@ def with_state_on_device(rng: random.Random, case: Cell, n: int) -> Iterator[Pol
 
 def start_of(rng: random.Random, case: Cell, n_tries: int = 30) -> Policy | None:
     """Return a policy that fits: a sampled one, else one with smallest memory; None if none fits."""
-    sampled = (drawn_policy(rng, case) for _ in range(n_tries))
+    sampled = (sample_policy(rng, case) for _ in range(n_tries))
     smallest = (plan.policy for plan, _ in smallest_plans(case.model, case.workload, case.semantics, case.profile))
     return next((policy for policy in chain(sampled, smallest) if case.needs(policy).fits), None)

@@ -16,7 +16,7 @@ from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.space import Family, families, family_of
 from penstock.runtime.plan import Policy, Semantics, Update
-from tests.adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_of, start_of, with_state_on_device
+from tests.adversary import PLENTY_BYTES, Cell, cell, held, hill_climb, relaxation_of, start_of, with_state_on_device
 
 N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are held against their bounds, and
 # Cells, and seeds of policies, for which a bound was once above a step
@@ -41,7 +41,7 @@ def broken(of: Cell, seed: int, n_tries: int) -> list[str]:
     if start is None:
         return []
     relaxation = relaxation_of(of)
-    fastest, _ = climbed(rng, of, start, n_tries)
+    fastest, _ = hill_climb(rng, of, start, n_tries)
     staying = with_state_on_device(rng, of, N_STAYING)
     found = [h for policy in dict.fromkeys((start, fastest, *staying)) for h in held(of, policy, relaxation)]
     return [f"cell {of.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in found if h.is_broken]

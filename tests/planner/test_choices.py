@@ -11,7 +11,7 @@ from penstock.planner.predict.cost import CostModel
 from penstock.planner.search.choices import Choices
 from penstock.planner.search.policy_cost import PolicyCost
 from penstock.runtime.plan import Policy
-from tests.adversary import Cell, cell, drawn_policy, family_of
+from tests.adversary import Cell, cell, family_of, sample_policy
 
 CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_200), 20, 4
 WITHIN_FRACTION = 5e-6  # of what the machine has: the solver's tolerance, and squares of gradients that stay
@@ -73,7 +73,7 @@ def test_memory_rows_are_the_footprint(first):
     n_held = 0
     for number in range(first, first + N_PER_TEST):
         of, rng = cell(number), random.Random(number)
-        for policy in [drawn_policy(rng, of) for _ in range(N_POLICIES)]:
+        for policy in [sample_policy(rng, of) for _ in range(N_POLICIES)]:
             choices = choices_of(of, policy)
             if choices is None:
                 continue

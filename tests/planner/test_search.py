@@ -51,7 +51,7 @@ from penstock.runtime.plan.legality import can_stay
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Model, Saved
 from penstock.runtime.units import GB
-from tests.adversary import cell, drawn_policy, drawn_workload
+from tests.adversary import cell, sample_policy, sample_workload
 from tests.strategies import MODEL as NOBODY
 from tests.tiny import tiny_config
 
@@ -92,7 +92,7 @@ SLOW_TO_COMPUTE = [MACHINES["cpu-2core"], MACHINES["gb10"], faster(MACHINES["h20
 def workloads(draw, semantics, most_layers=5, least_layers=1):
     """Blocks of any proportions, as the adversary draws them."""
     rng = random.Random(draw(st.integers(0, 2**32)))
-    return drawn_workload(rng, semantics, draw(st.integers(least_layers, most_layers)))
+    return sample_workload(rng, semantics, draw(st.integers(least_layers, most_layers)))
 
 
 @st.composite
@@ -113,7 +113,7 @@ def semantics(draw):
 @settings(deadline=None, max_examples=50)
 def test_bounds_count_no_more_ops_than_the_plan_has(number):
     of = cell(number)
-    hold_counts(of.model, of.workload, of.semantics, drawn_policy(random.Random(number), of), of.profile)
+    hold_counts(of.model, of.workload, of.semantics, sample_policy(random.Random(number), of), of.profile)
 
 
 @pytest.mark.soak
