@@ -15,7 +15,7 @@ from tests.running import penstock as invoke
 # With a micro-batch that is named: a search in half the time
 SMALL = ["plan", "qwen2.5-0.5b", "--machine", "rtx4090-desktop", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4"]
 GPT_OSS = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", "64", "--seq-len", "1024", "--json"]
-NEXT = "penstock run {} --data FOLDER --model Qwen2.5-0.5B-Instruct, once it is"
+NEXT = "penstock run {} --data FOLDER --model Qwen2.5-0.5B-Instruct, after"
 
 
 @pytest.fixture(scope="module")

@@ -347,7 +347,7 @@ def loud(logps, Weight):
         ("mixed", "depends on others"),
         ("unnamed", "has the parameters of no kind of loss"),
         ("inplace", "changes its argument targets"),
-        ("wide", "keep at most 64"),
+        ("wide", "save at most 64"),
         ("several", "takes **more"),
         ("loud", "asks for 'Weight'"),
         ("absent", "holds no function 'absent'"),

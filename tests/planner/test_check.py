@@ -258,7 +258,7 @@ def test_a_smaller_last_micro_batch_fits_the_slots_of_others() -> None:
     plan = lower(MODEL, workload, semantics, policy, PROFILE)
     check(plan)
 
-    assert "just where the last one is smaller" in error_of(replace(plan, workload=replace(workload, smaller=())))
+    assert "if and only if the last one is smaller" in error_of(replace(plan, workload=replace(workload, smaller=())))
     first, layer, *others = workload.smaller
     less = (first, replace(layer, tiers=(replace(layer.tiers[0], saved_bytes=5000),)), *others)
     assert "saved[0] has 1024 bytes, but needs 5512" in error_of(replace(plan, workload=replace(workload, smaller=less)))
