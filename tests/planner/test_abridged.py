@@ -1,4 +1,4 @@
-"""A long step, abridged to its first and last repetitions, keeps what happened in these."""
+"""Abridged plans and timelines: first and last repetitions of a long step, with unchanged op order and durations."""
 
 import math
 from dataclasses import astuple, replace
@@ -44,7 +44,7 @@ def test_an_abridged_timeline_has_every_op_once_in_lane_order(plan: Plan, data: 
 
 
 def test_an_abridged_step_is_that_of_as_many_micro_batches() -> None:
-    """A timeline of a thousand, cut, has steps that last as long as a step of as many micro-batches as are kept."""
+    """A timeline of 1000 micro-batches, abridged, has the step time of a plan with `2 + N_KEPT` micro-batches."""
     plan = small(1000)
     cut = abridged(plan, simulate(plan, costs(plan, MADE_UP), None).timeline)
     short, few = abridged_plan(plan), small(2 + N_KEPT)
@@ -81,7 +81,7 @@ def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
 
 
 def test_a_run_of_a_long_step_corrects_its_profile() -> None:
-    """The device is half as fast as the profile says: what recalibration finds predicts the step that was measured."""
+    """GPU ops take twice their predicted time; the recalibrated profile predicts the measured step."""
     plan = small(40)
     priced = zip(plan.ops, costs(plan, MADE_UP), strict=True)
     slow = [replace(d, alone_s=2 * d.alone_s) if op.lane is Lane.GPU else d for op, d in priced]

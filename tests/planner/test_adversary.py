@@ -1,4 +1,4 @@
-"""Lower bounds against an adversary that looks for faster plans; `python -m benchmarks.adversary` makes the long attack."""
+"""Lower bounds against an adversary that searches faster plans; `python -m benchmarks.adversary` is the long version."""
 
 import random
 from dataclasses import replace
@@ -18,12 +18,12 @@ from penstock.planner.search.space import Family, families, family_of
 from penstock.runtime.plan import Policy, Semantics, Update
 from tests.adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_of, start_of, with_state_on_device
 
-N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are held against their bounds, and
-# Cells, and seeds of policies, for which a bound was once above a step
+N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are compared with their bounds
+# Regressions: (cell, policy seed) with a bound above a simulated step in an earlier version
 CAUGHT = [(10_607, ~10_607), (11_064, ~11_064), (11_359, ~11_359), (700_640, 700_640), (5_000_157, 5), (5_000_052, ~5_000_052)]
-CAUGHT_HARD = [15, 53, 82, 5_000_068]  # and hard cells
-N_STAYING = 2  # policies that keep state on the device, where they fit
-# Groups smaller than the step, where bounds were once above steps: model, machine, tokens a sequence, sequences, sizes of groups
+CAUGHT_HARD = [15, 53, 82, 5_000_068]  # regressions among hard cells
+N_STAYING = 2  # policies with optimizer state on the device, if they fit
+# Regressions with accumulation groups smaller than the step: model, machine, sequence length, sequences, group sizes
 GROUPED = [
     ("qwen2.5-7b", "rtx4090-desktop", 1024, 16, (8,)),
     ("qwen2.5-0.5b", "rtx4090-desktop", 1024, 32, (16, 8)),
@@ -35,7 +35,7 @@ GROUPED = [
 
 
 def broken(of: Cell, seed: int, n_tries: int) -> list[str]:
-    """The bounds of the cell that a drawn policy goes below, or one climbed to from it, or one that keeps state on the device."""
+    """Return violated bounds for a sampled policy, its hill-climbing result and policies with state on the device."""
     rng = random.Random(seed)
     start = start_of(rng, of)
     if start is None:
@@ -62,7 +62,7 @@ def test_no_plan_is_faster_than_a_bound_in_hard_cells(first):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("number", range(900_000, 900_008))
 def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
-    """Policies of one cell share works of blocks, a linear program is below the integer one, what all members do below that."""
+    """Cached block work leaves bounds unchanged; family minimum <= linear relaxation <= integer relaxation."""
     of, rng = cell(number), random.Random(number)
     costs = PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile))
     for policy in [start for _ in range(12) if (start := start_of(rng, of)) is not None]:
@@ -88,7 +88,7 @@ def test_bounds_hold_in_hard_cells_where_they_once_did_not(number):
 
 @pytest.mark.parametrize("number", [742, 755])
 def test_packed_layers_that_stay_are_unpacked_less_often(number):
-    """What every member of a family does was once counted as if none stayed: 1.9 times a step, where boundaries are shared."""
+    """Regression: the family bound ignored resident packed layers and was 1.9 times a step with a boundary stride above 1."""
     of = hard_cell(number)
     steps = []
     for family in (each for each in families(of.semantics, of.workload) if each.boundary_stride > 1):
@@ -120,7 +120,7 @@ def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, 
 
 
 def test_what_was_wrong_is_caught(monkeypatch):
-    """The head's gradients counted among those that leave on the way down, all of them, as they once were."""
+    """Plant a former bug: the bound counts head gradients of all micro-batches of a group, not only the last."""
     of = grouped("qwen2.5-0.5b", "rtx4090-desktop", 1024, 32)
     right = of_blocks.work_of
 

@@ -1,4 +1,4 @@
-"""Attention kernels: the one that a plan names is used, and a machine without it is refused before anything is allocated."""
+"""Attention kernels: execution of the planned kernel, and rejection of machines without it before allocation."""
 
 import dataclasses
 
@@ -42,8 +42,8 @@ def plan_with(kernel, **fields):
 def test_a_missing_kernel_is_refused_with_another_to_plan(monkeypatch):
     asked = []
     monkeypatch.setattr(attention, "_can_use", lambda *of: asked.append(of))
-    refuse_missing_attention(plan_with("flash"))  # which falls back by itself, as old plans do
-    refuse_missing_attention(plan_with("cudnn", attention="eager"))  # which attends without any of them
+    refuse_missing_attention(plan_with("flash"))  # PyTorch falls back to another kernel
+    refuse_missing_attention(plan_with("cudnn", attention="eager"))  # eager attention needs no fused kernel
     assert asked == []
     with pytest.raises(PlanError, match=r"cuDNN's attention.* 4 heads of 8 in bf16; plan again with --kernels eager$"):
         refuse_missing_attention(plan_with("cudnn"))
@@ -92,9 +92,9 @@ def chosen(model, machine, **asked):
     [
         ("qwen2.5-7b", "h100-sxm", {}, ("fused", "online", "fused", "cudnn")),
         ("qwen2.5-7b", "h100-sxm", {"deterministic": True}, ("fused", "online", "fused", "deterministic")),
-        ("qwen2.5-7b", "rtx4090-server", {}, ("fused", "online", "fused", "flash")),  # cuDNN's was not measured there
+        ("qwen2.5-7b", "rtx4090-server", {}, ("fused", "online", "fused", "flash")),  # no cuDNN rate in this profile
         ("qwen2.5-7b", "cpu-2core", {}, ("eager", "eager", "eager", "flash")),
-        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "online", "eager", "flash")),  # whose attention is spelled out
+        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "online", "eager", "flash")),  # eager attention only
     ],
 )
 def test_a_plan_names_the_fastest_kernels_of_model_and_machine(model, machine, asked, kernels):
@@ -102,7 +102,7 @@ def test_a_plan_names_the_fastest_kernels_of_model_and_machine(model, machine, a
 
 
 def test_cudnn_is_not_planned_for_windows_wide_heads_or_fp32():
-    """A window's mask is as large as a square of the sequence, and its backward takes heads of at most 128."""
+    """A window needs a mask of seq_len x seq_len, and the cuDNN backward supports head sizes up to 128."""
     machine, how = read_profile("h100-sxm"), Semantics(256, 4, 1)
     for model, semantics, kernel in (
         (Model(tiny_config("mistral", sliding_window=512)), how, "cudnn"),

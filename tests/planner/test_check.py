@@ -1,4 +1,4 @@
-"""The checker passes every plan that is right, and no mutant that trains otherwise."""
+"""Plan checker: correct plans pass, mutants with different training results are rejected."""
 
 import time
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from tests.mutants import MUTATIONS, NORMS, tally
 from tests.oracle import needed_bytes, race, same_training, unrolled
 from tests.strategies import MODEL, PROFILE, plans, small_workload, with_smaller
 
-law = settings(deadline=None)  # a busy machine is no failure
+law = settings(deadline=None)  # independent of machine load
 
 
-# -- right plans pass ----------------------------------------------------------------------------------------------------------
+# -- correct plans pass --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn
@@ -53,7 +53,7 @@ def test_squares_of_forty_weights_take_more_than_one_unit() -> None:
     check(plan)
 
 
-# -- wrong plans do not --------------------------------------------------------------------------------------------------------
+# -- wrong plans fail ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn
@@ -70,7 +70,7 @@ def test_a_mutant_that_passes_trains_as_the_original(plan: Plan, kind: str, rng:
 
 @pytest.mark.parametrize("most", [pytest.param(3, id="few"), pytest.param(20, id="many", marks=pytest.mark.soak)])
 def test_no_harmful_mutant_of_the_samples_passes(most: int) -> None:
-    """And of most mutations none at all: what is dropped, weakened or redirected was needed."""
+    """Most kinds of mutation have no surviving mutant: every dropped, weakened or redirected element was necessary."""
     found = tally(most)
     print(f"\n{found.table()}")
     assert found.condemned == []
@@ -78,7 +78,7 @@ def test_no_harmful_mutant_of_the_samples_passes(most: int) -> None:
     operands = {f"{kind}.{name}" for kind, row in OPS.items() for name in row.names}
     assert found.rows["drop an op"] == {*Kind}
     assert found.rows["lose an operand"] == operands
-    alone = {f"{kind}.received" for kind in OPS}  # in arenas of a single slot
+    alone = {f"{kind}.received" for kind in OPS}  # arenas with a single slot
     assert operands - found.rows["redirect an operand"] <= alone
 
 
@@ -86,7 +86,7 @@ def test_no_harmful_mutant_of_the_samples_passes(most: int) -> None:
 @law
 @given(plans(), st.data())
 def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.DataObject) -> None:
-    """As the runtime counts bytes. A slot is a multiple of 256 bytes, the last of its arena may be any size."""
+    """Compare with the byte counts of the runtime. Slots are multiples of 256 bytes, except the last of an arena."""
     needed = needed_bytes(plan, plan.ops)
     for arena in plan.arenas:
         sizes = [needed[Slot(arena.name, i)] for i in range(len(arena.slot_bytes))]
@@ -99,14 +99,14 @@ def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.Da
     assert f"{slot} has {sizes[slot.index]} bytes, but " in error_of(with_sizes(plan, slot.arena, sizes))
 
 
-# -- the fast against the obvious ----------------------------------------------------------------------------------------------
+# -- vector clocks against paths ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn
 @law
 @given(plans(max_layers=3, max_micro_batches=2), st.data())
 def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.DataObject) -> None:
-    """With some waits taken out, so that there are unordered pairs."""
+    """Some waits are removed to create unordered pairs."""
     dropped = data.draw(st.sets(st.integers(0, len(plan.ops) - 1), max_size=8))
     plan = replace(plan, ops=tuple(replace(op, waits=()) if i in dropped else op for i, op in enumerate(plan.ops)))
     graph = unrolled(plan, N_STEPS)
@@ -118,17 +118,17 @@ def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.Data
                 assert clocks.ordered(j, j_step, i, step) == ((j, j_step) in before)
 
 
-# -- what the messages say -----------------------------------------------------------------------------------------------------
+# -- error messages ------------------------------------------------------------------------------------------------------------
 
 
 def without_wait(plan: Plan, name: str, kind: Kind) -> Plan:
-    """The op of that name waits for no op of that kind."""
+    """Remove the waits of the named op for ops of this kind."""
     waits = plan.ops[index(plan, name)].waits
     return with_op(plan, name, waits=tuple(w for w in waits if plan.ops[w.op].kind is not kind))
 
 
 def before(plan: Plan, name: str, other: str) -> Plan:
-    """The last op of that name before another one, with the waits that this order asks for."""
+    """Move the last op of this name before another op and recompute all waits."""
     i = max(i for i, op in enumerate(plan.ops) if op.name == name)
     order = [k for k in range(len(plan.ops)) if k != i]
     order.insert(index(plan, other), i)
@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
 
 
 def _groups_exchanged() -> tuple[Plan, list[int]]:
-    """It would train the same, in more memory than is booked: autograd's saved bytes are counted for one group at a time."""
+    """Same result with more memory than reserved: autograd's saved bytes are counted for one group at a time."""
     plan = small(n_micro_batches=4, accumulation_group=2)
     last, first = index(plan, "backward gpu b0 m1"), index(plan, "forward gpu b0 m2")
     return plan, [{last: first, first: last}.get(i, i) for i in range(len(plan.ops))]
@@ -180,7 +180,7 @@ def test_a_wrong_plan_is_refused_in_a_line_that_says_what(what: str) -> None:
 
 
 def test_barrier_waits_for_updates_on_host_and_device() -> None:
-    """Plans of a model with some blocks trained whole, others in part."""
+    """The model has some fully trained and some partly trained blocks."""
     plan = small(**NORMS | {"update": Update.BARRIER, "device_blocks": (1, 2, 3, 4)})
     check(plan)
     check(under(plan, update=Update.DEFERRED))
@@ -205,7 +205,7 @@ def test_memory_is_enough_at_the_peak_and_not_one_byte_below(plan: Plan) -> None
 
 
 def test_what_layers_save_is_counted_where_it_is() -> None:
-    """1000 bytes of each of two layers, for both micro-batches of a group; or of one layer, in slots of multiples of 256."""
+    """Two layers with 1000 saved bytes and groups of two micro-batches: 4000 bytes kept, or slots of 1024 bytes for offload."""
     workload = small_workload(3, tied=False)
     tiers = (Tier(Saved.PRODUCTS, 1000, 500, 0, False, 0, 0), Tier(Saved.ATTENTION, 300, 500, 0, False, 0, 0))
     workload = replace(workload, blocks=tuple(replace(b, tiers=tiers) for b in workload.blocks))
@@ -272,9 +272,9 @@ def test_a_smaller_last_micro_batch_fits_the_slots_of_others() -> None:
     plans(max_layers=2, max_micro_batches=2),
 )
 def test_a_plan_changed_in_many_ways_passes_or_is_a_plan_error(plan: Plan, changes: list[tuple[str, int]], other: Plan) -> None:
-    """Never another exception, whether the parts are of one plan or of two."""
+    """No other exception escapes, even if parts of two plans are combined."""
     for kind, n in changes:
-        with suppress(PlanError, AssertionError, StopIteration, ValueError):  # of what can no longer be changed so
+        with suppress(PlanError, AssertionError, StopIteration, ValueError):  # mutation not applicable any more
             mutants = list(MUTATIONS[kind](plan))
             plan = mutants[n % len(mutants)].make() if mutants else plan
     passes(plan)

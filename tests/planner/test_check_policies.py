@@ -1,4 +1,4 @@
-"""Policies, workloads and semantics that a plan may not have, each refused in a line."""
+"""Illegal policies, workloads and semantics: one-line error messages."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from tests.strategies import MODEL, PROFILE, small_workload
 APART = ADAPTED | {"device_blocks": (1, 2, 3)}
 IN_ORDER = "blocks must be blocks 0..4 in ascending order, each once"
 
-ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # a plan's choices, what is changed of its policy, what is said
+ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # choices of a legal plan, changes to its policy, message
     ({"update": Update.EAGER}, {"speculate_blocks": (1,)}, "they need update deferred"),
     ({}, {"update": Update.EAGER}, "eager updates need --clip-norm none"),
     ({}, {"speculate_blocks": (3, 1, 0)}, f"speculate_{IN_ORDER}"),
@@ -38,7 +38,7 @@ ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # a plan's 
     ({"spill_blocks": (0, 2)}, {"save": saves(all=(1,))}, "the block before it cannot spill"),
     ({"n_micro_batches": 2, "accumulation_group": 2, "ranks": 2}, {"accumulation_group": 1}, "several ranks exchange whole sums"),
     ({"ranks": 2}, {"device_blocks": (1,)}, "leave out square_on_device and device_blocks"),
-    # Where weights are frozen
+    # Frozen weights
     (APART, {"speculate_blocks": (1,)}, "update barrier or deferred"),
     (APART, {"device_blocks": (1, 2)}, "all blocks that are trained in part, or none"),
     ({"train": Train(layers=(2, 2))}, {"spill_blocks": (1,)}, "no backward comes below block 3"),
@@ -47,7 +47,7 @@ ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # a plan's 
 
 @pytest.mark.parametrize(("choices", "changes", "says"), ILLEGAL)
 def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str, Any], says: str) -> None:
-    """By the checker, in a plan that says to have it, and by lowering, by the same rules."""
+    """The checker (of a plan with this policy) and lowering raise the same message."""
     plan = small(**choices)
     check(plan)
     message = error_of(under(plan, **changes))
@@ -74,7 +74,7 @@ def test_semantics_that_a_policy_does_not_suit_are_refused(choices: dict[str, An
 
 
 def test_ways_to_recompute_are_asked_of_layers_that_need_them() -> None:
-    """Of a smaller last micro-batch too; a layer that saves all, or its input alone, needs none."""
+    """This includes the smaller last micro-batch; layers that save everything or only their input need no tier."""
     workload, tier = small_workload(3, tied=False), Tier(Saved.ATTENTION, 1000, 500, 0, False, 0, 0)
     blocks = tuple(replace(b, tiers=(tier,) if i == 2 else ()) for i, b in enumerate(workload.blocks))
     workload, policy = replace(workload, blocks=blocks, smaller=blocks), Policy(save=saves(all=(1, 3), attention=(2,)))

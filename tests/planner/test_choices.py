@@ -1,4 +1,4 @@
-"""Memory rows of the relaxation against footprints: what an integer program takes for the peaks is what plans need."""
+"""Memory constraints of the relaxation against footprints: peaks of the integer program equal peaks of plans."""
 
 import random
 from dataclasses import replace
@@ -14,11 +14,11 @@ from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, drawn_policy, family_of
 
 CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_200), 20, 4
-WITHIN_FRACTION = 5e-6  # of what the machine has: the solver's tolerance, and squares of gradients that stay
+WITHIN_FRACTION = 5e-6  # of machine memory: solver tolerance, and squared norms of gradients kept on the device
 
 
 def choices_of(of: Cell, policy: Policy) -> Choices | None:
-    """The choices of the family that has this policy as a member, if its state on the device is one."""
+    """Return the choices of the policy's family, or None if its device-resident state is not among them."""
     family, group = family_of(policy, of.semantics), policy.accumulation_group
     family = replace(family, accumulation_group=group, largest_group=group)
     lean = replace(family.policy(), gradient_slots=policy.gradient_slots, saved_slots=policy.saved_slots)
@@ -30,7 +30,7 @@ def choices_of(of: Cell, policy: Policy) -> Choices | None:
 
 
 def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
-    """The values of the program's variables that mean this policy."""
+    """Return the values of the program variables that encode this policy."""
     resident, on_disk = {*policy.resident_blocks}, {*policy.disk_blocks}
     named = (
         (choices.resident, resident - on_disk),
@@ -51,7 +51,7 @@ def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
 
 
 def peaks(choices: Choices, policy: Policy) -> list[float]:
-    """The least that the rows for device and host can be of this policy, in shares of what the machine has."""
+    """Minimize the device and host memory rows for this policy; return fractions of machine memory."""
     program, n_rows = choices.program, len(choices.program.limits)
     choices.within_memory()
     for variable, value in as_chosen(choices, policy).items():
@@ -83,6 +83,6 @@ def test_memory_rows_are_the_footprint(first):
             of_host = needs.host_peak_bytes / needs.host_memory_bytes
             assert host == pytest.approx(of_host, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
             assert device <= of_device * (1 + WITHIN_FRACTION) + WITHIN_FRACTION, (number, policy)
-            if of.workload.trains_all:  # of a part, the update of what is always on the device may be left out
+            if of.workload.trains_all:  # partial training may omit the update of state that is always on the device
                 assert device == pytest.approx(of_device, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
     assert n_held > N_PER_TEST

@@ -1,4 +1,4 @@
-"""Claims of plans: an honest one holds, a changed one is refused, one of another version is told."""
+"""Claims of plans: honest claims hold, changed claims are rejected, claims of another version are reported."""
 
 import json
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_a_changed_number_is_refused_by_its_place(honest: PlanFile) -> None:
         with pytest.raises(PlanError, match=place):
             check_claim(honest.plan, claimed(claim, "plan.json"))
         nearly = changed(nearly, place, 1 + 1e-12)
-    check_claim(honest.plan, claimed(nearly, "plan.json"))  # sums of floats
+    check_claim(honest.plan, claimed(nearly, "plan.json"))  # floating-point sums
     other = claim | {"certificate": claim["certificate"] | {"arithmetic": "0" * 16}}
     assert "the claim is from another version" in check_claim(honest.plan, claimed(other, "plan.json"))[0]
 
@@ -109,7 +109,7 @@ def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile) -> No
     for what, plan in tampered(honest.plan).items():
         with pytest.raises(PlanError):
             check_origin(plan, claim)
-        if what == "what a layer computes":  # another version may count it otherwise
+        if what == "what a layer computes":  # counts may differ between versions
             assert check_origin(plan, older)
         else:
             with pytest.raises(PlanError):

@@ -1,4 +1,4 @@
-"""Machines are ranked as their own plans say, and priced the same wherever a price is shown."""
+"""Machine comparison: ranks by the plan of each machine, equal prices in all reports."""
 
 import pytest
 
@@ -20,7 +20,7 @@ H200 = read_profile("h200-pcie5")
 
 
 def named(profile, name, **price):
-    """The profile under another name, with these prices changed in its JSON."""
+    """Return the profile with another name and changed price fields."""
     fields = profile.to_json() | {"name": name}
     fields["price"] |= price
     return Profile.from_json(fields)
@@ -51,7 +51,7 @@ def test_a_machine_is_ranked_by_its_own_plan():
 
 def test_ranks_do_not_depend_on_the_order_of_the_question():
     small = named(H200.with_memory(None, 5 * 10**9), "small")
-    fast = named(faster(H200, {group: 2.0 for group in Group if group is not Group.SUSTAINED}), "fast")  # that is a share of a rate
+    fast = named(faster(H200, {group: 2.0 for group in Group if group is not Group.SUSTAINED}), "fast")  # itself a fraction
     found = [compared(*of) for of in ((H200, fast, small), (small, H200, fast))]
     assert found[0] == found[1]
     assert [of.machine for of in found[0]] == ["fast", "h200-pcie5", "small"]
@@ -70,7 +70,7 @@ def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
 
 
 def test_prices_are_the_same_wherever_they_are_shown():
-    """Rent of the hours; a bought machine over 26,280 hours, with its 1500 GB of memory at 30 USD/GB. No price changes a rank."""
+    """Rent by the hour; purchase over 26,280 hours with 1500 GB of memory at 30 USD/GB. Prices do not affect ranks."""
     priced = named(H200, "h200-pcie5", usd={"value": 26280.0, "spread_fraction": 0.0, "source": "rental"}, watts=None)
     of = alone(priced)
     million_hours, ram = 1e6 / 3600 / of.speed.predicted.tokens_per_s, 1500 * 30 / 26280

@@ -1,4 +1,4 @@
-"""The largest model of a family that fits is the largest that a plan would be found for, and an estimate is named as one."""
+"""Largest models that fit: agreement with the planner, and labels of estimates."""
 
 import json
 from dataclasses import replace
@@ -32,14 +32,14 @@ def of(family: str) -> tuple[str, list[str]]:
 def test_every_model_is_of_one_family_and_families_rise_in_size(monkeypatch):
     families.cache_clear()
     with monkeypatch.context() as without:
-        without.setattr(config, "_recorder", None)  # outlines of all are shipped: torch, which takes seconds, is not asked
+        without.setattr(config, "_recorder", None)  # layer traces of all models are shipped: no slow import of torch
         found = families()
     assert sorted(name for names in found.values() for name in names) == shipped_models()
     assert found["qwen3-moe"] == ["qwen3-30b-a3b", "qwen3-235b-a22b"]
     assert found["mistral"] == ["mistral-7b", "mistral-nemo-12b", "mistral-small-24b", "mistral-large-123b"]
     assert family_of("llama-3.1-70b", "llama") == family_of("llama-3.2-1b", "llama") == "llama"
     for names in found.values():
-        short = replace(SEMANTICS, seq_len=64)  # of which all is shipped
+        short = replace(SEMANTICS, seq_len=64)  # a length with shipped traces
         sizes = [build_workload(read_model(name), short).n_params for name in names if not name.startswith(("gemma", "gpt"))]
         assert sizes == sorted(sizes)
 
@@ -73,7 +73,7 @@ def test_the_named_model_fits_and_the_next_larger_one_does_not():
 
 def test_a_row_is_about_its_own_memory_whatever_the_others():
     larger = replace(SEMANTICS, seq_len=4096, batch_size=16)
-    sizes = (24 * GB, 40 * GB, 56 * GB, 1000 * GB)  # the largest leaves room for another plan of the same model
+    sizes = (24 * GB, 40 * GB, 56 * GB, 1000 * GB)  # the largest size permits another plan of the same model
     rows = fits("x", [DESKTOP, SERVER], *of("llama"), larger, sizes, False)
     assert rows == [fit for n in sizes for fit in fits("x", [DESKTOP, SERVER], *of("llama"), larger, (n,), False)]
     one, two = (fits("h100-sxm", [H100], *of("qwen3"), larger, sizes, False) for sizes in ((128 * GB,), (64 * GB, 128 * GB)))
@@ -86,13 +86,13 @@ def test_no_machine_has_more_memory_than_it_takes():
     assert [p.name for p, _ in hosts([DESKTOP], [128 * GB, 512 * GB])] == ["rtx4090-desktop"]
     with pytest.raises(ProfileError, match="253 GB are the most that this machine takes"):
         DESKTOP.with_memory(None, 512 * GB)
-    older = json.loads(json.dumps(DESKTOP.to_json()).replace('"most_bytes"', '"soldered_bytes"'))  # as it was called once
+    older = json.loads(json.dumps(DESKTOP.to_json()).replace('"most_bytes"', '"soldered_bytes"'))  # former name of the field
     assert Profile.from_json(older) == DESKTOP
 
 
 @pytest.mark.parametrize(("gpus", "n_hosts"), [(2, 1), (2, 2)])
 def test_several_gpus_train_what_their_parts_hold_together(gpus, n_hosts):
-    """The host's memory is that of all its GPUs, and another host has as much again."""
+    """GPUs of a host share its memory; each additional host adds the same amount."""
     box, n_bytes = on_network(read_profile("8xrtx4090"), 100), 128 * GB
     part_of_step = replace(SEMANTICS, batch_size=8, sum_groups=4).shared_by(gpus * n_hosts)
     (found,) = fits("8xrtx4090", [box], *of("qwen2.5"), part_of_step, (n_bytes,), False, n_hosts)

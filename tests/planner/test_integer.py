@@ -1,4 +1,4 @@
-"""Integer programs: the best of all points, and no output of the solver."""
+"""Integer programs: the optimum over all points, and suppressed solver output."""
 
 import subprocess
 import sys

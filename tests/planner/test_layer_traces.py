@@ -1,4 +1,4 @@
-"""Outlines: those that are shipped are what transformers' modules do, and what is played is what was recorded."""
+"""Layer traces: shipped traces equal recordings of transformers modules, evaluated traces equal recorded ones."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_every_shipped_model_has_outlines() -> None:
 
 
 def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its configuration has keys that the shipped one lacks, and no work follows from them; another number is another model."""
+    """Additional config keys without effect on the computation are ignored; another value is another model."""
     config = shipped_model("qwen3-8b").config | {"transformers_version": "4.51.0", "torch_dtype": "bfloat16", "bos_token_id": 1}
     config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "rope_scaling": None}
     monkeypatch.setattr("penstock.planner.model.config._recorder", lambda: pytest.fail("this asks for torch"))
@@ -43,7 +43,7 @@ def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytes
 
 
 def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Unless what records it, or the file, is another."""
+    """A damaged file or other library versions cause a new recording."""
     token = trace_cache.folder.set(tmp_path / "outlines")
     model, sizes = Model(tiny_config("gemma2", sliding_window=300, num_hidden_layers=3)), Semantics(512, 4, 2, attention="eager")
     found = build_workload(model, sizes)
@@ -75,7 +75,7 @@ def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytes
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
-    """Also at sizes that were not looked at when they were made."""
+    """This includes sizes outside those of the polynomial fit."""
     model = shipped_model(name)
     key = json.dumps(model.config, sort_keys=True)
     (attention, *_) = layer_traces.about(key)["attention"]
@@ -86,7 +86,7 @@ def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
 
 
 def test_what_is_no_polynomial_is_recorded_itself() -> None:
-    """Linear attention in torch's own way loops over parts of a sequence; more sequences follow from fewer all the same."""
+    """Linear attention in PyTorch loops over chunks of a sequence, but scales with the number of sequences."""
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
     with pytest.raises(ValueError, match="sizes have different"):
@@ -109,13 +109,13 @@ def test_a_kernel_of_another_package_is_one_call_among_the_same() -> None:
 
 
 def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
-    """One by one, as fla's `chunk_gated_delta_rule_fwd` launches them; 100 tokens are two chunks."""
+    """Kernels in the launch order of fla's `chunk_gated_delta_rule_fwd`; 100 tokens are two chunks."""
     n, n_tokens, heads, v_heads, width, v_width = 3, 100, 2, 4, 8, 16
     size = {
         **{"q": n * n_tokens * heads * width, "k": n * n_tokens * v_heads * width, "v": n * n_tokens * v_heads * v_width},
         **{"A": n * n_tokens * v_heads * 64, "h": n * 2 * v_heads * width * v_width, "g": 2 * n * n_tokens * v_heads},
     }
-    of_copies, of_norms = ("q q", "q q", "v v"), ("q q", "q q")  # of queries and of keys, in heads of their own
+    of_copies, of_norms = ("q q", "q q", "v v"), ("q q", "q q")  # of queries and keys, contiguous by head
     launches = (*of_copies, *of_norms, "g g", "A", "k A", "A v k k v", "k k v h v", "k k h v v")
     tape, q = Tape(2), [Tensor(size[of], 2) for of in ("q", "q", "v", "g", "g")]
     fused.delta_rule(tape, q, [[n, n_tokens, heads, width]] * 2 + [[n, n_tokens, v_heads, v_width]], 0, 0)
@@ -157,14 +157,14 @@ def test_a_model_that_is_no_chain_of_layers_is_refused_with_why(model_type: str,
 
 
 def test_layers_are_told_apart_by_what_they_compute() -> None:
-    """Dense and sparse, with and without a window, rotated or not: in the order of the model."""
+    """Layers differ in the MLP, dense or sparse (qwen3_moe), or in rotary embeddings (smollm3); kinds are in model order."""
     for name, overrides, kinds in (("qwen3_moe", {}, [0, 1, 0]), ("smollm3", {}, [0, 1]), ("llama", {}, [0, 0])):
         key = json.dumps(tiny_config(name, **overrides), sort_keys=True)
         assert layer_traces.recorded(key, Kernels("sdpa"), 1, 16)["layers"] == kinds, name
 
 
 def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
-    """Not the rotation of a part of each head, nor an MLP with numbers of its own, nor a head that scales what it is given."""
+    """Not fused: partial rotary embedding, an MLP with additional constants, a head with scaling."""
 
     class ScaledMlp(LlamaMLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
 
 
 def test_only_an_mlp_that_ends_its_layer_runs_by_tiles() -> None:
-    """Not shared experts, nor one that is scaled, or normed by what is no part of a tile."""
+    """Not tiled: shared experts, and MLPs with scaled or normalised outputs outside the tile."""
     assert {name: can_tile_mlp(Model(tiny(name))) for name in ("llama", "olmo2", "deepseek_v3", "glm4", "granite")} == {
         "llama": True, "olmo2": True, "deepseek_v3": False, "glm4": False, "granite": False,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Micro-batches and tiles that a plan chooses: the fastest ones, and those that fit."""
+"""Choice of micro-batch and tile sizes: the fastest sizes that fit."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -43,14 +43,14 @@ GB, GIB = 10**9, 2**30
 LONG = 512 * 1024
 LOSS_TILE = LOSS_TILES["eager"]
 SMALL = Model(tiny_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=4096))
-# Model, machine, its device memory, tokens a sequence, sequences: where compute, memory, the link and the optimizer bind
+# Model, machine, device memory, sequence length, sequences: limited by compute, memory, link or optimizer
 CELLS = [(SMALL, "rtx4090-desktop", 24 * GB, 1024, 6), (SMALL, "rtx4090-desktop", 2 * GB, 1024, 8)]
 CELLS += [(SMALL, "h200-pcie5", 3 * GB, 4096, 7), (SMALL, "gh200", 3 * GB, 256, 4)]
 CELLS += [(read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 5)]
-SOME = (0, 4)  # in which every size is searched
+SOME = (0, 4)  # cells with a search of every size
 
 
-MANY = 12  # sizes, of which one in three is searched alone
+MANY = 12  # number of sizes above which the test searches every third size
 
 
 def on(machine: str, device_bytes: int) -> Profile:
@@ -72,7 +72,7 @@ def fastest(model: Model, profile: Profile, given: Semantics) -> SearchResult:
 
 @lru_cache(maxsize=64)
 def alone(cell: int, of: Semantics) -> SearchResult | None:
-    """The best plan found with this size, for all tests that look for it; None where none fits."""
+    """Return the memoised search result for this size alone, or None if no plan fits."""
     model, machine, device_bytes, _, _ = CELLS[cell]
     try:
         return search(model, [(of, build_workload(model, of))], on(machine, device_bytes))
@@ -83,7 +83,7 @@ def alone(cell: int, of: Semantics) -> SearchResult | None:
 @pytest.mark.soak
 @pytest.mark.parametrize("cell", SOME)
 def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
-    """Each searched in full, those between the candidates too."""
+    """Search every size in full, including sizes between the candidates."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
     profile = on(machine, device_bytes)
     given, free = start(model, profile, seq_len, batch), SIZES - {"micro_batch"}
@@ -97,7 +97,7 @@ def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("cell", SOME)
 def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.MonkeyPatch, cell: int) -> None:
-    """Its bound is the lowest of those of all sizes; with a single search, of sizes that were never searched, too."""
+    """The certified bound is the minimum over all sizes, including sizes without a search."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
     profile = on(machine, device_bytes)
     sizes = sizes_of(model, start(model, profile, seq_len, batch), profile)
@@ -115,7 +115,7 @@ def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.M
 
 
 def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relaxation lets sizes pass with which no policy fits."""
+    """The relaxation may admit sizes without a fitting policy."""
     profile = on("rtx4090-desktop", 24 * GB)
     sizes = sizes_of(SMALL, start(SMALL, profile, 1024, 64), profile)
     explore, last = Tree.explore, sizes[-1][0]
@@ -127,7 +127,7 @@ def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.Mon
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("host_bytes", [512 * GB, 2000 * GB])
 def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -> None:
-    """24 GB, where memory for activations decides: each size with a policy of its own against the one that was chosen."""
+    """24 GB of device memory, limited by activations: compare greedy policies of each size with the chosen plan."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx4090-server").with_memory(24 * GB, host_bytes)
     answer = fastest(model, profile, start(model, profile, 4096, 4))
     for of, workload in sizes_of(model, start(model, profile, 4096, 4), profile):
@@ -161,7 +161,7 @@ def test_more_memory_never_makes_a_step_slower_than_its_gap() -> None:
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | None) -> None:
-    """A step that does not fit otherwise is cut into more than 256 parts."""
+    """The step may have more than 256 micro-batches if it does not fit otherwise."""
     profile = on("rtx4090-desktop", 24 * GB)
     given = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
@@ -177,7 +177,7 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
 def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> None:
     model, machine, device_bytes, seq_len, _ = CELLS[cell]
     profile = on(machine, device_bytes)
-    of = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 and one that is smaller
+    of = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 micro-batches and a smaller one
     workload = build_workload(model, of)
     greedy = Greedy(PolicyCost(model, workload, of, CostModel(profile)))
     found = greedy.policies()
@@ -195,7 +195,7 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
             assert not footprint(frame(model, workload, of, more), profile).fits, "memory is left"
 
 
-# -- what was named, and tiles --------------------------------------------------------------------------------------------
+# -- user-specified sizes, and tiles --------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast("some")
@@ -229,7 +229,7 @@ def test_half_a_million_tokens_of_a_7b_model_fit_by_tiles_alone() -> None:
 
 
 def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
-    """A vocabulary far larger than the layers, on ever smaller devices."""
+    """Use a vocabulary much larger than the layers and decreasing device memory."""
     model, profile = Model(tiny_config("llama", vocab_size=100_000)), read_profile("cpu-2core")
     seen = []
     for memory_bytes in (GIB * 4, GIB * 2, GIB, GIB // 2, GIB // 4):

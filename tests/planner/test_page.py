@@ -1,4 +1,4 @@
-"""The page of a plan and of a run: what it says, what it can do, and that nothing in a file harms who opens it."""
+"""HTML page of a plan or run: content, interaction, and escaping of untrusted text."""
 
 import base64
 import hashlib
@@ -129,9 +129,9 @@ def test_no_name_in_a_file_becomes_a_tag_or_a_script(planned, ran):
     assert bad.attributes == good.attributes
     assert bad.comments == []
     assert bad.scripts[1] == good.scripts[1]
-    assert "alert(1)" in bad.text  # shown, as words
+    assert "alert(1)" in bad.text  # shown as text
     assert "{{ 7 * 7 }}" in bad.text
-    assert "\u202e" not in bad.text  # what turns text around is written out
+    assert "\u202e" not in bad.text  # bidirectional control characters are escaped
     assert not any(name.startswith("on") or name in ("style", "src", "href") for name in bad.attributes)
 
 
@@ -209,4 +209,4 @@ def test_in_a_browser_every_picture_is_drawn_and_answers(planned, ran, tmp_path)
     page.write_text(stranger)
     dom = browse(page, "--dump-dom")
     assert "<title>stranger" not in dom
-    assert 'class="scripted"' in dom  # the page's own script runs
+    assert 'class="scripted"' in dom  # set by the script of the page

@@ -1,4 +1,4 @@
-"""Provenance of a prediction, held against sums over ops by hand."""
+"""Provenance of a prediction, compared with explicit sums over ops."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def plan_on(profile):
 
 
 def only(profile, place, kind="assumed"):
-    """The profile with every number measured on its device but those whose key begins so, which are of this kind."""
+    """Return the profile with all quantities "measured", except those below `place`, which get the source kind `kind`."""
     fields = profile.to_json()
     for source in fields["sources"].values():
         source |= {"kind": "measured", "device": profile.device.name, "scaled": False}
@@ -46,8 +46,8 @@ def test_shares_of_all_sources_add_up_to_one(name):
 
 
 def test_a_share_is_the_seconds_of_its_ops():
-    """Held against sums by hand: with products alone assumed, their share of the device's seconds is what is assumed."""
-    whole = read_profile("cpu-2core")  # whose products are points: nothing of them is memory's
+    """If only matrix product rates are assumed, the assumed fraction is their share of device time."""
+    whole = read_profile("cpu-2core")  # measured points only: no product is limited by memory
     plan = plan_on(whole)
     cost = CostModel(whole)
 

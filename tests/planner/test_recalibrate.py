@@ -1,4 +1,4 @@
-"""Recalibration: a run corrects the profile where it was wrong, leaves it where it was right, and says what it cannot tell."""
+"""Recalibration: corrected wrong rates, unchanged correct rates, and reported undetermined rates."""
 
 import math
 import random
@@ -30,7 +30,7 @@ from tests.strategies import MADE_UP, cases
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
 
-NEAR = 0.03  # of a factor: what the probe itself repeats within
+NEAR = 0.03  # relative tolerance of a factor: repeatability of the probe
 N_LAYERS = 6
 RUN, DAY = "demo/out", "2026-11-20"
 
@@ -44,7 +44,7 @@ def real_plan(machine="h200-pcie5", policy=None, seq_len=1024):
 
 
 def as_if(profile, factors):
-    """The profile with each named resource faster by its factor. The plans of these tests attend with flash."""
+    """Scale the rates of each named resource by its factor. All plans here use flash attention."""
     by_place = {place.format(dtype="bf16", attention="flash"): f for name, f in factors.items() for place in RESOURCES[name]}
 
     def change(place, quantity):
@@ -55,7 +55,7 @@ def as_if(profile, factors):
 
 
 def performed(plan, profile, jitter=lambda op: 1.0, clipped=False, n_steps=12):
-    """The timeline of the plan on the machine of the profile, every op slower by a factor of its own."""
+    """Simulate the plan on this profile, with the duration of each op scaled by `jitter(op)`."""
     demands = CostModel(profile, clipped=clipped).demands(plan)
     slower = [Demand(d.overhead_s, d.alone_s * jitter(op), d.uses) for op, d in zip(plan.ops, demands, strict=True)]
     return simulate(plan, slower, region_of(profile), n_steps)
@@ -70,7 +70,7 @@ WRONG += [("cpu-2core", {DOWN: 0.6, REDUCE: 1.5}), ("cpu-2core", {UP: 2.0, PRODU
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("machine", "factors"), WRONG, ids=lambda x: x if isinstance(x, str) else " ".join(x))
 def test_factors_of_a_machine_unlike_its_profile_are_found(machine, factors):
-    """Every wrong factor, no other one, and the time of a step. Contention is not taken for a slow machine."""
+    """Recalibration finds exactly the wrong factors and the step time; contention is not mistaken for a slow machine."""
     plan, profile = real_plan(machine)
     prediction = performed(plan, as_if(profile, factors))
     found = recalibrate(plan, prediction.timeline, RUN, DAY)
@@ -84,7 +84,7 @@ def test_factors_of_a_machine_unlike_its_profile_are_found(machine, factors):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("resource", "factor"), [*product(RESOURCES, [0.6]), *product((UP, "optimizer", PRODUCTS), [1.8])])
 def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
-    """Also where the ops of a plan cannot tell one cause from another; then the spreads say so."""
+    """This holds for indistinguishable causes, too; the spreads are wide then."""
     plan, profile = real_plan(seq_len=2048)
     prediction = performed(plan, as_if(profile, {resource: factor}))
     found = recalibrate(plan, prediction.timeline, RUN, DAY)
@@ -94,7 +94,7 @@ def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
         wide = 2.5 * math.log1p(change.spread_fraction) + NEAR
         off = math.log(change.factor / (factor if change.resource == name else 1.0))
         assert off < wide
-        assert off > -wide or factor > 1  # what is faster still would not show where something else holds its ops up
+        assert off > -wide or factor > 1  # speedups are invisible if another resource limits the ops
     assert name not in found.confirmed
 
 
@@ -128,7 +128,7 @@ def test_updates_repeated_by_clipping_are_no_slow_machine():
 @given(cases(max_layers=3, max_micro_batches=2), st.integers(0, 2**32))
 @settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])
 def test_the_corrected_profile_never_predicts_the_step_worse(case, seed):
-    """Whatever the ops took: each a factor of its own."""
+    """Op durations have independent random factors."""
     rng, profile = random.Random(seed), MADE_UP
     timeline = performed(case.plan, profile, lambda op: math.exp(rng.gauss(0.3, 0.7))).timeline
     found = recalibrate(case.plan, timeline, RUN, DAY)
@@ -165,7 +165,7 @@ def test_a_timeline_of_a_single_step_is_one_line():
 
 
 def test_the_fewest_factors_explain_and_the_others_are_unsure():
-    """Three rows that two factors move alike, and a third alone: as least squares by hand."""
+    """Two factors have identical slopes, a third is separate; compare with the least-squares solution."""
     slopes = [(-1.0, -1.0, 0.0), (-1.0, -1.0, 0.0), (0.0, 0.0, -0.5)]
 
     def model(logs):
@@ -183,11 +183,11 @@ def test_the_fewest_factors_explain_and_the_others_are_unsure():
 
 
 def test_an_emulated_machine_with_another_link_is_recalibrated():
-    """In its own seconds. Its ops never take less than their demands, so a link of a fifth shows on any computer."""
+    """Times are in emulated seconds. Ops last at least their demands, so a fivefold slower link is visible on any computer."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(update=Update.DEFERRED))
     slow = as_if(MADE_UP, {UP: 0.2})
     loads_s = sum(d.uncontended_s for op, d in zip(plan.ops, costs(plan, MADE_UP), strict=True) if op.kind is Kind.LOAD)
-    scale = 0.1 / loads_s  # half a second of loads in a step
+    scale = 0.1 / loads_s  # half a second of loads per step at a fifth of the rate
     store = machine_for(plan, CpuMachine)
     timeline = execute(plan, EmulatedMachine(store, costs(plan, slow), region_of(slow), scale), 3)
     in_its_seconds = Timeline(tuple(replace(s, start_s=s.start_s / scale, end_s=s.end_s / scale) for s in timeline.spans))

@@ -1,4 +1,4 @@
-"""Remedies: the changes of memory, sizes and dtypes named for a model that does not fit make it fit."""
+"""Remedies: suggested changes of memory, sizes and dtypes make a model fit."""
 
 import re
 from dataclasses import replace
@@ -24,12 +24,12 @@ MODEL = read_model("qwen2.5-0.5b")
 SEMANTICS = Semantics(seq_len=1024, batch_size=8, micro_batch=1)
 DESKTOP = read_profile("rtx4090-desktop")
 SMALL = DESKTOP.with_memory(3 * GB, 64 * GB)
-# What policies need lies between 4.01 GB on the device with 15.1 GB on the host, and 4.76 GB with 13.7 GB.
+# Policies need between (4.01 GB device, 15.1 GB host) and (4.76 GB device, 13.7 GB host).
 MEMORY = [(n_device * 10 * MB, n_host * 10 * MB) for n_device in (100, 430, 600) for n_host in (600, 1400, 1510, 10000)]
 
 
 def refusal(profile, semantics=SEMANTICS, fixed=None):
-    """What a search would be told; None where a policy fits."""
+    """Return the error of a search, or None if a policy fits."""
     found = needs_of(profile, semantics, fixed)
     return None if any(n.fits for n in found) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), found)
 
@@ -42,7 +42,7 @@ def needs_of(profile, semantics=SEMANTICS, fixed=None):
 
 
 def sizes_in(change):
-    """The memory sizes that a change names, by place."""
+    """Parse the memory sizes of a suggested change, e.g. {"host": 64 * GB}."""
     return {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", change)}
 
 
@@ -57,7 +57,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
     named = sizes_in(error.smallest_change)
     assert {place for place, n_bytes in short.items() if n_bytes} == set(named), str(error)
-    # A device is what it is: it is called too small only where no policy fits it.
+    # Device memory is reported as short only if no policy fits the device.
     assert bool(error.short_device_bytes) == all(needs.short_device_bytes for needs in needs_of(profile, fixed=fixed))
     has = {"device": device, "host": host}
     for place, n_bytes in named.items():
@@ -79,7 +79,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     ],
 )
 def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
-    """8 G parameters; and asked for in place of what was, it does."""
+    """8 G parameters; a new request with the suggested optimizer fits."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, host_memory)
     plain = Semantics(4096, 16, 1)
     request = Request(model, replace(plain, **optimizing(given, None)), profile, None, SIZES).resized()
@@ -94,7 +94,7 @@ def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
 
 @pytest.mark.parametrize("fixed", [None, "megatrain"])
 def test_what_changes_no_bit_is_named_first_and_each_with_its_rate(fixed):
-    """An 8B in 64 GB, whose 24-bit masters fit by the state of one layer that the device has room for: none of the embeddings'."""
+    """An 8B model in 64 GB: 24-bit masters fit because the device can hold the state of one layer."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, 64 * GB)
     given = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused", attention_kernel="flash")
     semantics = Request(model, given, profile, None, SIZES).resized().semantics
@@ -122,13 +122,13 @@ def test_no_change_makes_a_plan_too_long_to_write():
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("named", [SIZES, frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}])
 def test_no_change_resets_a_size_that_the_user_named(named):
-    """Four times the gradient's bytes, a device of 3 GB: every kind of change is tried, with and without fitting."""
+    """With fp32 gradients and 3 GB of device memory every kind of change is tried, fitting or not."""
     model = read_model("qwen2.5-7b")
     given = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
     free = SIZES - named
     request = Request(model, given, SMALL, None, free).resized()
     found = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), SMALL)]
-    changes = [*_changes(request, found), *_with_memory(request, found[0])]  # whether they fit or not
+    changes = [*_changes(request, found), *_with_memory(request, found[0])]  # fitting or not
     assert {text.split()[0] for text, _ in changes} >= {"--master", "--gradient-dtype", "--device-memory"}
     for text, changed in changes:
         is_size = text.startswith("--micro-batch")
@@ -139,7 +139,7 @@ def test_no_change_resets_a_size_that_the_user_named(named):
 
 
 def test_no_change_makes_the_policy_that_was_named_illegal():
-    """Other sizes may have fewer micro-batches than the policy has in a group."""
+    """Other sizes may have fewer micro-batches than the accumulation group of the policy."""
     semantics = replace(SEMANTICS, batch_size=64, micro_batch=16)
     profile = read_profile("rtx4090-server").with_memory(10**12, 10**12)
     request = Request(MODEL, semantics, profile, Policy(accumulation_group=4), SIZES)
@@ -149,7 +149,7 @@ def test_no_change_makes_the_policy_that_was_named_illegal():
 
 @pytest.mark.soak
 def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
-    """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
+    """More host memory changes the fastest sizes, and this policy would not fit the device with them."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
     given = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused")
     semantics = Request(model, given, profile, None, SIZES).resized().semantics
@@ -183,7 +183,7 @@ def test_a_long_plan_has_few_ops_and_no_more_than_the_count(policy):
 
 
 def test_a_frozen_base_larger_than_the_host_goes_to_a_disk():
-    """The change that is named is one, and it is not named where all is trained, or where there is such a disk."""
+    """Exactly one change suggests a disk; none does for full training or with a disk of this rate."""
     model, profile = read_model("qwen3-8b"), DESKTOP.with_memory(None, 12 * GB)
     adapters = Semantics(4096, 16, 1, train=Train(lora=Lora()))
 

@@ -1,4 +1,4 @@
-"""The estimate of training with all state on the device, and the advice where that is faster than streaming."""
+"""Step time estimate for training with all state on the device."""
 
 from itertools import pairwise
 
@@ -26,14 +26,14 @@ def on(profile, model, of):
 
 
 def seconds_without_recompute(of, workload, cost):
-    """Every micro-batch, one after another, then the norm and AdamW, spelled out."""
+    """Sum the time of all micro-batches in sequence, the gradient norm and AdamW."""
     n, item, total_s, device = of.n_micro_batches, ITEM_BYTES[of.compute_dtype], 0.0, cost.profile.device
     rate, launch_s = device.memory_bytes_per_s.value, device.kernel_overhead_s.value
     for m in range(n):
         for block in workload.smaller if of.n_left and m == n - 1 else workload.blocks:
             is_head, is_wide = block.kind is BlockKind.HEAD, block.kind is not BlockKind.LAYER and workload.tied
             total_s += cost.loss_s(block, of) if is_head else cost.forward_s(block, of) + cost.backward_s(block, of)
-            moved = item * (2 if block.kind is BlockKind.EMBEDDING else 1)  # its gradient is dense: made, and read
+            moved = item * (2 if block.kind is BlockKind.EMBEDDING else 1)  # dense gradient: written and read
             moved += 0 if m == 0 else 4
             moved += 4 if n > 1 else 0
             moved += (4 if is_wide else ITEM_BYTES[of.gradient_dtype]) if m == n - 1 else 0
@@ -86,14 +86,14 @@ def test_the_least_memory_recomputes_every_layer_from_its_input(batch):
 
 @pytest.mark.parametrize(("batch", "n_bytes"), [(1, 16), (4, 18)])
 def test_state_is_16_bytes_a_parameter_and_18_with_fp32_sums(batch, n_bytes):
-    """bf16 weight and gradient, fp32 master and two moments. Gradients of several micro-batches are summed in fp32."""
+    """bf16 weight and gradient, fp32 master and moments. Gradient accumulation is in fp32."""
     model, of = read_model("qwen2.5-7b"), Semantics(1024, batch, 1)
     needs = on(read_profile("b200"), model, of).needs.device
     assert needs["state"] == pytest.approx(n_bytes * build_workload(model, of).n_params, rel=1e-4)
 
 
 def test_on_several_devices_it_is_what_fsdp2_keeps():
-    """Masters, moments and gradients in fp32, an eighth on each; no bf16 weights beside. A smaller micro-batch may fit."""
+    """Each of 8 devices holds an eighth of fp32 masters, moments and gradients, without bf16 weights."""
     model, eight = read_model("qwen3-32b"), part_of(read_profile("8xh100"), 8)
     of, cost = Semantics(4096, 8, 8, loss="online", norm="fused", pointwise="fused", sum_groups=1, ranks=8), CostModel(eight)
     plan = frame(model, build_workload(model, of), of, Policy())

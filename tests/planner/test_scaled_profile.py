@@ -1,4 +1,4 @@
-"""A profile with one group of rates faster differs in that group alone."""
+"""Scaled profiles: only the rates of the scaled group differ."""
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +44,6 @@ def test_a_machine_that_is_no_faster_is_the_same():
 @given(cases(), st.sampled_from([0.5, 2.0, 8.0]))
 @settings(deadline=None)
 def test_a_machine_twice_as_fast_takes_half_as_long(case, factor):
-    """Contention included: all speeds together only change the unit of time."""
+    """This includes contention: a common factor only changes the unit of time."""
     uniformly = faster(MADE_UP, dict.fromkeys(Group, factor))
     assert predicted(case.plan, uniformly).step_s == pytest.approx(predicted(case.plan).step_s / factor, rel=1e-9)

@@ -1,4 +1,4 @@
-"""Search: its plans against brute force, its bounds against simulated steps, and its certificate."""
+"""Plan search: plans against brute force, bounds against simulated steps, and the certificate."""
 
 import random
 from contextlib import suppress
@@ -61,7 +61,7 @@ DESKTOP = read_profile("rtx4090-desktop")
 
 
 def slower(machine, *places, factor=200.0):
-    """The machine with some of its rates so low that they bind."""
+    """Return the machine profile with these rates divided by `factor`, so that they limit the step."""
     fields = read_profile(machine).to_json()
     for place in places:
         here = fields
@@ -84,13 +84,13 @@ MACHINES = {
     }.items()
 }
 
-# Where much is gained if products need not be computed again.
+# Machines on which saved products gain much time.
 SLOW_TO_COMPUTE = [MACHINES["cpu-2core"], MACHINES["gb10"], faster(MACHINES["h200-pcie5"], {Group.MATMUL: 0.02})]
 
 
 @st.composite
 def workloads(draw, semantics, most_layers=5, least_layers=1):
-    """Blocks of any proportions, as the adversary draws them."""
+    """Generate blocks of arbitrary proportions with the sampler of the adversary."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     return drawn_workload(rng, semantics, draw(st.integers(least_layers, most_layers)))
 
@@ -118,14 +118,14 @@ def test_bounds_count_no_more_ops_than_the_plan_has(number):
 
 @pytest.mark.soak
 def test_bounds_count_no_more_ops_of_layers_packed_unlike():
-    """Layers of which those with most weights are not the slowest to unpack: those of attention beside linear attention."""
+    """The layers with most weights are not the slowest to unpack in a model with full and linear attention."""
     model, s = shipped_model("qwen3.5-35b-a3b"), Semantics(4096, 16, 8, train=parse_train("lora"), base="nf4")
     policy = Policy(update=Update.DEFERRED, accumulation_group=2, prefetch_depth=2)
     hold_counts(model, build_workload(model, s), s, policy, DESKTOP)
 
 
 def hold_counts(model, workload, semantics, policy, profile):
-    """What bounds count exceeds the plan by nothing; turns may spare fewer loads than they grant."""
+    """Assert that bounds count the op time of the plan exactly, or less for loads."""
     plan, cost = lower(model, workload, semantics, policy, {}), CostModel(profile)
     left_s: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
     for i, (op, demand) in enumerate(zip(plan.ops, cost.demands(plan), strict=True)):
@@ -144,7 +144,7 @@ def hold_counts(model, workload, semantics, policy, profile):
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=8)
 def test_the_search_finds_what_brute_force_finds(s, data):
-    """Within one per cent."""
+    """The tolerance is one percent."""
     workload = data.draw(workloads(s, most_layers=2))
     profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
     s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
@@ -155,9 +155,9 @@ def test_the_search_finds_what_brute_force_finds(s, data):
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=3)
 def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
-    """The device has room for what every layer sends away, and for little more: so tight, it is within three per cent."""
+    """Device memory barely fits full offload of saved tensors; the tolerance is three percent."""
     s = replace(s, seq_len=512, micro_batch=8, batch_size=16, clip_norm=1.0)
-    drawn = data.draw(workloads(s, most_layers=2, least_layers=2))  # of one, gradient slots are as large as all that is saved
+    drawn = data.draw(workloads(s, most_layers=2, least_layers=2))  # with one layer, gradient slots are as large as all saved bytes
     workload = replace(drawn, blocks=tuple(replace(block, kept_bytes=8 * block.kept_bytes) for block in drawn.blocks))
     lean = Family(Update.DEFERRED, 2, 2, 1).policy()
     leaving = with_ways(lean, dict.fromkeys(range(1, workload.n_layers + 1), LEAVING))
@@ -170,8 +170,8 @@ def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
 
 
 def hold_against_brute_force(workload, s, profile, policies, within=1.01):
-    """Brute force leaves out policies whose own bound is above the best found."""
-    with pytest.MonkeyPatch.context() as patched:  # nobody's model has no other micro-batch, which plain training would try
+    """Compare a search with brute force, pruned by the bound of each policy."""
+    with pytest.MonkeyPatch.context() as patched:  # the synthetic model cannot be built with another micro-batch
         patched.setattr("penstock.planner.search.result.resident_in_parts", all_resident)
         answer = search(NOBODY, [(s, workload)], profile)
     cost, region, shortest_s = CostModel(profile), region_of(profile), inf
@@ -185,7 +185,7 @@ def hold_against_brute_force(workload, s, profile, policies, within=1.01):
 
 
 def every_policy(s, workload, profile, ways_of_layers):
-    """The whole space of a model so small that it can be listed, but for what memory that is not short makes pointless."""
+    """Enumerate the policies of a small model, except those that are only useful with scarce memory."""
     layers = range(1, workload.n_layers + 1)
     for family, depth, n_slots in product(families(s, workload), (1, 2, 3, 4), (1, 2, 3)):
         one_group = family.accumulation_group == s.n_micro_batches
@@ -230,7 +230,7 @@ def test_the_answer_is_never_worse_than_a_static_candidate():
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
-    """The best baseline is the answer; families keep their bounds, opened or not: the lowest is solved anew here."""
+    """The result is the best baseline; the certificate has the lowest family bound, recomputed here."""
     monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
     if not opens:
         monkeypatch.setattr("penstock.planner.search.branch.MAX_SEARCHED_OPS", 0)
@@ -249,7 +249,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     relaxation = Relaxation(PolicyCost(model, workload, s, CostModel(profile)), None)
     below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
     lowest_s = min(below_s.values())
-    if opens:  # into sizes of groups, and into numbers of slots
+    if opens:  # branch on group sizes and slot counts
         lowest_s = inf
         for family, family_s in below_s.items():
             for size, n_slots in product(family.groups, GRADIENT_SLOTS):
@@ -262,7 +262,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
 
 @pytest.mark.soak
 def test_the_cut_of_one_memory_is_searched():
-    """No cut that was not tried is faster by more than half a percent, and none is below what is proven of all."""
+    """Other splits of the memory pool gain at most half a percent and respect the certified bound."""
     fields, model, asked = read_profile("gb10").to_json(), read_model("qwen2.5-0.5b"), Semantics(512, 8, 1)
     for part, name, n in (("device", "pool_bytes", 20 * GB), ("device", "memory_bytes", 4 * GB), ("host", "memory_bytes", 16 * GB)):
         fields[part][name]["value"] = float(n)
@@ -282,7 +282,7 @@ def test_the_cut_of_one_memory_is_searched():
 
 @pytest.mark.soak
 def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
-    """Where host memory leaves room for the gradients of one group alone, a long plan is found, or refused in one line."""
+    """If host memory fits only the gradients of one group, a long plan is returned or rejected with one line."""
     model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
@@ -319,7 +319,7 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
     [("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16), ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8)],
 )
 def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, batch):
-    """The changes are options of `plan`: give them, and ask again."""
+    """Append the suggested options to the `plan` command and run it again."""
     options = ["plan", model, "--machine", machine, "--seq-len", "1024", "--batch-size", str(batch), "--json"]
     options += ["--device-memory", str(device)] if device else []
     options += ["--host-memory", str(host)] if host else []
@@ -332,11 +332,11 @@ def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, b
         assert after.exit_code == 0, (change, after.stderr)
 
 
-# -- where weights are frozen ---------------------------------------------------------------------------------------------
+# -- frozen weights -------------------------------------------------------------------------------------------------------
 
 
 def asked(model_type, train, n_layers=4, **fields):
-    """A tiny model, of which that is trained, and its blocks."""
+    """Build a tiny model, its workload and semantics with this `train` specification."""
     model = Model(tiny_config(model_type, num_hidden_layers=n_layers, tie_word_embeddings=False), name=model_type)
     semantics = Semantics(**{"seq_len": 32, "batch_size": 1, "micro_batch": 1, "gradient_dtype": "fp32"} | fields)
     semantics = replace(semantics, train=parse_train(train))
@@ -346,13 +346,13 @@ def asked(model_type, train, n_layers=4, **fields):
 @pytest.mark.parametrize("update", [Update.DEFERRED, Update.BARRIER])
 @pytest.mark.parametrize("train", ["layers:3", "layers:1-2", "names:*.3.*", "lora:r=4"])
 def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
-    """The last gradient's way home may be over in the next step, whose first layers are frozen and need not wait."""
+    """The last gradient offload may end in the next step: its first layers are frozen and need not wait."""
     model, workload, semantics = asked("qwen3", train)
     policy, cost = Policy(gradient_slots=1, prefetch_depth=3, update=update), CostModel(DESKTOP)
     plan = lower(model, workload, semantics, policy, {})
     step_s = simulate(plan, cost.demands(plan), region_of(DESKTOP)).step_s
     assert policy_bound(frame(model, workload, semantics, policy), cost).seconds <= step_s * (1 + 1e-9)
-    search(model, [(semantics, workload)], DESKTOP, policy)  # which asserts the same
+    search(model, [(semantics, workload)], DESKTOP, policy)  # asserts the same
 
 
 @pytest.mark.fast("some")
@@ -378,7 +378,7 @@ def test_adapters_updated_on_the_device_need_no_host_ops():
 
 
 def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
-    """A link carries less each way when both are in use: its copies up take longer than their sum, and so long the bound is."""
+    """Duplex use slows both directions of the link: uploads take longer than alone, and the bound includes it."""
     model, train = read_model("llama-3.1-8b"), parse_train("lora")
     semantics = Semantics(seq_len=1024, batch_size=4, micro_batch=4, gradient_dtype="fp32", train=train)
     workload, cost = build_workload(model, semantics), CostModel(with_any_memory(DESKTOP, 10**12, 10**12))

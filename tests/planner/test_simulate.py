@@ -1,4 +1,4 @@
-"""Simulated timelines against the laws of the plan language, longest paths and examples worked out by hand."""
+"""Simulated timelines against the rules of the plan language, longest paths and manual examples."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ def plan_of(ops):
 
 @st.composite
 def plans(draw):
-    """Any ops on any lanes. Waits point to earlier ops of this step, or to any op of the last: no deadlock."""
+    """Generate ops on arbitrary lanes. Waits name earlier ops of the step or any op of the previous step: no deadlock."""
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=12))
     ops = []
     for i, kind in enumerate(kinds):
@@ -47,7 +47,7 @@ def plans(draw):
 
 @st.composite
 def demanded(draw):
-    """A plan and what its ops ask for. Alone, none asks for more than there is."""
+    """Generate a plan and demands of its ops. No single demand exceeds the capacity."""
     plan = draw(plans())
     demands = []
     for _ in plan.ops:
@@ -57,7 +57,7 @@ def demanded(draw):
 
 
 def unrolled(plan, demands, n_steps):
-    """The obvious twin: a DAG of all ops of some steps, an edge for every lane order and every wait."""
+    """Build the reference DAG: nodes for all ops of `n_steps` steps, edges for lane order and waits."""
     graph = nx.DiGraph()
     graph.add_node("start")
     last = {}
@@ -75,7 +75,7 @@ def unrolled(plan, demands, n_steps):
 
 
 def lengths(graph):
-    """Longest path to every node."""
+    """Compute the longest path to every node."""
     end = {}
     for node in nx.topological_sort(graph):
         end[node] = max((end[p] + graph.edges[p, node]["weight"] for p in graph.predecessors(node)), default=0.0)
@@ -95,7 +95,7 @@ def test_without_contention_every_op_ends_at_its_longest_path(case):
 
 @given(demanded())
 def test_a_rhythm_once_found_goes_on(case):
-    """Steps beyond those simulated end where the rhythm says, by longest path."""
+    """Extrapolation of the steady state agrees with longest paths."""
     plan, demands = case
     prediction = simulate(plan, demands, None)
     if prediction.periodic:
@@ -108,7 +108,7 @@ def test_a_rhythm_once_found_goes_on(case):
 
 @given(demanded())
 def test_contention_ends_no_op_sooner_and_conserves_work(case):
-    """All that a run of steps drew fits into capacity times time, and all that a lane did into a step."""
+    """Total resource use is at most capacity times time, and lane time per step is at most the step time."""
     plan, demands = case
     prediction = simulate(plan, demands, REGION)
     assert simulate(plan, demands, REGION) == prediction
@@ -131,7 +131,7 @@ def test_contention_ends_no_op_sooner_and_conserves_work(case):
 @pytest.mark.drawn
 @given(demanded(), st.data())
 def test_slowing_any_ops_never_finishes_sooner(case, data):
-    """Each op by its own factor; without contention, for with it a slower op can make room for others."""
+    """Each op has a random factor. Without contention only: a slower op can free a shared resource."""
     plan, demands = case
     factors = [data.draw(st.floats(1.0, 5.0)) for _ in demands]
     slow = [replace(d, alone_s=d.alone_s * k, overhead_s=d.overhead_s * k) for d, k in zip(demands, factors, strict=True)]
@@ -157,7 +157,7 @@ def test_lanes_keep_plan_order_and_waits_hold(case):
 
 
 def test_steps_that_alternate_are_averaged_over_their_cycle():
-    """By hand: a ring of three ops of 2 s over two steps; the steps end at 4, 6, 10, 12, 16 s."""
+    """Manual example: a cycle of three 2 s ops over two steps; steps end at 4, 6, 10, 12, 16 s."""
     waits = {Kind.FORWARD: Wait(2, 1), Kind.UPDATE: Wait(0, 1), Kind.OFFLOAD_GRADIENT: Wait(1)}
     ops = [Op(kind, 0, waits=(wait,)) for kind, wait in waits.items()]
     prediction = simulate(plan_of(ops), [Demand(0.0, 2.0)] * 3, None)
@@ -167,7 +167,7 @@ def test_steps_that_alternate_are_averaged_over_their_cycle():
 
 
 def test_lanes_that_drift_apart_are_no_rhythm():
-    """The optimizer gains 0.01 s on the others in every step and never stands where it stood: averaged, and flagged."""
+    """The optimizer lane gains 0.01 s per step, so no state repeats: the result is an average and not periodic."""
     ops = [Op(Kind.FORWARD, 0), Op(Kind.UPDATE, 0)]
     prediction = simulate(plan_of(ops), [Demand(0.0, 1.0), Demand(0.0, 0.99)], None)
     assert not prediction.periodic
@@ -181,7 +181,7 @@ def test_a_plan_that_waits_in_a_ring_is_refused():
 
 
 def test_compiled_and_interpreted_code_give_the_same_bits() -> None:
-    """Steps of random plans, short and folded ones, as this process and one without machine code see them."""
+    """Compare the timelines of short and folded plans with those of a process with NUMBA_DISABLE_JIT=1."""
     assert IS_COMPILED, "numba is one of the libraries that are tested with"
     code = "from tests.planner.test_simulate import steps; print(steps())"
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
@@ -190,7 +190,7 @@ def test_compiled_and_interpreted_code_give_the_same_bits() -> None:
 
 
 def steps() -> str:
-    """Every moment of the predicted steps of a few plans, to the last bit."""
+    """Return a hash of all predicted start and end times of several plans."""
     policies = ({}, {"prefetch_depth": 3, "spill_blocks": (0, 1), "gradient_slots": 2}, {"accumulation_group": 3})
     plans = [small(n_micro_batches=n, **policy) for n in (3, 6, 300) for policy in policies]
     assert plans[-1].repeat is not None
@@ -210,7 +210,7 @@ uses_lists = st.lists(st.lists(one_use, max_size=3, unique_by=lambda u: u[0]), m
 @given(uses_lists)
 @settings(max_examples=300)
 def test_speeds_are_max_min_fair(uses):
-    """A slowed op draws on a full resource where no other op is faster."""
+    """A slowed op uses a saturated resource on which no other op is faster."""
     demands = [Demand(0.0, 1.0, tuple(u)) for u in uses]
     speeds = shares(tuple(demand.uses for demand in demands), REGION)
     capacity = dict(REGION.capacity)
@@ -218,7 +218,7 @@ def test_speeds_are_max_min_fair(uses):
     for demand, speed in zip(demands, speeds, strict=True):
         assert 0 < speed <= 1
         for resource, per_s in demand.uses:
-            alone = n_drawing[resource] == 1 and resource in capacity  # then a capacity does not limit it
+            alone = n_drawing[resource] == 1 and resource in capacity  # a single user is not limited by the capacity
             drawn[resource] += (min(per_s, capacity[resource]) if alone else per_s) * speed
     assert all(drawn[r] <= c * (1 + ROUNDING) for r, c in capacity.items())
     for demand, speed in zip(demands, speeds, strict=True):

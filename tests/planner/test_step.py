@@ -1,4 +1,4 @@
-"""The step that a page draws is a step, and memory holds then what it shows."""
+"""The step and the memory series of the HTML page against plan and timeline."""
 
 import math
 from collections import Counter, defaultdict
@@ -35,7 +35,7 @@ def lowered():
 @settings(max_examples=60)
 @given(plans())
 def test_the_drawn_step_holds_every_op_once(plan):
-    """However far a lane runs ahead: in a steady rhythm the stretch has all the work of one step, no more and no less."""
+    """In a steady state the stretch has exactly the work of one step, even if lanes run ahead."""
     prediction = predicted(plan, MADE_UP)
     if not prediction.periodic or prediction.n_cycle_steps > 1:
         return
@@ -61,7 +61,7 @@ def test_the_measured_step_is_a_settled_one_of_median_length(lengths):
 
 
 def obviously_held(plan, spans, at_s):
-    """The live bytes of the arenas just after a moment, by the next use of every slot."""
+    """Reference implementation: live bytes of each arena just after `at_s`, from the next use of every slot."""
     uses, found = defaultdict(list), Counter()
     for span in sorted(spans, key=lambda s: (s.step, s.op)):
         op = plan.ops[span.op]
@@ -81,7 +81,7 @@ def obviously_held(plan, spans, at_s):
                 if (slot in op.reads and not begins_a_sum) or span.start_s <= at_s:
                     found[arena.name] += n_bytes
     frozen_bytes = 0 if plan.workload.trains_all else sum(plan.frozen_bytes(block) for block in range(len(plan.workload.blocks)))
-    found["state"] -= frozen_bytes - math.ceil(frozen_bytes / plan.semantics.ranks)  # ranks share what is frozen
+    found["state"] -= frozen_bytes - math.ceil(frozen_bytes / plan.semantics.ranks)  # frozen parameters are sharded over ranks
     return found
 
 
@@ -91,7 +91,7 @@ def obviously_held(plan, spans, at_s):
 def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
     stretch = predicted_stretch(plan, predicted(plan, MADE_UP))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "SMALL_FRACTION", 0.0)  # nothing is summed up
+        patch.setattr(memory, "SMALL_FRACTION", 0.0)  # keep small series separate
         both = occupancy(plan, MADE_UP, stretch)
     for at_s in (fraction * stretch.length_s for fraction in fractions):
         expected = obviously_held(plan, stretch.spans, stretch.start_s + at_s)

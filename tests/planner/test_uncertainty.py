@@ -1,4 +1,4 @@
-"""Intervals of predictions: as wide as the spreads of a profile make them."""
+"""Prediction intervals: widths from the spreads of a profile."""
 
 import math
 import random
@@ -23,11 +23,11 @@ from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
 from tests.tiny import tiny_config
 
-MANY = 5  # draws whose first and last are exactly the tenth and the ninetieth percentile of one group
+MANY = 5  # samples: first and last are exactly the 10th and 90th percentile of one group
 
 
 def spread(profile, fraction, *groups):
-    """The profile with this spread in the groups (in all of them, if none is named), and none elsewhere."""
+    """Set this spread for the quantities of the groups (default: all groups) and zero elsewhere."""
     inside = groups or tuple(Group)
     spread = lambda place: {"spread_fraction": fraction if group_of(place) in inside else 0.0}  # noqa: E731
     return with_quantities(profile, lambda place, q: q.model_copy(update=spread(place)))
@@ -74,7 +74,7 @@ def test_wider_spreads_make_a_wider_interval(case):
 @given(cases(), st.sampled_from([0.02, 0.1, 0.5]), st.sampled_from([3, MANY, 15]))
 @settings(deadline=None, max_examples=40)
 def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
-    """Only computing takes time, and all of it moves together: one in ten is faster by the spread, one in ten slower."""
+    """Only compute takes time and all rates scale together: p10 and p90 differ from p50 by the spread."""
     others = (RESOURCES[name] for name in ("link", "disk", "host DRAM", "optimizer"))
     bare = without(MADE_UP, *others, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
     alone_s = predicted(case.plan, bare).step_s
@@ -86,7 +86,7 @@ def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction,
 
 
 def gridded(lowest, highest):
-    """A machine without spreads, measured at the corners of this grid. The products of few tokens have half the others' rate."""
+    """Return a profile without spreads, with grid corners as points. Products with few tokens have half the rate."""
     fields = MADE_UP.to_json()
     (product,), (attention,) = fields["device"]["matmul"]["bf16"], fields["device"]["attention"]["flash"]["bf16"]
     rates = {lowest: {"value": 1e12}, highest: {"value": 2e12}}
@@ -99,7 +99,7 @@ def gridded(lowest, highest):
 
 
 def test_compiled_activations_that_no_probe_timed_widen():
-    """By three times what they take, on a GPU: their own seconds are the rest of a layer's, where all else is as sure as can be."""
+    """The estimated activation time may be off by `ACTIVATIONS_OFF_BY`; all other quantities have no spread."""
     plan, _ = small_plan(pointwise="fused")
     timed = gridded(1, 2**20)
     fields = timed.to_json()
@@ -119,9 +119,9 @@ def test_outside_a_grid_a_rate_is_as_unsure_as_the_grids_edge():
     inside, outside = gridded(1, 2**20), gridded(64, 256)
     assert off_by(inside, "bf16", None) == off_by(outside, "bf16", None) == pytest.approx(2)
     assert off_by(outside, "bf16", (32, 64)) == off_by(outside, "bf16", (512, 64)) == pytest.approx(2)
-    assert off_by(outside, "bf16", (128, 512)) == 1  # another width has the same rates
+    assert off_by(outside, "bf16", (128, 512)) == 1  # rates are independent of this dimension
     assert off_by(outside, "bf16", (128, 128)) == pytest.approx(2), "in a gap: as doubtful as the worst edge"
-    assert off_by(MADE_UP, "bf16", None) == 1  # a single point says nothing of others
+    assert off_by(MADE_UP, "bf16", None) == 1  # no slope from a single point
     assert width_s(interval(plan, inside, MANY)) == 0
     found = interval(plan, outside, MANY)
     assert found.p50_step_s == pytest.approx(predicted(plan, outside).step_s, rel=1e-9)
@@ -130,7 +130,7 @@ def test_outside_a_grid_a_rate_is_as_unsure_as_the_grids_edge():
 
 
 def test_large_logits_on_a_cpu_take_new_pages_and_widen():
-    """Of a vocabulary of 152,000 tokens; an eighth of as many logits takes none."""
+    """Vocabulary of 152,000 tokens; with 8 instead of 64 tokens the logits cause no page faults."""
     assert FAULTED_BYTES == slabs.LARGE_BYTES
     model, profile, name = read_model("qwen2.5-0.5b"), read_profile("cpu-2core"), "page faults of 38.9 MB logits"
     found = {}
@@ -163,7 +163,7 @@ def test_beyond_a_shipped_grid_a_product_is_off_by_over_a_tenth(machine):
 
 @pytest.mark.soak
 def test_the_interval_is_that_of_plain_sampling():
-    """Held against independent draws, each a profile written anew as JSON."""
+    """Compare with independent samples of the profile, each built from JSON."""
     plan, profile = small_plan()
     fields, rng = profile.to_json(), random.Random(3)
     steps_s = []
@@ -177,7 +177,7 @@ def test_the_interval_is_that_of_plain_sampling():
 
 
 def moved(part, z, place=""):
-    """The JSON of a profile, each quantity off by as many of its spreads as its group is."""
+    """Return the profile JSON with each quantity shifted by `z[group]` times its spread."""
     if isinstance(part, dict) and set(part) == {"value", "spread_fraction", "source"}:
         group = group_of(place)
         factor = 1.0 if group is None else math.pow(1 + part["spread_fraction"], z[group])

@@ -1,4 +1,4 @@
-"""The parts of a step add up, and mean what they say."""
+"""Waterfall of a step: sum and meaning of its parts."""
 
 from dataclasses import asdict
 from itertools import product
@@ -18,8 +18,8 @@ from penstock.runtime.plan.workload import Saved
 from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
 
 COMPUTE, LINK, DISK, DRAM, OPTIMIZER, LAUNCH = RESOURCES.values()
-NEGLIGIBLE = 1e-8  # of a step
-SHARED = (Group.DUPLEX, Group.DRAM)  # without these, no op slows another
+NEGLIGIBLE = 1e-8  # fraction of a step
+SHARED = (Group.DUPLEX, Group.DRAM)  # sources of contention between ops
 KEEPING = Policy(save=saves(all=tuple(range(1, 7))), update=Update.DEFERRED)
 examples = settings(deadline=None, max_examples=40)
 
@@ -39,7 +39,7 @@ def plan_of(policy, n_layers=6, n_micro_batches=2):
 
 @st.composite
 def machines(draw):
-    """The made-up machine, each thing up to a thousand times as slow or as fast."""
+    """Generate the made-up machine with rates scaled by 1/1000 to 1000."""
     return faster(MADE_UP, {group: 10.0 ** draw(st.integers(-3, 3)) for group in Group})
 
 
@@ -68,8 +68,7 @@ def test_what_is_free_has_no_part_in_the_step(case, machine):
 @examples
 @given(cases(), machines())
 def test_recompute_is_what_is_computed_a_second_time(case, machine):
-    """Each layer's recompute, and the forwards that a boundary's absence asks for. Copies on the device of activations that leave
-    count with it: they are paid instead."""
+    """Sum layer recomputation, forwards from the previous boundary, and device copies of offloaded activations."""
     plan, policy, of = case.plan, case.policy, case.semantics
     cost, again_s = CostModel(without(machine, LAUNCH)), 0.0
     first, stride, n_layers = case.workload.first_trained, policy.boundary_stride, case.workload.n_layers
@@ -104,11 +103,11 @@ def test_what_is_slow_has_the_largest_part_and_the_largest_gain(slow, key, resou
     parts, found = asdict(waterfall(plan, machine)), gains(plan, machine)
     assert max(parts, key=parts.__getitem__) == key
     assert found[0].resource == resource
-    assert found[0].saved_fraction == pytest.approx(1 - 1 / 1.1, abs=0.02)  # the step is that resource alone
+    assert found[0].saved_fraction == pytest.approx(1 - 1 / 1.1, abs=0.02)  # the step uses only this resource
 
 
 def test_a_shortage_of_host_memory_rate_is_a_part_of_its_own():
-    """Updates draw 8.4 GB/s while loads of the next forward draw about 2, from memory that gives 8.5."""
+    """Updates use 8.4 GB/s and loads of the next forward about 2, of 8.5 GB/s of host DRAM."""
     plan = plan_of(Policy(save=KEEPING.save, update=Update.DEFERRED, prefetch_depth=3))
     factors = {Group.DRAM: 0.085, Group.UPLOAD: 100.0, Group.DOWNLOAD: 100.0, Group.OPTIMIZER: 0.3, Group.REDUCE: 0.8}
     machine = without(faster(MADE_UP, factors), COMPUTE, LAUNCH)
@@ -123,7 +122,7 @@ def test_a_shortage_of_host_memory_rate_is_a_part_of_its_own():
 @examples
 @given(cases(), machines())
 def test_a_gain_is_the_plan_simulated_again_with_a_tenth_more(case, machine):
-    """Held against a profile written anew as JSON; where ops do not contend no gain is negative, and none exceeds its tenth."""
+    """Compare with a profile changed in JSON; without contention gains are between zero and 1 - 1/1.1."""
     fields = machine.to_json()
     for curve in (fields["link"]["h2d"], fields["link"]["d2h"]):
         for point in curve["bytes_per_s"]:
