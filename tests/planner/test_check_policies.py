@@ -15,7 +15,7 @@ from tests.edits import error_of, small, under
 from tests.mutants import ADAPTED
 from tests.strategies import MODEL, PROFILE, small_workload
 
-APART = ADAPTED | {"device_blocks": (1, 2, 3)}
+SEPARATE = ADAPTED | {"device_blocks": (1, 2, 3)}
 IN_ORDER = "blocks must be blocks 0..4 in ascending order, each once"
 
 ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # choices of a legal plan, changes to its policy, message
@@ -39,38 +39,38 @@ ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # choices o
     ({"n_micro_batches": 2, "accumulation_group": 2, "ranks": 2}, {"accumulation_group": 1}, "several ranks exchange whole sums"),
     ({"ranks": 2}, {"device_blocks": (1,)}, "leave out square_on_device and device_blocks"),
     # Frozen weights
-    (APART, {"speculate_blocks": (1,)}, "update barrier or deferred"),
-    (APART, {"device_blocks": (1, 2)}, "all blocks that are trained in part, or none"),
+    (SEPARATE, {"speculate_blocks": (1,)}, "update barrier or deferred"),
+    (SEPARATE, {"device_blocks": (1, 2)}, "all blocks that are trained in part, or none"),
     ({"train": Train(layers=(2, 2))}, {"spill_blocks": (1,)}, "no backward comes below block 3"),
 )
 
 
-@pytest.mark.parametrize(("choices", "changes", "says"), ILLEGAL)
-def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("choices", "changes", "complaint"), ILLEGAL)
+def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
     """The checker (of a plan with this policy) and lowering raise the same message."""
     plan = small(**choices)
     check(plan)
     message = error_of(under(plan, **changes))
-    assert says in message
+    assert complaint in message
     with pytest.raises(PlanError) as caught:
         lower(MODEL, plan.workload, plan.semantics, replace(plan.policy, **changes), PROFILE)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("choices", "changes", "says"),
+    ("choices", "changes", "message"),
     [
         ({"update": Update.EAGER}, {"clip_norm": 1.0}, "eager updates need"),
         ({}, {"compute_dtype": "fp32", "master_dtype": "bf16"}, "fp32 compute from a bf16 master"),
         ({}, {"sum_groups": 2}, "a step of 1 micro-batches has no 2 sum groups"),
         ({}, {"base": "nf4"}, "what is trained is not packed"),
-        (APART | {"n_micro_batches": 2}, {"sum_groups": 2}, "is summed there in order, not in sum groups"),
-        (APART, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
+        (SEPARATE | {"n_micro_batches": 2}, {"sum_groups": 2}, "is summed there in order, not in sum groups"),
+        (SEPARATE, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
     ],
 )
-def test_semantics_that_a_policy_does_not_suit_are_refused(choices: dict[str, Any], changes: dict[str, Any], says: str) -> None:
+def test_semantics_that_a_policy_does_not_suit_are_refused(choices: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     plan = small(**choices)
-    assert says in error_of(replace(plan, semantics=replace(plan.semantics, **changes)))
+    assert message in error_of(replace(plan, semantics=replace(plan.semantics, **changes)))
 
 
 def test_ways_to_recompute_are_asked_of_layers_that_need_them() -> None:

@@ -106,8 +106,8 @@ def test_an_update_of_less_state_waits_for_memory_or_arithmetic():
     lion = replace(SEMANTICS, optimizer=Optimizer.LION)
     for profile in map(read_profile, shipped_profiles()):
         n, measured = profile.host.n_cores, profile.optimizer_params_per_s
-        of_arithmetic, of_memory = 0.55 / (n * measured(1)), 18 / 26 / measured(n)
-        assert 1 / update_params_per_s(profile, lion) == pytest.approx(max(of_arithmetic, of_memory))
+        arithmetic_s, memory_s = 0.55 / (n * measured(1)), 18 / 26 / measured(n)
+        assert 1 / update_params_per_s(profile, lion) == pytest.approx(max(arithmetic_s, memory_s))
         assert update_params_per_s(profile, SEMANTICS) == measured(n)
 
 
@@ -142,15 +142,15 @@ def test_an_update_beside_uploads_draws_between_counted_bytes_and_all_there_is()
     for name, fraction in (("h200-pcie5", 0.5), ("h200-pcie5", 1.0), ("gb10", 1.0), ("rtx4090-desktop", 0.3)):
         profile = under_uploads(name, fraction)
         update, counted = (demand(CostModel(p), setup, Kind.UPDATE, 3) for p in (profile, read_profile(name)))
-        drawn, least = (dict(d.uses)[Resource.DRAM] for d in (update, counted))
-        assert least <= drawn <= profile.host.dram_bytes_per_s.value
+        used, least = (dict(d.uses)[Resource.DRAM] for d in (update, counted))
+        assert least <= used <= profile.host.dram_bytes_per_s.value
         assert update.alone_s == counted.alone_s, "alone it keeps its rate"
 
 
 def test_unpacking_and_narrow_products_take_their_own_rates_where_they_were_measured():
     fields = read_profile("h200-pcie5").to_json()
     memory = fields["device"]["memory_bytes_per_s"]
-    fields["device"] |= {f"{of}_bytes_per_s": memory | {"value": memory["value"] / 4} for of in ("unpack", "narrow")}
+    fields["device"] |= {f"{kernel}_bytes_per_s": memory | {"value": memory["value"] / 4} for kernel in ("unpack", "narrow")}
     slower, usual = Profile.from_json(fields), read_profile("h200-pcie5")
     semantics = replace(SEMANTICS, base="int8", train=Train(lora=Lora(rank=16, targets=("up_proj",))))
     setup = plan_of(semantics=semantics)
@@ -179,9 +179,9 @@ def test_a_tied_weight_has_two_gradients_and_one_update(profile):
 def test_a_smaller_last_micro_batch_costs_what_its_size_costs(profile):
     """67 sequences in micro-batches of 16: the last micro-batch costs a micro-batch of 3, all others a micro-batch of 16."""
     cost = CostModel(profile)
-    of = {n: replace(SEMANTICS, batch_size=n_all, micro_batch=n) for n, n_all in ((16, 67), (3, 15))}
-    uneven, small = (plan_of(Policy(accumulation_group=5, spill_blocks=(3,)), of[n]) for n in (16, 3))
-    large = plan_of(uneven.policy, replace(of[16], batch_size=80))
+    semantics = {n: replace(SEMANTICS, batch_size=n_all, micro_batch=n) for n, n_all in ((16, 67), (3, 15))}
+    uneven, small = (plan_of(Policy(accumulation_group=5, spill_blocks=(3,)), semantics[n]) for n in (16, 3))
+    large = plan_of(uneven.policy, replace(semantics[16], batch_size=80))
     for kind, b in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 2), (Kind.LOSS, 29), (Kind.OFFLOAD_ACTIVATION, 3)):
         last = demand(cost, uneven, kind, b, 4)
         assert last == demand(CostModel(profile), small, kind, b, 4), kind

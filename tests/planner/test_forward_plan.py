@@ -68,8 +68,8 @@ def test_no_wait_can_be_left_out(plan, data):
     waiting = [i for i, op in enumerate(forward.ops) if op.waits]
     i = data.draw(st.sampled_from(waiting))
     ops = [replace(op, waits=()) if j == i else op for j, op in enumerate(forward.ops)]
-    less = replace(forward, ops=tuple(ops))
-    assert race(less, unrolled(less)) is not None
+    unsafe = replace(forward, ops=tuple(ops))
+    assert race(unsafe, unrolled(unsafe)) is not None
 
 
 @pytest.mark.drawn
@@ -90,8 +90,8 @@ def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):
         assert 1 <= loads.count(key) <= (1 if key[0] in plan.policy.resident_blocks else n_groups)
     places = [op.micro_batch // group * len(plan.workload.blocks) + op.block for op in forward.ops if op.kind is Kind.FORWARD]
     assert places == sorted(places), "layer by layer, group by group"
-    others = {Lane.NET: plan.semantics.ranks > 1, Lane.DISK: bool(plan.policy.disk_blocks)}
-    assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | {lane for lane, has in others.items() if has}
+    optional_lanes = {Lane.NET: plan.semantics.ranks > 1, Lane.DISK: bool(plan.policy.disk_blocks)}
+    assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | {lane for lane, has in optional_lanes.items() if has}
 
 
 @pytest.mark.drawn

@@ -33,11 +33,11 @@ def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytes
     config = shipped_model("qwen3-8b").config | {"transformers_version": "4.51.0", "torch_dtype": "bfloat16", "bos_token_id": 1}
     config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "rope_scaling": None}
     monkeypatch.setattr("penstock.planner.model.config._recorder", lambda: pytest.fail("this asks for torch"))
-    found = build_workload(Model(config, "/somewhere", "Qwen3-8B"), Semantics(64, 2, 1))
-    assert found == build_workload(shipped_model("qwen3-8b"), Semantics(64, 2, 1))
-    sees = shipped_model("qwen3-vl-8b").config
-    text = sees["text_config"] | {"dtype": "bfloat16", "initializer_range": 0.02, "bos_token_id": 151643, "use_cache": True}
-    assert build_workload(Model(sees | {"text_config": text}), Semantics(64, 2, 1)).n_params == found.n_params
+    local = build_workload(Model(config, "/somewhere", "Qwen3-8B"), Semantics(64, 2, 1))
+    assert local == build_workload(shipped_model("qwen3-8b"), Semantics(64, 2, 1))
+    multimodal = shipped_model("qwen3-vl-8b").config
+    text = multimodal["text_config"] | {"dtype": "bfloat16", "initializer_range": 0.02, "bos_token_id": 151643, "use_cache": True}
+    assert build_workload(Model(multimodal | {"text_config": text}), Semantics(64, 2, 1)).n_params == local.n_params
     with pytest.raises(pytest.fail.Exception):
         build_workload(Model(config | {"rms_norm_eps": 1e-5}), Semantics(64, 2, 1))
 
@@ -46,29 +46,29 @@ def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytes
     """A damaged file or other library versions cause a new recording."""
     token = trace_cache.folder.set(tmp_path / "outlines")
     model, sizes = Model(tiny_config("gemma2", sliding_window=300, num_hidden_layers=3)), Semantics(512, 4, 2, attention="eager")
-    found = build_workload(model, sizes)
+    first = build_workload(model, sizes)
     (file,) = (tmp_path / "outlines").iterdir()
-    whole = file.read_bytes()
+    content = file.read_bytes()
 
     def planned() -> Workload:
-        for kept_in_memory in (config._known, config._at_size, workload._built):
-            kept_in_memory.cache_clear()
+        for memoised in (config._known, config._at_size, workload._built):
+            memoised.cache_clear()
         return build_workload(model, sizes)
 
     with monkeypatch.context() as patch:
         patch.setattr(config, "_recorder", lambda: pytest.fail("this asks for torch"))
-        assert planned() == found
-        for damaged in (b"", whole[:-9], b"[]", b'{"attention": ["sdpa"]}'):
+        assert planned() == first
+        for damaged in (b"", content[:-9], b"[]", b'{"attention": ["sdpa"]}'):
             file.write_bytes(damaged)
             with pytest.raises(pytest.fail.Exception):
                 planned()
-        file.write_bytes(whole)
+        file.write_bytes(content)
         patch.setattr(trace_cache, "_versions", lambda: ("2.99", "6.0", "other code"))
         with pytest.raises(pytest.fail.Exception):
             planned()
     for nowhere in (file, None):
         trace_cache.folder.set(nowhere)
-        assert planned() == found
+        assert planned() == first
     trace_cache.folder.reset(token)
 
 
@@ -81,8 +81,8 @@ def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
     (attention, *_) = layer_traces.about(key)["attention"]
     for n_sequences, seq_len in ((1, 37), (2, 80), (5, 101)):
         shipped = outlines(model, attention, n_sequences, seq_len)
-        found = layer_traces.recorded(key, Kernels(attention, library_kernels(model)), n_sequences, seq_len)
-        assert json.loads(json.dumps(found)) == shipped, (n_sequences, seq_len)
+        trace = layer_traces.recorded(key, Kernels(attention, library_kernels(model)), n_sequences, seq_len)
+        assert json.loads(json.dumps(trace)) == shipped, (n_sequences, seq_len)
 
 
 def test_what_is_no_polynomial_is_recorded_itself() -> None:
@@ -99,13 +99,13 @@ def test_a_kernel_of_another_package_is_one_call_among_the_same() -> None:
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     kernels = tuple(layer_traces.about(key)["library_kernels"])
     trees = (layer_traces.recorded(key, Kernels("sdpa", names), 1, 80) for names in ((), kernels))
-    own, at_once = ([call[0] for call in tree["kinds"][0]["calls"]] for tree in trees)
-    first, second = map(at_once.index, kernels)
-    before, between, after = at_once[:first], at_once[first + 1 : second], at_once[second + 1 :]
-    begin = next(i for i in range(first, len(own)) if own[i : i + len(between)] == between)
-    assert (own[:first], own[-len(after) :]) == (before, after)
-    assert first < begin < len(own) - len(after) - len(between) - 60
-    assert len(own) < len(layer_traces.recorded(key, Kernels("sdpa"), 1, 200)["kinds"][0]["calls"])
+    torch_calls, library_calls = ([call[0] for call in tree["kinds"][0]["calls"]] for tree in trees)
+    first, second = map(library_calls.index, kernels)
+    prefix, between, suffix = library_calls[:first], library_calls[first + 1 : second], library_calls[second + 1 :]
+    begin = next(i for i in range(first, len(torch_calls)) if torch_calls[i : i + len(between)] == between)
+    assert (torch_calls[:first], torch_calls[-len(suffix) :]) == (prefix, suffix)
+    assert first < begin < len(torch_calls) - len(suffix) - len(between) - 60
+    assert len(torch_calls) < len(layer_traces.recorded(key, Kernels("sdpa"), 1, 200)["kinds"][0]["calls"])
 
 
 def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
@@ -115,14 +115,15 @@ def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
         **{"q": n * n_tokens * heads * width, "k": n * n_tokens * v_heads * width, "v": n * n_tokens * v_heads * v_width},
         **{"A": n * n_tokens * v_heads * 64, "h": n * 2 * v_heads * width * v_width, "g": 2 * n * n_tokens * v_heads},
     }
-    of_copies, of_norms = ("q q", "q q", "v v"), ("q q", "q q")  # of queries and keys, contiguous by head
-    launches = (*of_copies, *of_norms, "g g", "A", "k A", "A v k k v", "k k v h v", "k k h v v")
-    tape, q = Tape(2), [Tensor(size[of], 2) for of in ("q", "q", "v", "g", "g")]
+    copies, norms = ("q q", "q q", "v v"), ("q q", "q q")  # of queries and keys, contiguous by head
+    launches = (*copies, *norms, "g g", "A", "k A", "A v k k v", "k k v h v", "k k h v v")
+    tape, q = Tape(2), [Tensor(size[name], 2) for name in ("q", "q", "v", "g", "g")]
     fused.delta_rule(tape, q, [[n, n_tokens, heads, width]] * 2 + [[n, n_tokens, v_heads, v_width]], 0, 0)
     assert tape.work.n_kernels == len(launches)
-    assert tape.work.pointwise_bytes == tape.work.fused_bytes == 2 * sum(size[of] for launch in launches for of in launch.split())
+    moved_bytes = 2 * sum(size[name] for launch in launches for name in launch.split())
+    assert tape.work.pointwise_bytes == tape.work.fused_bytes == moved_bytes
     scales_bytes = 2 * 4 * n * n_tokens * heads
-    kept_bytes = 2 * sum(size[of] for of in ("q", "q", "v", "g", "A")) + scales_bytes
+    kept_bytes = 2 * sum(size[name] for name in ("q", "q", "v", "g", "A")) + scales_bytes
     assert sum(t.n_bytes for t in tape.steps[0].outputs[1:]) == kept_bytes
 
 
@@ -180,7 +181,7 @@ def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
     assert is_rotary_call((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 8), 0), {})
     assert not is_rotary_call((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 4), 0), {})
     fused = {name: fusible(Model(tiny(name))) for name in ("llama", "glm4_moe", "minicpm3", "granite")}
-    assert {name for name, of in fused.items() if "loss" not in of} == {"minicpm3", "granite"}
+    assert {name for name, parts in fused.items() if "loss" not in parts} == {"minicpm3", "granite"}
     rotated = {name: {g[0] for k in outlines(Model(tiny(name)), "sdpa", 1, 16)["kinds"] for g in k["groups"]} for name in fused}
     assert {name for name, kinds in rotated.items() if "rotary" in kinds} == {"llama", "minicpm3", "granite"}
 
@@ -195,5 +196,5 @@ def test_only_an_mlp_that_ends_its_layer_runs_by_tiles() -> None:
 def test_a_null_window_is_no_missing_one() -> None:
     config = shipped_model("mistral-7b").config
     assert config["sliding_window"] is None
-    without = {key: value for key, value in config.items() if key != "sliding_window"}
-    assert essence_of(config) != essence_of(without), "the type's own default is a window"
+    missing = {key: value for key, value in config.items() if key != "sliding_window"}
+    assert essence_of(config) != essence_of(missing), "the type's own default is a window"

@@ -42,10 +42,10 @@ PACKED = ADAPTED | {"base": "int8", "device_blocks": (1, 2, 3)}
 @given(cases())
 def test_waits_of_the_second_step_are_those_of_every_later_one(case: Case) -> None:
     plan = case.plan
-    after = {}
+    extra_waits = {}
     if plan.policy.update is Update.BARRIER:
-        after[next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)] = Wait(len(plan.ops) - 1, 1)
-    second, third = (waits_of(plan.ops, after, n_steps) for n_steps in (2, 3))
+        extra_waits[next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)] = Wait(len(plan.ops) - 1, 1)
+    second, third = (waits_of(plan.ops, extra_waits, n_steps) for n_steps in (2, 3))
     assert second == third
     assert rewaited(plan) == plan
 
@@ -83,12 +83,12 @@ PASSES = [  # pass, kinds of ops that it adds, operands that it adds to existing
 @given(cases())
 def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
     step = computed(case.plan)
-    builder, whole = step.builder, None
+    builder, grouped = step.builder, None
     for one_pass, kinds, names in PASSES:
         n_ops, n_parts, n_uses = builder.n_ops, len(builder.ops), len(builder.operands)
-        whole = one_pass(step, *([whole] if whole else [])) or whole
+        grouped = one_pass(step, *([grouped] if grouped else [])) or grouped
         assert {KINDS[kind] for part in builder.ops[n_parts:] for kind in part[1]} <= kinds
-        assert {NAMES[name] for of, name, _ in np.concatenate(builder.operands[n_uses:], axis=1).T if of < n_ops} <= names
+        assert {NAMES[name] for op, name, _ in np.concatenate(builder.operands[n_uses:], axis=1).T if op < n_ops} <= names
     assert builder.build(extra_waits=partial(barrier, case.plan)).ops() == case.plan.ops
 
 
@@ -98,15 +98,15 @@ def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
 def test_a_plan_has_as_many_ops_as_the_table_says(case: Case) -> None:
     """Exact counts, except loads: weights still in their slot are not loaded again, recomputation may need one more per group."""
     plan = case.plan
-    found = Counter((op.kind, op.block) for op in plan.ops)
+    counts = Counter((op.kind, op.block) for op in plan.ops)
     n_groups = -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group)
     for kind in Kind:
         for b in range(len(plan.workload.blocks)):
             n = plan.n_ops(kind, b)
             if kind in (Kind.READ, Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE):
-                assert min(n, 1) <= found[kind, b] <= n + n_groups * (plan.n_ops(Kind.RECOMPUTE, b) > 0)
+                assert min(n, 1) <= counts[kind, b] <= n + n_groups * (plan.n_ops(Kind.RECOMPUTE, b) > 0)
             else:
-                assert found[kind, b] == n
+                assert counts[kind, b] == n
 
 
 @pytest.mark.drawn
@@ -202,10 +202,10 @@ def test_freezing_asks_for_no_more_memory_and_no_more_ops(case: Case) -> None:
 
     case = replace(case, policy=replace(case.policy, disk_blocks=()))
     workload = replace(case.workload, blocks=thawed(case.workload.blocks), smaller=thawed(case.workload.smaller))
-    plan, whole = case.plan, replace(case, workload=workload, semantics=replace(case.semantics, train=Train(), base="bf16")).plan
-    assert sum(host_needs(plan, plan.semantics.ranks).values()) <= sum(host_needs(whole).values())
+    plan, full = case.plan, replace(case, workload=workload, semantics=replace(case.semantics, train=Train(), base="bf16")).plan
+    assert sum(host_needs(plan, plan.semantics.ranks).values()) <= sum(host_needs(full).values())
     for kind in (Kind.OFFLOAD_GRADIENT, Kind.BACKWARD):
-        assert len(walk(plan, kind)) <= len(walk(whole, kind))
+        assert len(walk(plan, kind)) <= len(walk(full, kind))
 
 
 @pytest.mark.parametrize("fields", [{}, {"compute_dtype": "fp32"}, {"master_dtype": "bf16"}, *LEAN.values()])

@@ -30,8 +30,8 @@ MEMORY = [(n_device * 10 * MB, n_host * 10 * MB) for n_device in (100, 430, 600)
 
 def refusal(profile, semantics=SEMANTICS, fixed=None):
     """Return the error of a search, or None if a policy fits."""
-    found = needs_of(profile, semantics, fixed)
-    return None if any(n.fits for n in found) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), found)
+    needs = needs_of(profile, semantics, fixed)
+    return None if any(n.fits for n in needs) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), needs)
 
 
 def needs_of(profile, semantics=SEMANTICS, fixed=None):
@@ -68,7 +68,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
-    ("host_memory", "given", "said"),
+    ("host_memory", "optimizer", "suggestion"),
     [
         (100 * GB, "adamw", "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding: docs/optimizers.md)"),
         (100 * GB, "adamw:master=bf16", "adamw:moments=bf16 (10 bytes a parameter instead of 12; other rounding: docs"),
@@ -78,15 +78,15 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
         (60 * GB, "adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16 (6 bytes"),
     ],
 )
-def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
+def test_less_optimizer_state_is_named_where_it_fits(host_memory, optimizer, suggestion):
     """8 G parameters; a new request with the suggested optimizer fits."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, host_memory)
     plain = Semantics(4096, 16, 1)
-    request = Request(model, replace(plain, **optimizing(given, None)), profile, None, SIZES).resized()
-    found = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), profile)]
-    changes = dict(_changes(request, found))
+    request = Request(model, replace(plain, **optimizing(optimizer, None)), profile, None, SIZES).resized()
+    needs = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), profile)]
+    changes = dict(_changes(request, needs))
     (text,) = [text for text in changes if text.startswith("--optimizer")]
-    assert text.startswith(f"--optimizer {said}")
+    assert text.startswith(f"--optimizer {suggestion}")
     again = replace(request, semantics=replace(plain, **optimizing(text.split()[1], None))).resized()
     assert again.fits()
     assert again.semantics == changes[text].semantics
@@ -96,17 +96,17 @@ def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
 def test_what_changes_no_bit_is_named_first_and_each_with_its_rate(fixed):
     """An 8B model in 64 GB: 24-bit masters fit because the device can hold the state of one layer."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, 64 * GB)
-    given = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused", attention_kernel="flash")
-    semantics = Request(model, given, profile, None, SIZES).resized().semantics
+    initial = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused", attention_kernel="flash")
+    semantics = Request(model, initial, profile, None, SIZES).resized().semantics
     workload = build_workload(model, semantics)
-    asked = baseline(fixed, semantics, workload) if fixed else None
-    found = [footprint(frame(model, workload, semantics, asked or Policy()), profile)]
-    error = does_not_fit(Request(model, semantics, profile, asked, SIZES), found)
-    memory, *others = error.smallest_change.split(", or ")
+    policy = baseline(fixed, semantics, workload) if fixed else None
+    needs = [footprint(frame(model, workload, semantics, policy or Policy()), profile)]
+    error = does_not_fit(Request(model, semantics, profile, policy, SIZES), needs)
+    memory, *lossy = error.smallest_change.split(", or ")
     assert memory.startswith("--host-memory 1")
-    assert all(re.search(r"about [1-9],\d{3} tokens/s\)$", change) for change in (memory, *others)), others
+    assert all(re.search(r"about [1-9],\d{3} tokens/s\)$", change) for change in (memory, *lossy)), lossy
     if fixed is None:
-        assert others[0].startswith("--optimizer adamw:moments=int8,master=split24 (7.1 bytes")
+        assert lossy[0].startswith("--optimizer adamw:moments=int8,master=split24 (7.1 bytes")
 
 
 def test_no_change_makes_a_plan_too_long_to_write():
@@ -114,8 +114,8 @@ def test_no_change_makes_a_plan_too_long_to_write():
     workload = build_workload(MODEL, semantics)
     assert most_ops(workload, semantics) > MAX_PLAN_OPS
     profile = DESKTOP.with_memory(None, GB)
-    found = [footprint(frame(MODEL, workload, semantics, Policy()), profile)]
-    error = does_not_fit(Request(MODEL, semantics, profile, Policy(), frozenset()), found)
+    needs = [footprint(frame(MODEL, workload, semantics, Policy()), profile)]
+    error = does_not_fit(Request(MODEL, semantics, profile, Policy(), frozenset()), needs)
     assert "no change that was tried" in error.smallest_change
 
 
@@ -124,16 +124,16 @@ def test_no_change_makes_a_plan_too_long_to_write():
 def test_no_change_resets_a_size_that_the_user_named(named):
     """With fp32 gradients and 3 GB of device memory every kind of change is tried, fitting or not."""
     model = read_model("qwen2.5-7b")
-    given = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
+    semantics = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
     free = SIZES - named
-    request = Request(model, given, SMALL, None, free).resized()
-    found = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), SMALL)]
-    changes = [*_changes(request, found), *_with_memory(request, found[0])]  # fitting or not
+    request = Request(model, semantics, SMALL, None, free).resized()
+    needs = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), SMALL)]
+    changes = [*_changes(request, needs), *_with_memory(request, needs[0])]  # fitting or not
     assert {text.split()[0] for text, _ in changes} >= {"--master", "--gradient-dtype", "--device-memory"}
     for text, changed in changes:
         is_size = text.startswith("--micro-batch")
         for field in named - ({"micro_batch"} if is_size else set()):
-            assert getattr(changed.semantics, field) == getattr(given, field), text
+            assert getattr(changed.semantics, field) == getattr(semantics, field), text
         again = replace(changed, free=free - ({"micro_batch"} if is_size else set())).resized()
         assert again.fits() == changed.fits(), f"{text}: asked for anew, it would be otherwise"
 
@@ -151,8 +151,8 @@ def test_no_change_makes_the_policy_that_was_named_illegal():
 def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     """More host memory changes the fastest sizes, and this policy would not fit the device with them."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
-    given = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused")
-    semantics = Request(model, given, profile, None, SIZES).resized().semantics
+    initial = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused")
+    semantics = Request(model, initial, profile, None, SIZES).resized().semantics
     workload = build_workload(model, semantics)
     fixed = baseline("megatrain", semantics, workload)
     needs = footprint(frame(model, workload, semantics, fixed), profile)
@@ -161,7 +161,7 @@ def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     assert changed, error
     larger = profile.with_memory(None, parse_bytes(changed[1]))
     several = sizes_of(model, semantics, larger)
-    assert any(footprint(frame(model, workload, of, fixed), larger).fits for of, workload in several)
+    assert any(footprint(frame(model, workload, size, fixed), larger).fits for size, workload in several)
 
 
 @pytest.mark.soak

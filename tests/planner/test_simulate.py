@@ -39,8 +39,8 @@ def plans(draw):
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=12))
     ops = []
     for i, kind in enumerate(kinds):
-        others = [j for j, k in enumerate(kinds) if k is not kind]
-        waits = draw(st.lists(st.sampled_from(others), max_size=3, unique=True)) if others else []
+        targets = [j for j, k in enumerate(kinds) if k is not kind]
+        waits = draw(st.lists(st.sampled_from(targets), max_size=3, unique=True)) if targets else []
         ops.append(Op(kind, 0, i, waits=tuple(Wait(j, 0 if j < i and draw(st.booleans()) else 1) for j in waits)))
     return plan_of(ops)
 
@@ -114,13 +114,13 @@ def test_contention_ends_no_op_sooner_and_conserves_work(case):
     assert simulate(plan, demands, REGION) == prediction
     timeline = prediction.timeline
     sooner = {(s.op, s.step): s.end_s for s in simulate(plan, demands, None).timeline.spans}
-    drawn, busy = Counter(), Counter()
+    used, busy = Counter(), Counter()
     for span in timeline.spans:
         assert span.end_s >= sooner.get((span.op, span.step), 0.0) * (1 - ROUNDING)
         for resource, per_s in demands[span.op].uses:
-            drawn[resource] += per_s * demands[span.op].alone_s
+            used[resource] += per_s * demands[span.op].alone_s
     for resource, capacity in REGION.capacity:
-        assert drawn[resource] <= capacity * timeline.total_s * (1 + ROUNDING)
+        assert used[resource] <= capacity * timeline.total_s * (1 + ROUNDING)
     for op, demand in zip(plan.ops, demands, strict=True):
         busy[op.lane] += demand.uncontended_s
     busiest_s = max(busy.values()) * (1 - ROUNDING)
@@ -136,9 +136,9 @@ def test_slowing_any_ops_never_finishes_sooner(case, data):
     factors = [data.draw(st.floats(1.0, 5.0)) for _ in demands]
     slow = [replace(d, alone_s=d.alone_s * k, overhead_s=d.overhead_s * k) for d, k in zip(demands, factors, strict=True)]
     timelines = [simulate(plan, ds, None, max_steps=4).timeline for ds in (demands, slow)]
-    before, after = ({(s.op, s.step): s.end_s for s in timeline.spans} for timeline in timelines)
-    for key in before.keys() & after.keys():
-        assert after[key] >= before[key] * (1 - ROUNDING)
+    normal_ends, slow_ends = ({(s.op, s.step): s.end_s for s in timeline.spans} for timeline in timelines)
+    for key in normal_ends.keys() & slow_ends.keys():
+        assert slow_ends[key] >= normal_ends[key] * (1 - ROUNDING)
 
 
 @given(demanded())
@@ -185,8 +185,8 @@ def test_compiled_and_interpreted_code_give_the_same_bits() -> None:
     assert IS_COMPILED, "numba is one of the libraries that are tested with"
     code = "from tests.planner.test_simulate import steps; print(steps())"
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert found.stdout.strip() == steps()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert process.stdout.strip() == steps()
 
 
 def steps() -> str:
@@ -194,13 +194,13 @@ def steps() -> str:
     policies = ({}, {"prefetch_depth": 3, "spill_blocks": (0, 1), "gradient_slots": 2}, {"accumulation_group": 3})
     plans = [small(n_micro_batches=n, **policy) for n in (3, 6, 300) for policy in policies]
     assert plans[-1].repeat is not None
-    found = []
+    times = []
     for plan in plans:
         uses = [((Resource.DRAM, 30.0 + op.block), (Resource.DUPLEX, 7.0)) if op.lane is not Lane.GPU else () for op in plan.ops]
-        demands = [Demand(1e-6, (1 + i % 7) / 3, of) for i, of in enumerate(uses)]
+        demands = [Demand(1e-6, (1 + i % 7) / 3, op_uses) for i, op_uses in enumerate(uses)]
         prediction = simulate(plan, demands, REGION)
-        found.append([prediction.step_s.hex(), *(f"{s.start_s.hex()} {s.end_s.hex()}" for s in prediction.timeline.spans)])
-    return hashlib.sha256(repr([found, [str(op) for plan in plans for op in plan.ops]]).encode()).hexdigest()
+        times.append([prediction.step_s.hex(), *(f"{s.start_s.hex()} {s.end_s.hex()}" for s in prediction.timeline.spans)])
+    return hashlib.sha256(repr([times, [str(op) for plan in plans for op in plan.ops]]).encode()).hexdigest()
 
 
 one_use = st.tuples(st.sampled_from(list(Resource)), st.floats(0.01, 3.0))
@@ -214,15 +214,15 @@ def test_speeds_are_max_min_fair(uses):
     demands = [Demand(0.0, 1.0, tuple(u)) for u in uses]
     speeds = shares(tuple(demand.uses for demand in demands), REGION)
     capacity = dict(REGION.capacity)
-    drawn, n_drawing = Counter(), Counter(r for demand in demands for r, _ in demand.uses)
+    used, n_drawing = Counter(), Counter(r for demand in demands for r, _ in demand.uses)
     for demand, speed in zip(demands, speeds, strict=True):
         assert 0 < speed <= 1
         for resource, per_s in demand.uses:
             alone = n_drawing[resource] == 1 and resource in capacity  # a single user is not limited by the capacity
-            drawn[resource] += (min(per_s, capacity[resource]) if alone else per_s) * speed
-    assert all(drawn[r] <= c * (1 + ROUNDING) for r, c in capacity.items())
+            used[resource] += (min(per_s, capacity[resource]) if alone else per_s) * speed
+    assert all(used[r] <= c * (1 + ROUNDING) for r, c in capacity.items())
     for demand, speed in zip(demands, speeds, strict=True):
         if speed < 1 - ROUNDING:
-            full = [r for r, _ in demand.uses if r in capacity and drawn[r] >= capacity[r] * (1 - 1e-6)]
+            full = [r for r, _ in demand.uses if r in capacity and used[r] >= capacity[r] * (1 - 1e-6)]
             users = {r: [s for d, s in zip(demands, speeds, strict=True) if r in dict(d.uses)] for r in full}
             assert any(speed >= max(users[r]) * (1 - 1e-6) for r in full)

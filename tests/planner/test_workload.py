@@ -45,12 +45,12 @@ def attention_of(model_type: str) -> str:
 
 def parameters_agree(config: dict[str, Any]) -> None:
     with torch.device("meta"):
-        theirs = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
-    ours = build_workload(Model(config), semantics(attention=attention_of(config["model_type"])))
-    assert [(p.name, p.shape) for block in ours.blocks for p in block.parameters if p.tied_to is None] == theirs
-    head = ours.blocks[-1].parameters[-1]
-    assert ours.tied == (head.tied_to == "model.embed_tokens.weight") == (theirs[-1][0] != "lm_head.weight")
-    assert head.shape == ours.blocks[0].parameters[0].shape
+        expected = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
+    workload = build_workload(Model(config), semantics(attention=attention_of(config["model_type"])))
+    assert [(p.name, p.shape) for block in workload.blocks for p in block.parameters if p.tied_to is None] == expected
+    head = workload.blocks[-1].parameters[-1]
+    assert workload.tied == (head.tied_to == "model.embed_tokens.weight") == (expected[-1][0] != "lm_head.weight")
+    assert head.shape == workload.blocks[0].parameters[0].shape
 
 
 @pytest.mark.fast("some")
@@ -82,7 +82,7 @@ def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
     squares = [4 * a.n_sequences * a.n_heads * a.head_dim * seq_len**2 for b in blocks if (a := b.attention)]
     assert len(squares) == config["num_hidden_layers"]
     # Older versions of transformers compute rotary tables once, with an outer product
-    tables = [sum(of.values()) for module, of in counter.get_flop_counts().items() if module.endswith("rotary_emb")]
+    tables = [sum(counts.values()) for module, counts in counter.get_flop_counts().items() if module.endswith("rotary_emb")]
     assert sum(m.flop for b in blocks for m in b.matmuls) + sum(squares) == counter.get_total_flops() - sum(tables)
 
 
@@ -227,18 +227,18 @@ def tiled_loss(head, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: 
     gradient = torch.empty_like(rows)
     weight_sum = WEIGHT_SUM[: output.weight.numel()].view_as(output.weight)
     loss = torch.zeros(())
-    for at in range(0, len(rows), tile):
-        part = rows[at : at + tile].clone().requires_grad_()
+    for start in range(0, len(rows), tile):
+        part = rows[start : start + tile].clone().requires_grad_()
         logits = torch.nn.functional.linear(part, output.weight)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
-        part_loss = torch.nn.functional.cross_entropy(logits.float(), labels[at : at + tile], reduction="sum")
-        of_part, of_weight = torch.autograd.grad(part_loss, [part, output.weight])
-        gradient[at : at + tile] = of_part
-        for row_sum, of_row in zip(weight_sum, of_weight, strict=True):
-            row_sum += of_row  # by rows: on the CPU, bf16 + fp32 first makes an fp32 copy
+        part_loss = torch.nn.functional.cross_entropy(logits.float(), labels[start : start + tile], reduction="sum")
+        part_gradient, weight_gradient = torch.autograd.grad(part_loss, [part, output.weight])
+        gradient[start : start + tile] = part_gradient
+        for row_sum, row_gradient in zip(weight_sum, weight_gradient, strict=True):
+            row_sum += row_gradient  # by rows: on the CPU, bf16 + fp32 first makes an fp32 copy
         loss += part_loss.detach()
-        del logits, part_loss, of_part, of_weight, of_row  # free this gradient before the next tile
+        del logits, part_loss, part_gradient, weight_gradient, row_gradient  # free this gradient before the next tile
     return [loss, *torch.autograd.grad(normed, [x, norm.weight], gradient.view_as(normed))]
 
 
@@ -273,8 +273,8 @@ def write(folder: Path, config: object, name: str = "config.json") -> Path:
 def test_a_model_is_a_folder_a_file_or_a_shipped_name(tmp_path: Path) -> None:
     config = tiny_config("llama")
     file = write(tmp_path, config)
-    for given in (tmp_path, file):
-        model = read_model(str(given))
+    for source in (tmp_path, file):
+        model = read_model(str(source))
         assert (model.config, model.path, model.name) == (config, None, tmp_path.name)
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     assert read_model(str(tmp_path)).path == read_model(str(file)).path == str(tmp_path.resolve()), "weights are there"
@@ -371,9 +371,9 @@ def fused_is_the_models_own(config: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_fused_attention_is_refused_where_the_model_has_another(model_type: str) -> None:
     model = Model(tiny_config(model_type, initializer_range=0.2))  # large scores, to reach the cap
-    ours = fused_is_the_models_own(model.config)
-    assert ("sdpa" in supported_attention(model)) == ours == (model_type not in EAGER_ONLY)
-    if ours:
+    supports_sdpa = fused_is_the_models_own(model.config)
+    assert ("sdpa" in supported_attention(model)) == supports_sdpa == (model_type not in EAGER_ONLY)
+    if supports_sdpa:
         assert build_workload(model, semantics()).n_layers == model.config["num_hidden_layers"]
     else:
         with pytest.raises(WorkloadError, match="use eager"):
