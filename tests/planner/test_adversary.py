@@ -1,4 +1,4 @@
-"""Lower bounds against an adversary that searches faster plans; `python -m benchmarks.adversary` is the long version."""
+"""Lower bounds against an adversary that searches for faster plans; `python -m benchmarks.adversary` is the long version."""
 
 import random
 from dataclasses import replace

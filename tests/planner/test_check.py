@@ -106,7 +106,7 @@ def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.Da
 @law
 @given(plans(max_layers=3, max_micro_batches=2), st.data())
 def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.DataObject) -> None:
-    """Some waits are removed to create unordered pairs."""
+    """Remove some waits to create unordered pairs."""
     dropped = data.draw(st.sets(st.integers(0, len(plan.ops) - 1), max_size=8))
     plan = replace(plan, ops=tuple(replace(op, waits=()) if i in dropped else op for i, op in enumerate(plan.ops)))
     graph = unrolled(plan, N_STEPS)

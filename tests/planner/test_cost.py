@@ -81,7 +81,7 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
 @pytest.mark.parametrize(
     ("changes", "n_bytes"),
     [
-        ({}, 26),  # master and moments read and written: 24; gradient: 2; the weight is the upper half of the master
+        ({}, 26),  # master and moments read and written: 24; gradient: 2; the weight is half of the master
         ({"gradient_dtype": "fp32"}, 28),
         ({"master_dtype": "bf16"}, 22),  # the master is the weight
         ({"compute_dtype": "fp32"}, 26),  # the master is uploaded without conversion

@@ -115,7 +115,7 @@ def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
         **{"q": n * n_tokens * heads * width, "k": n * n_tokens * v_heads * width, "v": n * n_tokens * v_heads * v_width},
         **{"A": n * n_tokens * v_heads * 64, "h": n * 2 * v_heads * width * v_width, "g": 2 * n * n_tokens * v_heads},
     }
-    copies, norms = ("q q", "q q", "v v"), ("q q", "q q")  # of queries and keys, contiguous by head
+    copies, norms = ("q q", "q q", "v v"), ("q q", "q q")  # queries and keys, contiguous by head
     launches = (*copies, *norms, "g g", "A", "k A", "A v k k v", "k k v h v", "k k h v v")
     tape, q = Tape(2), [Tensor(size[name], 2) for name in ("q", "q", "v", "g", "g")]
     fused.delta_rule(tape, q, [[n, n_tokens, heads, width]] * 2 + [[n, n_tokens, v_heads, v_width]], 0, 0)

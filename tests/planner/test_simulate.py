@@ -131,7 +131,7 @@ def test_contention_ends_no_op_sooner_and_conserves_work(case):
 @pytest.mark.drawn
 @given(demanded(), st.data())
 def test_slowing_any_ops_never_finishes_sooner(case, data):
-    """Each op has a random factor. Without contention only: a slower op can free a shared resource."""
+    """Scale ops by random factors. Without contention only: a slower op can free a shared resource."""
     plan, demands = case
     factors = [data.draw(st.floats(1.0, 5.0)) for _ in demands]
     slow = [replace(d, alone_s=d.alone_s * k, overhead_s=d.overhead_s * k) for d, k in zip(demands, factors, strict=True)]
