@@ -1,4 +1,4 @@
-"""A long step, abridged to its first and last repetitions, keeps what happened in these."""
+"""Abridged plans and timelines: first and last repetitions of a long step, with unchanged op order and durations."""
 
 import math
 from dataclasses import astuple, replace
@@ -27,14 +27,14 @@ law = settings(deadline=None, max_examples=20, suppress_health_check=list(Health
 @law
 @given(folded(), st.data())
 def test_an_abridged_timeline_has_every_op_once_in_lane_order(plan: Plan, data: st.DataObject) -> None:
-    found = simulate(plan, demands_of(data, len(plan.ops)), REGION, 4)
-    short, timeline = abridged_plan(plan), abridged(plan, found.timeline)
-    of = short_plan(plan)
-    kept = {of.number(i, k): op for i, op in enumerate(plan.ops) for k in range(of.often(i))}
-    assert [(kept[n].kind, kept[n].block) for n in range(len(short.ops))] == [(op.kind, op.block) for op in short.ops]
-    n_steps = len(found.timeline.step_ends_s)
+    prediction = simulate(plan, demands_of(data, len(plan.ops)), REGION, 4)
+    short, timeline = abridged_plan(plan), abridged(plan, prediction.timeline)
+    shortened = short_plan(plan)
+    numbered = {shortened.number(i, k): op for i, op in enumerate(plan.ops) for k in range(shortened.often(i))}
+    assert [(numbered[n].kind, numbered[n].block) for n in range(len(short.ops))] == [(op.kind, op.block) for op in short.ops]
+    n_steps = len(prediction.timeline.step_ends_s)
     assert sorted((s.step, s.op) for s in timeline.spans) == [(n, i) for n in range(n_steps) for i in range(len(short.ops))]
-    lengths_s = sorted(s.end_s - s.start_s for s in found.timeline.spans)
+    lengths_s = sorted(s.end_s - s.start_s for s in prediction.timeline.spans)
     assert sorted(s.end_s - s.start_s for s in timeline.spans) == pytest.approx(lengths_s, abs=1e-6)
     for lane in Lane:
         last_s = -math.inf
@@ -44,7 +44,7 @@ def test_an_abridged_timeline_has_every_op_once_in_lane_order(plan: Plan, data: 
 
 
 def test_an_abridged_step_is_that_of_as_many_micro_batches() -> None:
-    """A timeline of a thousand, cut, has steps that last as long as a step of as many micro-batches as are kept."""
+    """A timeline of 1000 micro-batches, abridged, has the step time of a plan with `2 + N_KEPT` micro-batches."""
     plan = small(1000)
     cut = abridged(plan, simulate(plan, costs(plan, MADE_UP), None).timeline)
     short, few = abridged_plan(plan), small(2 + N_KEPT)
@@ -74,17 +74,17 @@ def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     written = unrolled(plan)
     a, b = waterfall(plan, MADE_UP), waterfall(written, MADE_UP)
     assert astuple(a) == pytest.approx(astuple(b), rel=1e-6, abs=1e-9)
-    found, expected = ({s.resource: s.step_s for s in gains(one, MADE_UP)} for one in (plan, written))
-    assert found == pytest.approx(expected, rel=1e-9)
-    drawn = [interval(one, MADE_UP, n_draws=4) for one in (plan, written)]
-    assert drawn[0].p50_step_s == pytest.approx(drawn[1].p50_step_s, rel=1e-9)
+    step_s_by_resource, expected = ({s.resource: s.step_s for s in gains(one, MADE_UP)} for one in (plan, written))
+    assert step_s_by_resource == pytest.approx(expected, rel=1e-9)
+    intervals = [interval(one, MADE_UP, n_draws=4) for one in (plan, written)]
+    assert intervals[0].p50_step_s == pytest.approx(intervals[1].p50_step_s, rel=1e-9)
 
 
 def test_a_run_of_a_long_step_corrects_its_profile() -> None:
-    """The device is half as fast as the profile says: what recalibration finds predicts the step that was measured."""
+    """GPU ops take twice their predicted time; the recalibrated profile predicts the measured step."""
     plan = small(40)
     priced = zip(plan.ops, costs(plan, MADE_UP), strict=True)
     slow = [replace(d, alone_s=2 * d.alone_s) if op.lane is Lane.GPU else d for op, d in priced]
     run = simulate(plan, slow, region_of(MADE_UP), max_steps=8)
-    found = recalibrate(plan, run.timeline, "a test", "2026-11-22")
-    assert abs(math.log(found.step_after_s / run.step_s)) < abs(math.log(found.step_before_s / run.step_s)) / 4
+    correction = recalibrate(plan, run.timeline, "a test", "2026-11-22")
+    assert abs(math.log(correction.step_after_s / run.step_s)) < abs(math.log(correction.step_before_s / run.step_s)) / 4

@@ -1,4 +1,4 @@
-"""Lower bounds against an adversary that looks for faster plans; `python -m benchmarks.adversary` makes the long attack."""
+"""Lower bounds against an adversary that searches for faster plans; `python -m benchmarks.adversary` is the long version."""
 
 import random
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 from benchmarks.any_memory import with_any_memory
 from benchmarks.hard_cells import hard_cell
 from penstock.hwprofiles.schema import read_profile
-from penstock.planner.bounds import work as of_blocks
+from penstock.planner.bounds import work as work_module
 from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
@@ -18,12 +18,12 @@ from penstock.planner.search.space import Family, families, family_of
 from penstock.runtime.plan import Policy, Semantics, Update
 from tests.adversary import PLENTY_BYTES, Cell, cell, held, hill_climb, relaxation_of, start_of, with_state_on_device
 
-N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are held against their bounds, and
-# Cells, and seeds of policies, for which a bound was once above a step
+N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are compared with their bounds
+# Regressions: (cell, policy seed) with a bound above a simulated step in an earlier version
 CAUGHT = [(10_607, ~10_607), (11_064, ~11_064), (11_359, ~11_359), (700_640, 700_640), (5_000_157, 5), (5_000_052, ~5_000_052)]
-CAUGHT_HARD = [15, 53, 82, 5_000_068]  # and hard cells
-N_STAYING = 2  # policies that keep state on the device, where they fit
-# Groups smaller than the step, where bounds were once above steps: model, machine, tokens a sequence, sequences, sizes of groups
+CAUGHT_HARD = [15, 53, 82, 5_000_068]  # regressions among hard cells
+N_STAYING = 2  # policies with optimizer state on the device, if they fit
+# Regressions with accumulation groups smaller than the step: model, machine, sequence length, sequences, group sizes
 GROUPED = [
     ("qwen2.5-7b", "rtx4090-desktop", 1024, 16, (8,)),
     ("qwen2.5-0.5b", "rtx4090-desktop", 1024, 32, (16, 8)),
@@ -34,41 +34,41 @@ GROUPED = [
 ]
 
 
-def broken(of: Cell, seed: int, n_tries: int) -> list[str]:
-    """The bounds of the cell that a drawn policy goes below, or one climbed to from it, or one that keeps state on the device."""
+def broken(case: Cell, seed: int, n_tries: int) -> list[str]:
+    """Return violated bounds for a sampled policy, its hill-climbing result and policies with state on the device."""
     rng = random.Random(seed)
-    start = start_of(rng, of)
+    start = start_of(rng, case)
     if start is None:
         return []
-    relaxation = relaxation_of(of)
-    fastest, _ = hill_climb(rng, of, start, n_tries)
-    staying = with_state_on_device(rng, of, N_STAYING)
-    found = [h for policy in dict.fromkeys((start, fastest, *staying)) for h in held(of, policy, relaxation)]
-    return [f"cell {of.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in found if h.is_broken]
+    relaxation = relaxation_of(case)
+    fastest, _ = hill_climb(rng, case, start, n_tries)
+    staying = with_state_on_device(rng, case, N_STAYING)
+    checks = [h for policy in dict.fromkeys((start, fastest, *staying)) for h in held(case, policy, relaxation)]
+    return [f"cell {case.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in checks if h.is_broken]
 
 
 @pytest.mark.soak_cases("0", "10", "20", "30", "50", "60", "70", "80", "90")
 @pytest.mark.parametrize("first", range(0, N_CELLS, N_PER_TEST))
 def test_no_plan_is_faster_than_a_bound(first):
-    assert [said for number in range(first, first + N_PER_TEST) for said in broken(cell(number), number, N_TRIES)] == []
+    assert [message for number in range(first, first + N_PER_TEST) for message in broken(cell(number), number, N_TRIES)] == []
 
 
 @pytest.mark.soak_cases("10", "20", "30")
 @pytest.mark.parametrize("first", range(0, 4 * N_PER_TEST, N_PER_TEST))
 def test_no_plan_is_faster_than_a_bound_in_hard_cells(first):
-    assert [said for number in range(first, first + N_PER_TEST) for said in broken(hard_cell(number), number, N_TRIES)] == []
+    assert [message for number in range(first, first + N_PER_TEST) for message in broken(hard_cell(number), number, N_TRIES)] == []
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("number", range(900_000, 900_008))
 def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
-    """Policies of one cell share works of blocks, a linear program is below the integer one, what all members do below that."""
-    of, rng = cell(number), random.Random(number)
-    costs = PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile))
-    for policy in [start for _ in range(12) if (start := start_of(rng, of)) is not None]:
+    """Cached block work leaves bounds unchanged; family minimum <= linear relaxation <= integer relaxation."""
+    case, rng = cell(number), random.Random(number)
+    costs = PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile))
+    for policy in [start for _ in range(12) if (start := start_of(rng, case)) is not None]:
         plan = costs.plan(policy)
-        assert costs.bound_s(policy) == policy_bound(plan, CostModel(of.profile)).seconds
-        relaxation, family = Relaxation(costs, of.clipped_fraction), family_of(policy, of.semantics)
+        assert costs.bound_s(policy) == policy_bound(plan, CostModel(case.profile)).seconds
+        relaxation, family = Relaxation(costs, case.clipped_fraction), family_of(policy, case.semantics)
         relaxed = relaxation.solve(family)
         linear_s = relaxation.linear_bound_s(family)
         assert relaxed is None or linear_s <= relaxed.bound_s * (1 + 1e-6)
@@ -88,13 +88,13 @@ def test_bounds_hold_in_hard_cells_where_they_once_did_not(number):
 
 @pytest.mark.parametrize("number", [742, 755])
 def test_packed_layers_that_stay_are_unpacked_less_often(number):
-    """What every member of a family does was once counted as if none stayed: 1.9 times a step, where boundaries are shared."""
-    of = hard_cell(number)
+    """Regression: the family bound ignored resident packed layers and was 1.9 times a step with a boundary stride above 1."""
+    case = hard_cell(number)
     steps = []
-    for family in (each for each in families(of.semantics, of.workload) if each.boundary_stride > 1):
+    for family in (f for f in families(case.semantics, case.workload) if f.boundary_stride > 1):
         for policy in (replace(family.policy(), resident_blocks=tuple(range(1, k + 1))) for k in (1, 8)):
-            if of.needs(policy).fits and (step_s := of.mean_step_s(policy)) is not None:
-                assert relaxation_of(of).least_s(family) <= step_s
+            if case.needs(policy).fits and (step_s := case.mean_step_s(policy)) is not None:
+                assert relaxation_of(case).least_s(family) <= step_s
                 steps.append(step_s)
     assert steps
 
@@ -108,27 +108,27 @@ def grouped(model: str, machine: str, seq_len: int, n_sequences: int) -> Cell:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("model", "machine", "seq_len", "n_sequences", "sizes"), GROUPED)
 def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, n_sequences, sizes):
-    of = grouped(model, machine, seq_len, n_sequences)
-    relaxation = Relaxation(PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile)), None)
+    case = grouped(model, machine, seq_len, n_sequences)
+    relaxation = Relaxation(PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile)), None)
     for size in sizes:
-        lean = Family(Update.DEFERRED, size, size, 1).policy()
+        smallest = Family(Update.DEFERRED, size, size, 1).policy()
         for depth, n_slots in ((1, 1), (3, 2), (1, 8)):
-            policy = replace(lean, prefetch_depth=depth, gradient_slots=n_slots)
-            found = held(of, policy, relaxation)
-            assert found, "a step that repeats"
-            assert [h for h in found if h.is_broken] == []
+            policy = replace(smallest, prefetch_depth=depth, gradient_slots=n_slots)
+            checks = held(case, policy, relaxation)
+            assert checks, "a step that repeats"
+            assert [h for h in checks if h.is_broken] == []
 
 
 def test_what_was_wrong_is_caught(monkeypatch):
-    """The head's gradients counted among those that leave on the way down, all of them, as they once were."""
-    of = grouped("qwen2.5-0.5b", "rtx4090-desktop", 1024, 32)
-    right = of_blocks.work_of
+    """Plant a former bug: the bound counts head gradients of all micro-batches of a group, not only the last."""
+    case = grouped("qwen2.5-0.5b", "rtx4090-desktop", 1024, 32)
+    right = work_module.work_of
 
     def work_of(plan, cost, facets, block, groups):
         work = right(plan, cost, facets, block, groups)
         work["head_leaving"][:] *= plan.semantics.n_micro_batches / groups.n
         return work
 
-    monkeypatch.setattr(of_blocks, "work_of", work_of)
+    monkeypatch.setattr(work_module, "work_of", work_of)
     policy = Policy(prefetch_depth=3, gradient_slots=2, accumulation_group=16)
-    assert [h.name for h in held(of, policy) if h.is_broken]
+    assert [h.name for h in held(case, policy) if h.is_broken]

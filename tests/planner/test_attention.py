@@ -1,4 +1,4 @@
-"""Attention kernels: the one that a plan names is used, and a machine without it is refused before anything is allocated."""
+"""Attention kernels: execution of the planned kernel, and rejection of machines without it before allocation."""
 
 import dataclasses
 
@@ -22,10 +22,10 @@ from tests.training import plan_of, semantics_of
 @pytest.fixture
 def _flags():
     backends = torch.backends.cuda
-    before = backends.cudnn_sdp_enabled(), backends.flash_sdp_enabled()
+    enabled = backends.cudnn_sdp_enabled(), backends.flash_sdp_enabled()
     yield
-    backends.enable_cudnn_sdp(before[0])
-    backends.enable_flash_sdp(before[1])
+    backends.enable_cudnn_sdp(enabled[0])
+    backends.enable_flash_sdp(enabled[1])
 
 
 @pytest.mark.usefixtures("_flags")
@@ -40,17 +40,17 @@ def plan_with(kernel, **fields):
 
 
 def test_a_missing_kernel_is_refused_with_another_to_plan(monkeypatch):
-    asked = []
-    monkeypatch.setattr(attention, "_can_use", lambda *of: asked.append(of))
-    refuse_missing_attention(plan_with("flash"))  # which falls back by itself, as old plans do
-    refuse_missing_attention(plan_with("cudnn", attention="eager"))  # which attends without any of them
-    assert asked == []
+    queries = []
+    monkeypatch.setattr(attention, "_can_use", lambda *arguments: queries.append(arguments))
+    refuse_missing_attention(plan_with("flash"))  # PyTorch falls back to another kernel
+    refuse_missing_attention(plan_with("cudnn", attention="eager"))  # eager attention needs no fused kernel
+    assert queries == []
     with pytest.raises(PlanError, match=r"cuDNN's attention.* 4 heads of 8 in bf16; plan again with --kernels eager$"):
         refuse_missing_attention(plan_with("cudnn"))
     with pytest.raises(PlanError, match=r"4 heads of 8 in fp32; .* without --deterministic$"):
         refuse_missing_attention(plan_with("deterministic", compute_dtype="fp32"))
-    assert asked == [("cudnn", 4, 8, torch.bfloat16), ("deterministic", 4, 8, torch.float32)]
-    monkeypatch.setattr(attention, "_can_use", lambda *of: True)
+    assert queries == [("cudnn", 4, 8, torch.bfloat16), ("deterministic", 4, 8, torch.float32)]
+    monkeypatch.setattr(attention, "_can_use", lambda *arguments: True)
     refuse_missing_attention(plan_with("cudnn"))
 
 
@@ -61,7 +61,7 @@ def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
     text = plan.read_text()
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
-    monkeypatch.setattr(attention, "_can_use", lambda *of: False)
+    monkeypatch.setattr(attention, "_can_use", lambda *arguments: False)
     for place in (
         "penstock.runtime.machines.torch_machine.CudaMachine.__init__",
         "penstock.training.session.refuse_what_does_not_fit",
@@ -80,29 +80,29 @@ def test_deterministic_runs_need_deterministic_plans():
     refuse_any_order(semantics_of("gpt_oss"))
 
 
-def chosen(model, machine, **asked):
-    found = read_model(model)
-    plain = Semantics(2048, 4, 1, attention=supported_attention(found)[0])
-    how = with_kernels(found, plain, read_profile(machine), **asked)
+def chosen(model, machine, **options):
+    config = read_model(model)
+    plain = Semantics(2048, 4, 1, attention=supported_attention(config)[0])
+    how = with_kernels(config, plain, read_profile(machine), **options)
     return how.norm, how.loss, how.pointwise, how.attention_kernel
 
 
 @pytest.mark.parametrize(
-    ("model", "machine", "asked", "kernels"),
+    ("model", "machine", "options", "kernels"),
     [
         ("qwen2.5-7b", "h100-sxm", {}, ("fused", "online", "fused", "cudnn")),
         ("qwen2.5-7b", "h100-sxm", {"deterministic": True}, ("fused", "online", "fused", "deterministic")),
-        ("qwen2.5-7b", "rtx4090-server", {}, ("fused", "online", "fused", "flash")),  # cuDNN's was not measured there
+        ("qwen2.5-7b", "rtx4090-server", {}, ("fused", "online", "fused", "flash")),  # no cuDNN rate in this profile
         ("qwen2.5-7b", "cpu-2core", {}, ("eager", "eager", "eager", "flash")),
-        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "online", "eager", "flash")),  # whose attention is spelled out
+        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "online", "eager", "flash")),  # eager attention only
     ],
 )
-def test_a_plan_names_the_fastest_kernels_of_model_and_machine(model, machine, asked, kernels):
-    assert chosen(model, machine, **asked) == kernels
+def test_a_plan_names_the_fastest_kernels_of_model_and_machine(model, machine, options, kernels):
+    assert chosen(model, machine, **options) == kernels
 
 
 def test_cudnn_is_not_planned_for_windows_wide_heads_or_fp32():
-    """A window's mask is as large as a square of the sequence, and its backward takes heads of at most 128."""
+    """A window needs a mask of seq_len x seq_len, and the cuDNN backward supports head sizes up to 128."""
     machine, how = read_profile("h100-sxm"), Semantics(256, 4, 1)
     for model, semantics, kernel in (
         (Model(tiny_config("mistral", sliding_window=512)), how, "cudnn"),

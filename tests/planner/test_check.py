@@ -1,4 +1,4 @@
-"""The checker passes every plan that is right, and no mutant that trains otherwise."""
+"""Plan checker: correct plans pass, mutants with different training results are rejected."""
 
 import time
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from tests.mutants import MUTATIONS, NORMS, tally
 from tests.oracle import needed_bytes, race, same_training, unrolled
 from tests.strategies import MODEL, PROFILE, plans, small_workload, with_smaller
 
-law = settings(deadline=None)  # a busy machine is no failure
+law = settings(deadline=None)  # independent of machine load
 
 
-# -- right plans pass ----------------------------------------------------------------------------------------------------------
+# -- correct plans pass --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn
@@ -46,14 +46,14 @@ def test_the_oracle_finds_no_race_in_them(plan: Plan) -> None:
 
 def test_squares_of_forty_weights_take_more_than_one_unit() -> None:
     blocks = small_workload(3, tied=False).blocks
-    more = tuple(Parameter(f"w{i}", (8,)) for i in range(40))
-    blocks = (blocks[0], *(replace(b, parameters=(*b.parameters, *more)) for b in blocks[1:-1]), blocks[-1])
+    weights = tuple(Parameter(f"w{i}", (8,)) for i in range(40))
+    blocks = (blocks[0], *(replace(b, parameters=(*b.parameters, *weights)) for b in blocks[1:-1]), blocks[-1])
     plan = lower(MODEL, replace(small_workload(3, tied=False), blocks=blocks), Semantics(4, 1, 1), Policy(), PROFILE)
     assert sizes_of(plan, "norm") == (256, 512, 512, 512, 256, 256)
     check(plan)
 
 
-# -- wrong plans do not --------------------------------------------------------------------------------------------------------
+# -- wrong plans fail ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn
@@ -68,25 +68,25 @@ def test_a_mutant_that_passes_trains_as_the_original(plan: Plan, kind: str, rng:
             assert same_training(plan, changed) is None
 
 
-@pytest.mark.parametrize("most", [pytest.param(3, id="few"), pytest.param(20, id="many", marks=pytest.mark.soak)])
-def test_no_harmful_mutant_of_the_samples_passes(most: int) -> None:
-    """And of most mutations none at all: what is dropped, weakened or redirected was needed."""
-    found = tally(most)
-    print(f"\n{found.table()}")
-    assert found.condemned == []
-    assert {*found.killed} == {*MUTATIONS}
+@pytest.mark.parametrize("max_mutants", [pytest.param(3, id="few"), pytest.param(20, id="many", marks=pytest.mark.soak)])
+def test_no_harmful_mutant_of_the_samples_passes(max_mutants: int) -> None:
+    """Most kinds of mutation have no surviving mutant: every dropped, weakened or redirected element was necessary."""
+    result = tally(max_mutants)
+    print(f"\n{result.table()}")
+    assert result.condemned == []
+    assert {*result.killed} == {*MUTATIONS}
     operands = {f"{kind}.{name}" for kind, row in OPS.items() for name in row.names}
-    assert found.rows["drop an op"] == {*Kind}
-    assert found.rows["lose an operand"] == operands
-    alone = {f"{kind}.received" for kind in OPS}  # in arenas of a single slot
-    assert operands - found.rows["redirect an operand"] <= alone
+    assert result.rows["drop an op"] == {*Kind}
+    assert result.rows["lose an operand"] == operands
+    alone = {f"{kind}.received" for kind in OPS}  # arenas with a single slot
+    assert operands - result.rows["redirect an operand"] <= alone
 
 
 @pytest.mark.drawn
 @law
 @given(plans(), st.data())
 def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.DataObject) -> None:
-    """As the runtime counts bytes. A slot is a multiple of 256 bytes, the last of its arena may be any size."""
+    """Compare with the byte counts of the runtime. Slots are multiples of 256 bytes, except the last of an arena."""
     needed = needed_bytes(plan, plan.ops)
     for arena in plan.arenas:
         sizes = [needed[Slot(arena.name, i)] for i in range(len(arena.slot_bytes))]
@@ -99,39 +99,39 @@ def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.Da
     assert f"{slot} has {sizes[slot.index]} bytes, but " in error_of(with_sizes(plan, slot.arena, sizes))
 
 
-# -- the fast against the obvious ----------------------------------------------------------------------------------------------
+# -- vector clocks against paths ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn
 @law
 @given(plans(max_layers=3, max_micro_batches=2), st.data())
 def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.DataObject) -> None:
-    """With some waits taken out, so that there are unordered pairs."""
+    """Remove some waits to create unordered pairs."""
     dropped = data.draw(st.sets(st.integers(0, len(plan.ops) - 1), max_size=8))
     plan = replace(plan, ops=tuple(replace(op, waits=()) if i in dropped else op for i, op in enumerate(plan.ops)))
     graph = unrolled(plan, N_STEPS)
     clocks = _Clocks(plan, _legal_order(plan))
     for i, step in graph:
-        before = nx.ancestors(graph, (i, step))
+        ancestors = nx.ancestors(graph, (i, step))
         for j, j_step in graph:
             if (j, j_step) != (i, step):
-                assert clocks.ordered(j, j_step, i, step) == ((j, j_step) in before)
+                assert clocks.ordered(j, j_step, i, step) == ((j, j_step) in ancestors)
 
 
-# -- what the messages say -----------------------------------------------------------------------------------------------------
+# -- error messages ------------------------------------------------------------------------------------------------------------
 
 
 def without_wait(plan: Plan, name: str, kind: Kind) -> Plan:
-    """The op of that name waits for no op of that kind."""
+    """Remove the waits of the named op for ops of this kind."""
     waits = plan.ops[index(plan, name)].waits
     return with_op(plan, name, waits=tuple(w for w in waits if plan.ops[w.op].kind is not kind))
 
 
-def before(plan: Plan, name: str, other: str) -> Plan:
-    """The last op of that name before another one, with the waits that this order asks for."""
+def moved_before(plan: Plan, name: str, successor: str) -> Plan:
+    """Move the last op of this name before another op and recompute all waits."""
     i = max(i for i, op in enumerate(plan.ops) if op.name == name)
     order = [k for k in range(len(plan.ops)) if k != i]
-    order.insert(index(plan, other), i)
+    order.insert(index(plan, successor), i)
     return edits.rewaited(reordered(plan, order))
 
 
@@ -139,7 +139,7 @@ def twice(plan: Plan, name: str) -> Plan:
     return replace(plan, ops=(*plan.ops, replace(plan.ops[index(plan, name)], waits=())))
 
 
-def without(plan: Plan, name: str) -> Plan:
+def without_op(plan: Plan, name: str) -> Plan:
     return reordered(plan, [i for i in range(len(plan.ops)) if i != index(plan, name)])
 
 
@@ -152,10 +152,10 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: with_op(with_slots(small(), "load h2d b2", state=Slot("state", 1)), "load h2d b2", block=1),
         "weights[1] holds the weights of block 1, step 0, not the weights of block 2, step 0",
     ),
-    "a gather before its load": (lambda: before(small(ranks=2), "gather net b1", "load h2d b1"), "weights[0] holds nothing"),
+    "a gather before its load": (lambda: moved_before(small(ranks=2), "gather net b1", "load h2d b1"), "weights[0] holds nothing"),
     "a circle": (lambda: with_op(small(), "load h2d b0", waits=(Wait(index(small(), "update cpu b0")),)), "can never start"),
     "an op twice": (lambda: twice(small(), "norm cpu b2"), "(norm cpu b2): occurs twice in a step"),
-    "a missing load of a block that stays": (lambda: without(small(resident_blocks=(2,)), "load h2d b2"), "no load of block 2"),
+    "a missing load of a block that stays": (lambda: without_op(small(resident_blocks=(2,)), "load h2d b2"), "no load of block 2"),
     "a later group first": (lambda: reordered(*_groups_exchanged()), "(backward gpu b0 m1): runs after a later group"),
     "a slot that is not aligned": (
         lambda: with_sizes(small(), "state", [n + 8 for n in sizes_of(small(), "state")]),
@@ -167,20 +167,20 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
 
 
 def _groups_exchanged() -> tuple[Plan, list[int]]:
-    """It would train the same, in more memory than is booked: autograd's saved bytes are counted for one group at a time."""
+    """Same result with more memory than reserved: autograd's saved bytes are counted for one group at a time."""
     plan = small(n_micro_batches=4, accumulation_group=2)
     last, first = index(plan, "backward gpu b0 m1"), index(plan, "forward gpu b0 m2")
     return plan, [{last: first, first: last}.get(i, i) for i in range(len(plan.ops))]
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_plan_is_refused_in_a_line_that_says_what(what: str) -> None:
-    make, says = WRONG[what]
-    assert says in error_of(make())
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_plan_is_refused_in_a_line_that_says_what(name: str) -> None:
+    make, message = WRONG[name]
+    assert message in error_of(make())
 
 
 def test_barrier_waits_for_updates_on_host_and_device() -> None:
-    """Plans of a model with some blocks trained whole, others in part."""
+    """The model has some fully trained and some partly trained blocks."""
     plan = small(**NORMS | {"update": Update.BARRIER, "device_blocks": (1, 2, 3, 4)})
     check(plan)
     check(under(plan, update=Update.DEFERRED))
@@ -205,7 +205,7 @@ def test_memory_is_enough_at_the_peak_and_not_one_byte_below(plan: Plan) -> None
 
 
 def test_what_layers_save_is_counted_where_it_is() -> None:
-    """1000 bytes of each of two layers, for both micro-batches of a group; or of one layer, in slots of multiples of 256."""
+    """Two layers with 1000 saved bytes and groups of two micro-batches: 4000 bytes kept, or slots of 1024 bytes for offload."""
     workload = small_workload(3, tied=False)
     tiers = (Tier(Saved.PRODUCTS, 1000, 500, 0, False, 0, 0), Tier(Saved.ATTENTION, 300, 500, 0, False, 0, 0))
     workload = replace(workload, blocks=tuple(replace(b, tiers=tiers) for b in workload.blocks))
@@ -217,8 +217,8 @@ def test_what_layers_save_is_counted_where_it_is() -> None:
     policy = Policy(save=saves(products=(1,), attention=(2, 3)), offload_blocks=(1, 2, 3), saved_slots=3)
     plan = lower(MODEL, workload, Semantics(4, 2, 1), policy, PROFILE)
     assert sizes_of(plan, "saved") == (512,) * 3 + (1024,) * 3, "a ring for each kind"
-    taken = [(op.block, op["saved"].index) for op in plan.ops if op.kind is Kind.OFFLOAD_SAVED]
-    assert taken == [(1, 3), (2, 0), (3, 1), (1, 5), (2, 1), (3, 2)]
+    used_slots = [(op.block, op["saved"].index) for op in plan.ops if op.kind is Kind.OFFLOAD_SAVED]
+    assert used_slots == [(1, 3), (2, 0), (3, 1), (1, 5), (2, 1), (3, 2)]
 
 
 def test_a_profile_without_its_numbers_is_refused() -> None:
@@ -230,21 +230,21 @@ def test_a_profile_without_its_numbers_is_refused() -> None:
 # -- hostile plans -------------------------------------------------------------------------------------------------------------
 
 
-def of_blocks(plan: Plan, *blocks: Block) -> Plan:
+def with_blocks(plan: Plan, *blocks: Block) -> Plan:
     return replace(plan, workload=replace(plan.workload, blocks=blocks))
 
 
 def test_numbers_beyond_all_measure_are_refused_at_once() -> None:
-    plan, most = small(), 2**52
-    first, layer, *others = plan.workload.blocks
-    sized = replace(plan, semantics=replace(plan.semantics, batch_size=most))
-    many = tuple(range(10**5)), tuple(range(most, most + 10**5))
-    hostile = [of_blocks(plan, first, replace(layer, parameters=(Parameter("w", (most,) * 8),)), *others)]
-    hostile += [of_blocks(plan, first, *[layer] * 10**5, others[-1]), of_blocks(plan, first), of_blocks(plan)]
-    hostile += [sized, under(sized, accumulation_group=most), under(sized, accumulation_group=most, spill_blocks=(0, 1))]
-    hostile += [replace(sized, semantics=replace(sized.semantics, sum_groups=most)), under(plan, boundary_stride=most)]
+    plan, huge = small(), 2**52
+    first, layer, *later_blocks = plan.workload.blocks
+    sized = replace(plan, semantics=replace(plan.semantics, batch_size=huge))
+    many = tuple(range(10**5)), tuple(range(huge, huge + 10**5))
+    hostile = [with_blocks(plan, first, replace(layer, parameters=(Parameter("w", (huge,) * 8),)), *later_blocks)]
+    hostile += [with_blocks(plan, first, *[layer] * 10**5, later_blocks[-1]), with_blocks(plan, first), with_blocks(plan)]
+    hostile += [sized, under(sized, accumulation_group=huge), under(sized, accumulation_group=huge, spill_blocks=(0, 1))]
+    hostile += [replace(sized, semantics=replace(sized.semantics, sum_groups=huge)), under(plan, boundary_stride=huge)]
     hostile += [under(plan, **{name: blocks}) for name in ("spill_blocks", "resident_blocks", "device_blocks") for blocks in many]
-    hostile += [with_sizes(plan, "state", [most] * 5), replace(plan, semantics=replace(plan.semantics, ranks=2**40))]
+    hostile += [with_sizes(plan, "state", [huge] * 5), replace(plan, semantics=replace(plan.semantics, ranks=2**40))]
     start_s = time.process_time()
     for wrong in hostile:
         error_of(wrong)
@@ -259,9 +259,9 @@ def test_a_smaller_last_micro_batch_fits_the_slots_of_others() -> None:
     check(plan)
 
     assert "if and only if the last one is smaller" in error_of(replace(plan, workload=replace(workload, smaller=())))
-    first, layer, *others = workload.smaller
-    less = (first, replace(layer, tiers=(replace(layer.tiers[0], saved_bytes=5000),)), *others)
-    assert "saved[0] has 1024 bytes, but needs 5512" in error_of(replace(plan, workload=replace(workload, smaller=less)))
+    first, layer, *later_blocks = workload.smaller
+    undersized = (first, replace(layer, tiers=(replace(layer.tiers[0], saved_bytes=5000),)), *later_blocks)
+    assert "saved[0] has 1024 bytes, but needs 5512" in error_of(replace(plan, workload=replace(workload, smaller=undersized)))
 
 
 @pytest.mark.drawn
@@ -271,13 +271,13 @@ def test_a_smaller_last_micro_batch_fits_the_slots_of_others() -> None:
     st.lists(st.tuples(st.sampled_from(sorted(MUTATIONS)), st.integers(0, 10**6)), min_size=2, max_size=6),
     plans(max_layers=2, max_micro_batches=2),
 )
-def test_a_plan_changed_in_many_ways_passes_or_is_a_plan_error(plan: Plan, changes: list[tuple[str, int]], other: Plan) -> None:
-    """Never another exception, whether the parts are of one plan or of two."""
+def test_a_plan_changed_in_many_ways_passes_or_is_a_plan_error(plan: Plan, changes: list[tuple[str, int]], donor: Plan) -> None:
+    """No other exception escapes, even if parts of two plans are combined."""
     for kind, n in changes:
-        with suppress(PlanError, AssertionError, StopIteration, ValueError):  # of what can no longer be changed so
+        with suppress(PlanError, AssertionError, StopIteration, ValueError):  # mutation not applicable any more
             mutants = list(MUTATIONS[kind](plan))
             plan = mutants[n % len(mutants)].make() if mutants else plan
     passes(plan)
     for part in ("semantics", "policy", "workload", "arenas"):
-        passes(replace(plan, **{part: getattr(other, part)}))
-        passes(edits.set_op(plan, 0, other.ops[-1]) if plan.ops else plan)
+        passes(replace(plan, **{part: getattr(donor, part)}))
+        passes(edits.set_op(plan, 0, donor.ops[-1]) if plan.ops else plan)

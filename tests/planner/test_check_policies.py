@@ -1,4 +1,4 @@
-"""Policies, workloads and semantics that a plan may not have, each refused in a line."""
+"""Illegal policies, workloads and semantics: one-line error messages."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,10 @@ from tests.edits import error_of, small, under
 from tests.mutants import ADAPTED
 from tests.strategies import MODEL, PROFILE, small_workload
 
-APART = ADAPTED | {"device_blocks": (1, 2, 3)}
+SEPARATE = ADAPTED | {"device_blocks": (1, 2, 3)}
 IN_ORDER = "blocks must be blocks 0..4 in ascending order, each once"
 
-ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # a plan's choices, what is changed of its policy, what is said
+ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # choices of a legal plan, changes to its policy, message
     ({"update": Update.EAGER}, {"speculate_blocks": (1,)}, "they need update deferred"),
     ({}, {"update": Update.EAGER}, "eager updates need --clip-norm none"),
     ({}, {"speculate_blocks": (3, 1, 0)}, f"speculate_{IN_ORDER}"),
@@ -39,42 +39,42 @@ ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # a plan's 
     ({"n_micro_batches": 2, "accumulation_group": 2, "ranks": 2}, {"accumulation_group": 1}, "several ranks exchange whole sums"),
     ({"ranks": 2}, {"device_blocks": (1,)}, "leave out square_on_device and device_blocks"),
     # Where weights are frozen
-    (APART, {"speculate_blocks": (1,)}, "update barrier or deferred"),
-    (APART, {"device_blocks": (1, 2)}, "must be all partly trained blocks, or none"),
+    (SEPARATE, {"speculate_blocks": (1,)}, "update barrier or deferred"),
+    (SEPARATE, {"device_blocks": (1, 2)}, "must be all partly trained blocks, or none"),
     ({"train": Train(layers=(2, 2))}, {"spill_blocks": (1,)}, "backward ends at block 3"),
 )
 
 
-@pytest.mark.parametrize(("choices", "changes", "says"), ILLEGAL)
-def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str, Any], says: str) -> None:
-    """By the checker, in a plan that says to have it, and by lowering, by the same rules."""
+@pytest.mark.parametrize(("choices", "changes", "complaint"), ILLEGAL)
+def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
+    """The checker (of a plan with this policy) and lowering raise the same message."""
     plan = small(**choices)
     check(plan)
     message = error_of(under(plan, **changes))
-    assert says in message
+    assert complaint in message
     with pytest.raises(PlanError) as caught:
         lower(MODEL, plan.workload, plan.semantics, replace(plan.policy, **changes), PROFILE)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("choices", "changes", "says"),
+    ("choices", "changes", "message"),
     [
         ({"update": Update.EAGER}, {"clip_norm": 1.0}, "eager updates need"),
         ({}, {"compute_dtype": "fp32", "master_dtype": "bf16"}, "fp32 compute from a bf16 master"),
         ({}, {"sum_groups": 2}, "a step of 1 micro-batches has no 2 sum groups"),
         ({}, {"base": "nf4"}, "trained weights cannot be packed"),
-        (APART | {"n_micro_batches": 2}, {"sum_groups": 2}, "partly trained blocks in order, not in sum groups"),
-        (APART, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
+        (SEPARATE | {"n_micro_batches": 2}, {"sum_groups": 2}, "partly trained blocks in order, not in sum groups"),
+        (SEPARATE, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
     ],
 )
-def test_semantics_that_a_policy_does_not_suit_are_refused(choices: dict[str, Any], changes: dict[str, Any], says: str) -> None:
+def test_semantics_that_a_policy_does_not_suit_are_refused(choices: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     plan = small(**choices)
-    assert says in error_of(replace(plan, semantics=replace(plan.semantics, **changes)))
+    assert message in error_of(replace(plan, semantics=replace(plan.semantics, **changes)))
 
 
 def test_ways_to_recompute_are_asked_of_layers_that_need_them() -> None:
-    """Of a smaller last micro-batch too; a layer that saves all, or its input alone, needs none."""
+    """This includes the smaller last micro-batch; layers that save everything or only their input need no tier."""
     workload, tier = small_workload(3, tied=False), Tier(Saved.ATTENTION, 1000, 500, 0, False, 0, 0)
     blocks = tuple(replace(b, tiers=(tier,) if i == 2 else ()) for i, b in enumerate(workload.blocks))
     workload, policy = replace(workload, blocks=blocks, smaller=blocks), Policy(save=saves(all=(1, 3), attention=(2,)))

@@ -1,4 +1,4 @@
-"""Memory rows of the relaxation against footprints: what an integer program takes for the peaks is what plans need."""
+"""Memory constraints of the relaxation against footprints: peaks of the integer program equal peaks of plans."""
 
 import random
 from dataclasses import replace
@@ -14,23 +14,23 @@ from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, family_of, sample_policy
 
 CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_200), 20, 4
-WITHIN_FRACTION = 5e-6  # of what the machine has: the solver's tolerance, and squares of gradients that stay
+WITHIN_FRACTION = 5e-6  # of machine memory: solver tolerance, and squared norms of gradients kept on the device
 
 
-def choices_of(of: Cell, policy: Policy) -> Choices | None:
-    """The choices of the family that has this policy as a member, if its state on the device is one."""
-    family, group = family_of(policy, of.semantics), policy.accumulation_group
+def choices_of(case: Cell, policy: Policy) -> Choices | None:
+    """Return the choices of the policy's family, or None if its device-resident state is not among them."""
+    family, group = family_of(policy, case.semantics), policy.accumulation_group
     family = replace(family, accumulation_group=group, largest_group=group)
-    lean = replace(family.policy(), gradient_slots=policy.gradient_slots, saved_slots=policy.saved_slots)
-    costs = PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile))
-    found = Choices(costs, lean, family, policy.prefetch_depth, policy.saved_slots, of.clipped_fraction)
-    may_stay = {*lean.device_blocks}.union(*(choice.blocks for choice in found.staying.values()))
-    can_be_early = of.clipped_fraction is not None or not policy.speculate_blocks
-    return found if may_stay.issuperset(policy.device_blocks) and can_be_early else None
+    smallest = replace(family.policy(), gradient_slots=policy.gradient_slots, saved_slots=policy.saved_slots)
+    costs = PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile))
+    choices = Choices(costs, smallest, family, policy.prefetch_depth, policy.saved_slots, case.clipped_fraction)
+    may_stay = {*smallest.device_blocks}.union(*(choice.blocks for choice in choices.staying.values()))
+    can_be_early = case.clipped_fraction is not None or not policy.speculate_blocks
+    return choices if may_stay.issuperset(policy.device_blocks) and can_be_early else None
 
 
 def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
-    """The values of the program's variables that mean this policy."""
+    """Return the values of the program variables that encode this policy."""
     resident, on_disk = {*policy.resident_blocks}, {*policy.disk_blocks}
     named = (
         (choices.resident, resident - on_disk),
@@ -41,7 +41,7 @@ def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
         (choices.staying, policy.device_blocks),
     )
     chosen = {choices.depth: float(policy.prefetch_depth), choices.squares: float(policy.square_on_device)}
-    counts = [(choice, sum(b in blocks for b in choice.blocks)) for of, blocks in named for choice in of.values()]
+    counts = [(choice, sum(b in blocks for b in choice.blocks)) for by_blocks, blocks in named for choice in by_blocks.values()]
     for (_, way), choice in choices.saving.items():
         ways = [(policy.saved(b), b in policy.offload_blocks) for b in choice.blocks]
         counts.append((choice, ways.count((way.saved, way.away))))
@@ -51,20 +51,20 @@ def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
 
 
 def peaks(choices: Choices, policy: Policy) -> list[float]:
-    """The least that the rows for device and host can be of this policy, in shares of what the machine has."""
+    """Minimize the device and host memory rows for this policy; return fractions of machine memory."""
     program, n_rows = choices.program, len(choices.program.limits)
     choices.within_memory()
     for variable, value in as_chosen(choices, policy).items():
         program.low[variable] = program.high[variable] = value
     *rows, device, host = program.matrix.toarray()
-    found = []
+    shares = []
     for row, limit in zip((device, host), program.limits[-2:], strict=True):
         least = Program(row.tolist(), program.low, program.high, program.integer)
         least.at_most_each(np.array(rows[n_rows:]), np.array(program.limits[n_rows:-2]))
         solution = least.solve()
         assert solution is not None
-        found.append(solution[0] + 1 - limit)
-    return found
+        shares.append(solution[0] + 1 - limit)
+    return shares
 
 
 @pytest.mark.fast("some")
@@ -72,17 +72,17 @@ def peaks(choices: Choices, policy: Policy) -> list[float]:
 def test_memory_rows_are_the_footprint(first):
     n_held = 0
     for number in range(first, first + N_PER_TEST):
-        of, rng = cell(number), random.Random(number)
-        for policy in [sample_policy(rng, of) for _ in range(N_POLICIES)]:
-            choices = choices_of(of, policy)
+        case, rng = cell(number), random.Random(number)
+        for policy in [sample_policy(rng, case) for _ in range(N_POLICIES)]:
+            choices = choices_of(case, policy)
             if choices is None:
                 continue
             device, host = peaks(choices, policy)
-            needs, n_held = of.needs(policy), n_held + 1
-            of_device = needs.device_peak_bytes / needs.device_memory_bytes
-            of_host = needs.host_peak_bytes / needs.host_memory_bytes
-            assert host == pytest.approx(of_host, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
-            assert device <= of_device * (1 + WITHIN_FRACTION) + WITHIN_FRACTION, (number, policy)
-            if of.workload.trains_all:  # of a part, the update of what is always on the device may be left out
-                assert device == pytest.approx(of_device, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
+            needs, n_held = case.needs(policy), n_held + 1
+            device_fraction = needs.device_peak_bytes / needs.device_memory_bytes
+            host_fraction = needs.host_peak_bytes / needs.host_memory_bytes
+            assert host == pytest.approx(host_fraction, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
+            assert device <= device_fraction * (1 + WITHIN_FRACTION) + WITHIN_FRACTION, (number, policy)
+            if case.workload.trains_all:  # partial training may omit the update of state that is always on the device
+                assert device == pytest.approx(device_fraction, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
     assert n_held > N_PER_TEST

@@ -1,4 +1,4 @@
-"""Claims of plans: an honest one holds, a changed one is refused, one of another version is told."""
+"""Claims of plans: honest claims hold, changed claims are rejected, claims of another version are reported."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,7 @@ from penstock.planner.search.claim import claimed
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Plan, PlanFile
 
-ASKED = {"machine": "rtx4090-desktop", "seq_len": 512, "batch_size": 4}
+OPTIONS = {"machine": "rtx4090-desktop", "seq_len": 512, "batch_size": 4}
 WAYS = {
     "searched": {},
     "a baseline": {"policy": "slideformer"},
@@ -24,23 +24,23 @@ WAYS = {
 }
 
 
-def planned(path: Path, **asked: object) -> PlanFile:
-    given = {f"--{name.replace('_', '-')}": "none" if value is None else str(value) for name, value in asked.items()}
-    words = [word for flag in given.items() for word in flag]
-    done = CliRunner().invoke(cli, ["plan", "qwen2.5-0.5b", *words, "-o", str(path)])
-    assert done.exit_code == 0, done.stderr
+def planned(path: Path, **options: object) -> PlanFile:
+    flags = {f"--{name.replace('_', '-')}": "none" if value is None else str(value) for name, value in options.items()}
+    words = [word for flag in flags.items() for word in flag]
+    result = CliRunner().invoke(cli, ["plan", "qwen2.5-0.5b", *words, "-o", str(path)])
+    assert result.exit_code == 0, result.stderr
     return PlanFile.read(path)
 
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> PlanFile:
-    return planned(tmp_path_factory.mktemp("plan") / "plan.json", **ASKED)
+    return planned(tmp_path_factory.mktemp("plan") / "plan.json", **OPTIONS)
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", WAYS)
 def test_an_honest_claim_holds_search_and_all(way: str, honest: PlanFile, tmp_path: Path) -> None:
-    file = planned(tmp_path / "plan.json", **(ASKED | WAYS[way])) if WAYS[way] else honest
+    file = planned(tmp_path / "plan.json", **(OPTIONS | WAYS[way])) if WAYS[way] else honest
     claim = claimed(file.claim, "plan.json")
     assert check_origin(file.plan, claim) == check_claim(file.plan, claim) == check_search(file.plan, claim) == []
     assert list(name_conflicts(file.plan)) == []
@@ -51,9 +51,9 @@ def test_an_honest_claim_holds_search_and_all(way: str, honest: PlanFile, tmp_pa
     assert c.gap_fraction == pytest.approx(p.step_s / c.policy_bound_s - 1)
 
 
-def changed(claim: dict, place: str, by: float) -> dict:
+def changed(claim: dict, place: str, factor: float) -> dict:
     part, name = place.split(".")
-    return claim | {part: claim[part] | {name: claim[part][name] * by}}
+    return claim | {part: claim[part] | {name: claim[part][name] * factor}}
 
 
 def test_a_changed_number_is_refused_by_its_place(honest: PlanFile) -> None:
@@ -63,9 +63,9 @@ def test_a_changed_number_is_refused_by_its_place(honest: PlanFile) -> None:
         with pytest.raises(PlanError, match=place):
             check_claim(honest.plan, claimed(claim, "plan.json"))
         nearly = changed(nearly, place, 1 + 1e-12)
-    check_claim(honest.plan, claimed(nearly, "plan.json"))  # sums of floats
-    other = claim | {"certificate": claim["certificate"] | {"arithmetic": "0" * 16}}
-    assert "the claim is from another version" in check_claim(honest.plan, claimed(other, "plan.json"))[0]
+    check_claim(honest.plan, claimed(nearly, "plan.json"))  # floating-point sums
+    foreign = claim | {"certificate": claim["certificate"] | {"arithmetic": "0" * 16}}
+    assert "the claim is from another version" in check_claim(honest.plan, claimed(foreign, "plan.json"))[0]
 
 
 def test_a_bound_on_all_policies_is_refused_by_a_search(honest: PlanFile) -> None:
@@ -75,14 +75,14 @@ def test_a_bound_on_all_policies_is_refused_by_a_search(honest: PlanFile) -> Non
 
 
 def test_a_slower_policy_claimed_to_be_the_best_is_refused(honest: PlanFile, tmp_path: Path) -> None:
-    slower = planned(tmp_path / "slower.json", **(ASKED | {"policy": "zero3-offload"}))
+    slower = planned(tmp_path / "slower.json", **(OPTIONS | {"policy": "zero3-offload"}))
     proof = slower.claim["certificate"] | {"n_families": honest.claim["certificate"]["n_families"]}
     with pytest.raises(PlanError):
         check_search(slower.plan, claimed(slower.claim | {"certificate": proof}, "plan.json"))
 
 
 def tampered(plan: Plan) -> dict[str, Plan]:
-    first, layer, *others, head = plan.workload.blocks
+    first, layer, *layers_after, head = plan.workload.blocks
     frozen, *weights = layer.parameters
     layers = {
         "what a layer keeps": replace(layer, kept_bytes=layer.kept_bytes - 256),
@@ -95,7 +95,7 @@ def tampered(plan: Plan) -> dict[str, Plan]:
     heads = dict.fromkeys(layers, head) | {"what is tied": untied}
     arenas = (replace(plan.arenas[0], slot_bytes=(*plan.arenas[0].slot_bytes, 256)), *plan.arenas[1:])
     return {
-        name: replace(plan, workload=replace(plan.workload, blocks=(first, layer, *others, heads[name])))
+        name: replace(plan, workload=replace(plan.workload, blocks=(first, layer, *layers_after, heads[name])))
         for name, layer in layers.items()
     } | {
         "an arena": replace(plan, arenas=arenas),
@@ -106,10 +106,10 @@ def tampered(plan: Plan) -> dict[str, Plan]:
 def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile) -> None:
     claim = claimed(honest.claim, "plan.json")
     older = replace(claim, certificate=replace(claim.certificate, arithmetic=None))
-    for what, plan in tampered(honest.plan).items():
+    for change, plan in tampered(honest.plan).items():
         with pytest.raises(PlanError):
             check_origin(plan, claim)
-        if what == "what a layer computes":  # another version may count it otherwise
+        if change == "what a layer computes":  # counts may differ between versions
             assert check_origin(plan, older)
         else:
             with pytest.raises(PlanError):
@@ -117,13 +117,13 @@ def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile) -> No
 
 
 def test_a_claim_that_is_none_is_refused_by_its_field(honest: PlanFile) -> None:
-    for claim, said in (
+    for claim, message in (
         (None, "`claim` is null"),
         ({}, "claim.prediction"),
         (honest.claim | {"more": 1}, "claim.more"),
         (changed(honest.claim, "prediction.step_s", -1), "claim.prediction.step_s"),
     ):
-        with pytest.raises(PlanError, match=said):
+        with pytest.raises(PlanError, match=message):
             claimed(claim, "plan.json")
 
 
@@ -133,4 +133,4 @@ def test_a_shipped_name_that_means_something_else_is_told(honest: PlanFile) -> N
     model = replace(honest.plan.model, config=honest.plan.model.config | {"rope_theta": 1})
     (machine,) = name_conflicts(replace(honest.plan, profile=profile))
     assert "dram_bytes_per_s" in machine
-    assert [said for said in name_conflicts(replace(honest.plan, model=model)) if "qwen2.5-0.5b" in said]
+    assert [message for message in name_conflicts(replace(honest.plan, model=model)) if "qwen2.5-0.5b" in message]

@@ -1,4 +1,4 @@
-"""Costs of ops, worked out by hand from sizes and a profile."""
+"""Costs of ops against manual calculations from sizes and a profile."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_no_op_asks_for_more_than_the_machine_has():
             assert len(demands) == len(plan.ops)
             for d in demands:
                 assert d.uncontended_s > 0
-                # But for the link's sum, which may be below one direction alone
+                # Except DUPLEX: the rate of both directions may be below the rate of one
                 assert all(per_s <= capacity[r] * (1 + 1e-12) for r, per_s in d.uses if r is not Resource.DUPLEX), profile.name
 
 
@@ -72,7 +72,7 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
     up_to_it = replace(layer, matmuls=layer.matmuls[:-1], pointwise_bytes=again.pointwise_bytes, n_kernels=again.n_kernels)
     assert more_s == pytest.approx(cost.forward_s(up_to_it, SEMANTICS))
     m = layer.matmuls[-1]
-    sustained = profile.device.sustained_fraction  # in a step clocks may be lower than in a burst
+    sustained = profile.device.sustained_fraction  # GPU clocks may be lower in a long step than in a short benchmark
     rate = profile.matmul_rate("bf16", m.m, m.k, m.n).value * (1.0 if sustained is None else sustained.value)
     product_s = m.flop / rate
     assert 0.9 * (forward.alone_s - product_s) < more_s < forward.alone_s - product_s
@@ -81,13 +81,13 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
 @pytest.mark.parametrize(
     ("changes", "n_bytes"),
     [
-        ({}, 26),  # master, moments read and written: 24; gradient 2; the weight is half of the master
+        ({}, 26),  # master and moments read and written: 24; gradient: 2; the weight is half of the master
         ({"gradient_dtype": "fp32"}, 28),
         ({"master_dtype": "bf16"}, 22),  # the master is the weight
-        ({"compute_dtype": "fp32"}, 26),  # the master is uploaded as it is
+        ({"compute_dtype": "fp32"}, 26),  # the master is uploaded without conversion
         ({"optimizer": Optimizer.ADAMW_BF16}, 18),
         ({"optimizer": Optimizer.LION_BF16, "master_dtype": "bf16"}, 10),
-        ({"optimizer": Optimizer.ADAMW_INT8}, 14.25),  # a scale of two bytes for 32 elements of each moment
+        ({"optimizer": Optimizer.ADAMW_INT8}, 14.25),  # a two-byte scale for 32 elements of each moment
     ],
 )
 def test_update_traffic_per_parameter(changes, n_bytes):
@@ -102,17 +102,17 @@ def test_an_update_takes_all_host_cores_for_its_parameters(profile):
 
 
 def test_an_update_of_less_state_waits_for_memory_or_arithmetic():
-    """As the fewest bytes of all cores, or as many times one core: whichever takes longer. And the bound agrees."""
+    """Update time is the maximum of memory time (all cores) and arithmetic time (one core's rate times n_cores)."""
     lion = replace(SEMANTICS, optimizer=Optimizer.LION)
     for profile in map(read_profile, shipped_profiles()):
         n, measured = profile.host.n_cores, profile.optimizer_params_per_s
-        of_arithmetic, of_memory = 0.55 / (n * measured(1)), 18 / 26 / measured(n)
-        assert 1 / update_params_per_s(profile, lion) == pytest.approx(max(of_arithmetic, of_memory))
+        arithmetic_s, memory_s = 0.55 / (n * measured(1)), 18 / 26 / measured(n)
+        assert 1 / update_params_per_s(profile, lion) == pytest.approx(max(arithmetic_s, memory_s))
         assert update_params_per_s(profile, SEMANTICS) == measured(n)
 
 
 def under_uploads(name, fraction):
-    """A shipped profile with an update rate beside uploads."""
+    """Return a shipped profile with an optimizer rate under concurrent uploads."""
     fields = read_profile(name).to_json()
     for point in fields["host"]["optimizer"]:
         alone = point["params_per_s"]
@@ -122,7 +122,7 @@ def under_uploads(name, fraction):
 
 @pytest.mark.parametrize(("name", "fraction"), [("h200-16core", 0.9), ("h200-16core", 0.65), ("h100-16core", 0.7), ("gb200", 0.75)])
 def test_a_simulated_update_has_the_measured_rate_alone_and_beside_uploads(name, fraction):
-    """A plan in which uploads never end but for their overheads, and one without uploads."""
+    """Compare a plan with back-to-back uploads and a plan without uploads."""
     profile = under_uploads(name, fraction)
     setup, cost, region = plan_of(), CostModel(profile), region_of(profile)
     update, load = (demand(cost, setup, kind, 3) for kind in (Kind.UPDATE, Kind.LOAD))
@@ -142,15 +142,15 @@ def test_an_update_beside_uploads_draws_between_counted_bytes_and_all_there_is()
     for name, fraction in (("h200-pcie5", 0.5), ("h200-pcie5", 1.0), ("gb10", 1.0), ("rtx4090-desktop", 0.3)):
         profile = under_uploads(name, fraction)
         update, counted = (demand(CostModel(p), setup, Kind.UPDATE, 3) for p in (profile, read_profile(name)))
-        drawn, least = (dict(d.uses)[Resource.DRAM] for d in (update, counted))
-        assert least <= drawn <= profile.host.dram_bytes_per_s.value
+        used, least = (dict(d.uses)[Resource.DRAM] for d in (update, counted))
+        assert least <= used <= profile.host.dram_bytes_per_s.value
         assert update.alone_s == counted.alone_s, "alone it keeps its rate"
 
 
 def test_unpacking_and_narrow_products_take_their_own_rates_where_they_were_measured():
     fields = read_profile("h200-pcie5").to_json()
     memory = fields["device"]["memory_bytes_per_s"]
-    fields["device"] |= {f"{of}_bytes_per_s": memory | {"value": memory["value"] / 4} for of in ("unpack", "narrow")}
+    fields["device"] |= {f"{kernel}_bytes_per_s": memory | {"value": memory["value"] / 4} for kernel in ("unpack", "narrow")}
     slower, usual = Profile.from_json(fields), read_profile("h200-pcie5")
     semantics = replace(SEMANTICS, base="int8", train=Train(lora=Lora(rank=16, targets=("up_proj",))))
     setup = plan_of(semantics=semantics)
@@ -171,17 +171,17 @@ def test_a_tied_weight_has_two_gradients_and_one_update(profile):
     cost, plan = CostModel(profile), plan_of(model=MODEL)
     norm, update = (demand(cost, plan, kind, 0) for kind in (Kind.NORM, Kind.UPDATE))
     elements = plan.workload.blocks[0].state_elements
-    assert norm.alone_s == pytest.approx(2 * elements * 4 / profile.host.reduce_bytes_per_s.value)  # fp32 sums of both
+    assert norm.alone_s == pytest.approx(2 * elements * 4 / profile.host.reduce_bytes_per_s.value)  # fp32 sums of both gradients
     assert update.alone_s == pytest.approx(elements / profile.optimizer_params_per_s(profile.host.n_cores))
     assert demand(cost, plan, Kind.UPDATE, len(plan.workload.blocks) - 1).alone_s < update.alone_s / 1000
 
 
 def test_a_smaller_last_micro_batch_costs_what_its_size_costs(profile):
-    """67 sequences by sixteen: the last three as in a batch of threes, all others as in a batch of sixteens."""
+    """67 sequences in micro-batches of 16: the last micro-batch costs a micro-batch of 3, all others a micro-batch of 16."""
     cost = CostModel(profile)
-    of = {n: replace(SEMANTICS, batch_size=n_all, micro_batch=n) for n, n_all in ((16, 67), (3, 15))}
-    uneven, small = (plan_of(Policy(accumulation_group=5, spill_blocks=(3,)), of[n]) for n in (16, 3))
-    large = plan_of(uneven.policy, replace(of[16], batch_size=80))
+    semantics = {n: replace(SEMANTICS, batch_size=n_all, micro_batch=n) for n, n_all in ((16, 67), (3, 15))}
+    uneven, small = (plan_of(Policy(accumulation_group=5, spill_blocks=(3,)), semantics[n]) for n in (16, 3))
+    large = plan_of(uneven.policy, replace(semantics[16], batch_size=80))
     for kind, b in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 2), (Kind.LOSS, 29), (Kind.OFFLOAD_ACTIVATION, 3)):
         last = demand(cost, uneven, kind, b, 4)
         assert last == demand(CostModel(profile), small, kind, b, 4), kind
@@ -194,7 +194,7 @@ def test_a_smaller_last_micro_batch_costs_what_its_size_costs(profile):
 @settings(deadline=None)
 @given(plans())
 def test_blocks_that_differ_in_names_alone_cost_the_same(plan: Plan) -> None:
-    """So that no search or draw of a machine need price each layer anew."""
+    """Search and sampling can therefore reuse costs of same-shaped layers."""
     profile, each_alone = Profile.from_json(plan.profile), replace(plan.workload)
     each_alone.__dict__["first_alike"] = [*range(len(plan.workload.blocks))]
     assert costs(plan, profile) == costs(replace(plan, workload=each_alone), profile)

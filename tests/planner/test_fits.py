@@ -1,4 +1,4 @@
-"""The largest model of a family that fits is the largest that a plan would be found for, and an estimate is named as one."""
+"""Largest models that fit: agreement with the planner, and labels of estimates."""
 
 import json
 from dataclasses import replace
@@ -25,21 +25,21 @@ DESKTOP, SERVER, SPARK = (read_profile(name) for name in ("rtx4090-desktop", "rt
 H100 = read_profile("h100-sxm")
 
 
-def of(family: str) -> tuple[str, list[str]]:
+def members(family: str) -> tuple[str, list[str]]:
     return family, families()[family]
 
 
 def test_every_model_is_of_one_family_and_families_rise_in_size(monkeypatch):
     families.cache_clear()
-    with monkeypatch.context() as without:
-        without.setattr(config, "_recorder", None)  # outlines of all are shipped: torch, which takes seconds, is not asked
-        found = families()
-    assert sorted(name for names in found.values() for name in names) == shipped_models()
-    assert found["qwen3-moe"] == ["qwen3-30b-a3b", "qwen3-235b-a22b"]
-    assert found["mistral"] == ["mistral-7b", "mistral-nemo-12b", "mistral-small-24b", "mistral-large-123b"]
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "_recorder", None)  # layer traces of all models are shipped: no slow import of torch
+        names_by_family = families()
+    assert sorted(name for names in names_by_family.values() for name in names) == shipped_models()
+    assert names_by_family["qwen3-moe"] == ["qwen3-30b-a3b", "qwen3-235b-a22b"]
+    assert names_by_family["mistral"] == ["mistral-7b", "mistral-nemo-12b", "mistral-small-24b", "mistral-large-123b"]
     assert family_of("llama-3.1-70b", "llama") == family_of("llama-3.2-1b", "llama") == "llama"
-    for names in found.values():
-        short = replace(SEMANTICS, seq_len=64)  # of which all is shipped
+    for names in names_by_family.values():
+        short = replace(SEMANTICS, seq_len=64)  # a length with shipped traces
         sizes = [build_workload(read_model(name), short).n_params for name in names if not name.startswith(("gemma", "gpt"))]
         assert sizes == sorted(sizes)
 
@@ -59,24 +59,24 @@ def test_models_that_cannot_be_trained_as_asked_are_left_out():
 
 
 def test_the_named_model_fits_and_the_next_larger_one_does_not():
-    sizes, (_, names) = (32 * GB, 64 * GB), of("qwen3")
-    found = fits("rtx4090", [DESKTOP, SERVER], *of("qwen3"), SEMANTICS, sizes, searched=False)
-    assert [(fit.machine, fit.host_memory_bytes) for fit in found] == [("rtx4090-desktop", n) for n in sizes]
-    for fit, n_bytes in zip(found, sizes, strict=True):
+    sizes, (_, names) = (32 * GB, 64 * GB), members("qwen3")
+    rows = fits("rtx4090", [DESKTOP, SERVER], *members("qwen3"), SEMANTICS, sizes, searched=False)
+    assert [(fit.machine, fit.host_memory_bytes) for fit in rows] == [("rtx4090-desktop", n) for n in sizes]
+    for fit, n_bytes in zip(rows, sizes, strict=True):
         assert fit.is_estimate
         profile = DESKTOP.with_memory(None, n_bytes)
         assert fitting_sizes(read_model(fit.model), SEMANTICS, profile)
         assert not fitting_sizes(read_model(names[names.index(fit.model) + 1]), SEMANTICS, profile)
-    (none,) = fits("rtx4090", [DESKTOP], *of("qwen3"), SEMANTICS, (8 * GB,), searched=False)
+    (none,) = fits("rtx4090", [DESKTOP], *members("qwen3"), SEMANTICS, (8 * GB,), searched=False)
     assert (none.model, none.n_params, none.tokens_per_s, none.to_json(1000).get("job")) == (None,) * 4
 
 
 def test_a_row_is_about_its_own_memory_whatever_the_others():
     larger = replace(SEMANTICS, seq_len=4096, batch_size=16)
-    sizes = (24 * GB, 40 * GB, 56 * GB, 1000 * GB)  # the largest leaves room for another plan of the same model
-    rows = fits("x", [DESKTOP, SERVER], *of("llama"), larger, sizes, False)
-    assert rows == [fit for n in sizes for fit in fits("x", [DESKTOP, SERVER], *of("llama"), larger, (n,), False)]
-    one, two = (fits("h100-sxm", [H100], *of("qwen3"), larger, sizes, False) for sizes in ((128 * GB,), (64 * GB, 128 * GB)))
+    sizes = (24 * GB, 40 * GB, 56 * GB, 1000 * GB)  # the largest size permits another plan of the same model
+    rows = fits("x", [DESKTOP, SERVER], *members("llama"), larger, sizes, False)
+    assert rows == [fit for n in sizes for fit in fits("x", [DESKTOP, SERVER], *members("llama"), larger, (n,), False)]
+    one, two = (fits("h100-sxm", [H100], *members("qwen3"), larger, sizes, False) for sizes in ((128 * GB,), (64 * GB, 128 * GB)))
     assert one[-1] == two[-1]
     assert two[0].model == two[1].model == "qwen3-8b"
     assert two[1].tokens_per_s > 1.1 * two[0].tokens_per_s
@@ -86,20 +86,20 @@ def test_no_machine_has_more_memory_than_it_takes():
     assert [p.name for p, _ in hosts([DESKTOP], [128 * GB, 512 * GB])] == ["rtx4090-desktop"]
     with pytest.raises(ProfileError, match="253 GB are the most that this machine takes"):
         DESKTOP.with_memory(None, 512 * GB)
-    older = json.loads(json.dumps(DESKTOP.to_json()).replace('"most_bytes"', '"soldered_bytes"'))  # as it was called once
+    older = json.loads(json.dumps(DESKTOP.to_json()).replace('"most_bytes"', '"soldered_bytes"'))  # former name of the field
     assert Profile.from_json(older) == DESKTOP
 
 
 @pytest.mark.parametrize(("gpus", "n_hosts"), [(2, 1), (2, 2)])
 def test_several_gpus_train_what_their_parts_hold_together(gpus, n_hosts):
-    """The host's memory is that of all its GPUs, and another host has as much again."""
+    """GPUs of a host share its memory; each additional host adds the same amount."""
     box, n_bytes = on_network(read_profile("8xrtx4090"), 100), 128 * GB
     part_of_step = replace(SEMANTICS, batch_size=8, sum_groups=4).shared_by(gpus * n_hosts)
-    (found,) = fits("8xrtx4090", [box], *of("qwen2.5"), part_of_step, (n_bytes,), False, n_hosts)
-    part, (_, names) = shared_by(box.with_memory(None, n_bytes), gpus, n_hosts), of("qwen2.5")
-    assert fitting_sizes(read_model(found.model), part_of_step, part)
-    assert not fitting_sizes(read_model(names[names.index(found.model) + 1]), part_of_step, part)
-    assert (found.machine, found.model) == ("8xrtx4090", {1: "qwen2.5-7b", 2: "qwen2.5-14b"}[n_hosts])
+    (fit,) = fits("8xrtx4090", [box], *members("qwen2.5"), part_of_step, (n_bytes,), False, n_hosts)
+    part, (_, names) = shared_by(box.with_memory(None, n_bytes), gpus, n_hosts), members("qwen2.5")
+    assert fitting_sizes(read_model(fit.model), part_of_step, part)
+    assert not fitting_sizes(read_model(names[names.index(fit.model) + 1]), part_of_step, part)
+    assert (fit.machine, fit.model) == ("8xrtx4090", {1: "qwen2.5-7b", 2: "qwen2.5-14b"}[n_hosts])
 
 
 def test_an_estimate_is_within_some_per_cent_of_a_search():
@@ -111,8 +111,8 @@ def test_an_estimate_is_within_some_per_cent_of_a_search():
 
 
 def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
-    found = [(profile.name, n // GB) for profile, n in hosts([DESKTOP, SERVER, SPARK], [96 * GB, 400 * GB, 2048 * GB])]
-    assert found == [("gb10", 88), ("rtx4090-desktop", 96), ("rtx4090-server", 400), ("rtx4090-server", 2048)]
+    assigned = [(profile.name, n // GB) for profile, n in hosts([DESKTOP, SERVER, SPARK], [96 * GB, 400 * GB, 2048 * GB])]
+    assert assigned == [("gb10", 88), ("rtx4090-desktop", 96), ("rtx4090-server", 400), ("rtx4090-server", 2048)]
     assert SPARK.with_memory(20 * GB, 100 * GB).most_host_bytes == 100 * GB
     for device, host in ((None, 120 * GB), (60 * GB, None), (20 * GB, 101 * GB)):
         with pytest.raises(ProfileError, match="unified memory of 120 GB"):
@@ -120,9 +120,9 @@ def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
 
 
 def test_the_lowest_bound_is_found_without_asking_all():
-    model, asked = read_model("qwen3-1.7b"), replace(SEMANTICS, seq_len=4096, batch_size=16)
-    evaluators = [Evaluator(model, workload, of, DESKTOP, None) for of, workload in fitting_sizes(model, asked, DESKTOP)]
-    likely = [(of, policy) for of in evaluators for policy in Greedy(of.costs).policies()]
-    found, least = lowest(likely), min(likely, key=lambda pair: pair[0].costs.bound_s(pair[1]))
-    assert len({of.costs.bound_s(policy) for of, policy in likely}) > 5
-    assert found is likely[likely.index(least)]
+    model, larger = read_model("qwen3-1.7b"), replace(SEMANTICS, seq_len=4096, batch_size=16)
+    evaluators = [Evaluator(model, workload, s, DESKTOP, None) for s, workload in fitting_sizes(model, larger, DESKTOP)]
+    likely = [(evaluator, policy) for evaluator in evaluators for policy in Greedy(evaluator.costs).policies()]
+    best, least = lowest(likely), min(likely, key=lambda pair: pair[0].costs.bound_s(pair[1]))
+    assert len({evaluator.costs.bound_s(policy) for evaluator, policy in likely}) > 5
+    assert best is likely[likely.index(least)]

@@ -1,4 +1,4 @@
-"""Forward plans compute the forward, whatever the timing, in the arenas of training."""
+"""Forward-only plans: correct values under any timing, in the arenas of training."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ COUNTS = st.integers(1, 9)
 
 
 def wrong_value(plan: Plan, order) -> str | None:
-    """The first op that finds another value in its slots than a forward needs, in one order of three steps' ops."""
-    weights: dict[Slot, int | None] = {}  # of which block
-    parts: dict[Slot, int] = {}  # of which block, packed or not, at least its own part
+    """Return a description of the first op that reads a wrong slot value in this op order, or None."""
+    weights: dict[Slot, int | None] = {}  # block with complete weights in the slot
+    parts: dict[Slot, int] = {}  # block with at least this rank's shard in the slot, packed or unpacked
     held: dict[Slot, tuple] = {}
     read: dict[Slot, int] = {}
     for index, step in order:
@@ -68,8 +68,8 @@ def test_no_wait_can_be_left_out(plan, data):
     waiting = [i for i, op in enumerate(forward.ops) if op.waits]
     i = data.draw(st.sampled_from(waiting))
     ops = [replace(op, waits=()) if j == i else op for j, op in enumerate(forward.ops)]
-    less = replace(forward, ops=tuple(ops))
-    assert race(less, unrolled(less)) is not None
+    unsafe = replace(forward, ops=tuple(ops))
+    assert race(unsafe, unrolled(unsafe)) is not None
 
 
 @pytest.mark.drawn
@@ -80,7 +80,7 @@ def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):
     group = min(n, len(plan.arena("activations").slot_bytes) // 2)
     n_groups = -(-n // group)
 
-    def loaded(op: Op) -> tuple[int, tuple[Slot, ...]]:  # whichever slot a disk's was read into
+    def loaded(op: Op) -> tuple[int, tuple[Slot, ...]]:  # ignores the staging slot of disk reads
         return op.block, tuple(slot for slot in op.reads if slot.arena != "frozen")
 
     trained = {loaded(op) for op in plan.ops if op.kind is Kind.LOAD}
@@ -90,8 +90,8 @@ def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):
         assert 1 <= loads.count(key) <= (1 if key[0] in plan.policy.resident_blocks else n_groups)
     places = [op.micro_batch // group * len(plan.workload.blocks) + op.block for op in forward.ops if op.kind is Kind.FORWARD]
     assert places == sorted(places), "layer by layer, group by group"
-    others = {Lane.NET: plan.semantics.ranks > 1, Lane.DISK: bool(plan.policy.disk_blocks)}
-    assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | {lane for lane, has in others.items() if has}
+    optional_lanes = {Lane.NET: plan.semantics.ranks > 1, Lane.DISK: bool(plan.policy.disk_blocks)}
+    assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | {lane for lane, has in optional_lanes.items() if has}
 
 
 @pytest.mark.drawn
@@ -101,7 +101,7 @@ def test_a_forward_plan_fits_the_arenas_of_training(plan, n):
     forward = forward_plan(plan, n)
     assert forward.arenas == plan.arenas
     sizes = {Slot(a.name, i): n_bytes for a in plan.arenas for i, n_bytes in enumerate(a.slot_bytes)}
-    trained: dict[Slot, set[int]] = {}  # the blocks that training loads into a slot
+    trained: dict[Slot, set[int]] = {}  # blocks that training loads into the slot
     for op in plan.ops:
         if op.kind is Kind.LOAD:
             trained.setdefault(op["weights"], set()).add(op.block)
@@ -111,9 +111,9 @@ def test_a_forward_plan_fits_the_arenas_of_training(plan, n):
         assert all(slot in sizes for _, slot in op.operands)
         if op.kind is Kind.LOAD:
             blocks = trained[op["weights"]]
-            through = layers if op["weights"].arena == "packed" else streamed  # what stays is unpacked first
+            through = layers if op["weights"].arena == "packed" else streamed  # resident layers are unpacked first
             assert op.block in blocks or (op.block in through and blocks <= through)
         else:
             assert all(sizes[slot] >= plan.workload.blocks[0].boundary_bytes for name, slot in op.operands if name in ("x", "y"))
-    if n % forward.semantics.sum_groups == 0:  # by which several ranks cut weights, whatever a forward has of micro-batches
+    if n % forward.semantics.sum_groups == 0:  # ranks shard weights by sum groups
         assert Plan.parse(str(forward)) == forward

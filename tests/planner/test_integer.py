@@ -1,4 +1,4 @@
-"""Integer programs: the best of all points, and no output of the solver."""
+"""Integer programs: the optimum over all points, and suppressed solver output."""
 
 import subprocess
 import sys
@@ -33,24 +33,24 @@ print(p.solve()[0])
 @given(st.data())
 def test_the_bound_is_the_best_of_all_points(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 3))
-    whole = st.integers(-4, 4).map(float)
+    integers = st.integers(-4, 4).map(float)
     program = Program()
     for _ in range(n):
-        program.variable(0, 3, cost=data.draw(whole))
+        program.variable(0, 3, cost=data.draw(integers))
     for _ in range(data.draw(st.integers(0, 3))):
-        program.at_most({i: data.draw(whole) for i in range(n)}, data.draw(whole))
+        program.at_most({i: data.draw(integers) for i in range(n)}, data.draw(integers))
     points = [point for point in product(range(4), repeat=n) if np.all(program.matrix @ point <= program.limits)]
     costs = (float(np.dot(program.cost, point)) for point in points)
-    best, found = min(costs, default=None), program.solve()
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert found[0] == pytest.approx(best, abs=1e-6)
+    best, solution = min(costs, default=None), program.solve()
+    assert (solution is None) == (best is None)
+    if solution is not None and best is not None:
+        assert solution[0] == pytest.approx(best, abs=1e-6)
 
 
 def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    def giving_up(*given: Any, integrality: Any, **options: Any) -> Any:
+    def giving_up(*arguments: Any, integrality: Any, **options: Any) -> Any:
         lost = OptimizeResult(status=4, message="Solve error", mip_dual_bound=None, fun=None, x=None)
-        return lost if any(integrality) else milp(*given, integrality=integrality, **options)
+        return lost if any(integrality) else milp(*arguments, integrality=integrality, **options)
 
     program = Program()
     program.variable(0, 3, cost=-1.0)
@@ -61,9 +61,9 @@ def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.Monk
 
 
 def test_a_linear_program_that_loses_the_solver_is_presolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*given: Any, options: dict[str, Any], **more: Any) -> Any:
+    def lost(*arguments: Any, options: dict[str, Any], **keywords: Any) -> Any:
         failed = OptimizeResult(status=4, message="Unknown", fun=None)
-        return milp(*given, options=options, **more) if options["presolve"] else failed
+        return milp(*arguments, options=options, **keywords) if options["presolve"] else failed
 
     program = Program()
     program.variable(0, 3, cost=-1.0)
@@ -73,5 +73,5 @@ def test_a_linear_program_that_loses_the_solver_is_presolved(monkeypatch: pytest
 
 
 def test_the_solvers_output_is_kept_out_of_ours() -> None:
-    done = subprocess.run([sys.executable, "-c", NOISY], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "before\n-3.0\n"
+    process = subprocess.run([sys.executable, "-c", NOISY], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == "before\n-3.0\n"

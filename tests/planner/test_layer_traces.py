@@ -1,4 +1,4 @@
-"""Outlines: those that are shipped are what transformers' modules do, and what is played is what was recorded."""
+"""Layer traces: shipped traces equal recordings of transformers modules, evaluated traces equal recorded ones."""
 
 import json
 from pathlib import Path
@@ -29,64 +29,64 @@ def test_every_shipped_model_has_outlines() -> None:
 
 
 def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its configuration has keys that the shipped one lacks, and no work follows from them; another number is another model."""
+    """Additional config keys without effect on the computation are ignored; another value is another model."""
     config = shipped_model("qwen3-8b").config | {"transformers_version": "4.51.0", "torch_dtype": "bfloat16", "bos_token_id": 1}
     config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "rope_scaling": None}
     monkeypatch.setattr("penstock.planner.model.config._recorder", lambda: pytest.fail("this asks for torch"))
-    found = build_workload(Model(config, "/somewhere", "Qwen3-8B"), Semantics(64, 2, 1))
-    assert found == build_workload(shipped_model("qwen3-8b"), Semantics(64, 2, 1))
-    sees = shipped_model("qwen3-vl-8b").config
-    text = sees["text_config"] | {"dtype": "bfloat16", "initializer_range": 0.02, "bos_token_id": 151643, "use_cache": True}
-    assert build_workload(Model(sees | {"text_config": text}), Semantics(64, 2, 1)).n_params == found.n_params
+    local = build_workload(Model(config, "/somewhere", "Qwen3-8B"), Semantics(64, 2, 1))
+    assert local == build_workload(shipped_model("qwen3-8b"), Semantics(64, 2, 1))
+    multimodal = shipped_model("qwen3-vl-8b").config
+    text = multimodal["text_config"] | {"dtype": "bfloat16", "initializer_range": 0.02, "bos_token_id": 151643, "use_cache": True}
+    assert build_workload(Model(multimodal | {"text_config": text}), Semantics(64, 2, 1)).n_params == local.n_params
     with pytest.raises(pytest.fail.Exception):
         build_workload(Model(config | {"rms_norm_eps": 1e-5}), Semantics(64, 2, 1))
 
 
 def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Unless what records it, or the file, is another."""
+    """A damaged file or other library versions cause a new recording."""
     token = trace_cache.folder.set(tmp_path / "outlines")
     model, sizes = Model(tiny_config("gemma2", sliding_window=300, num_hidden_layers=3)), Semantics(512, 4, 2, attention="eager")
-    found = build_workload(model, sizes)
+    first = build_workload(model, sizes)
     (file,) = (tmp_path / "outlines").iterdir()
-    whole = file.read_bytes()
+    content = file.read_bytes()
 
     def planned() -> Workload:
-        for kept_in_memory in (config._known, config._at_size, workload._built):
-            kept_in_memory.cache_clear()
+        for memoised in (config._known, config._at_size, workload._built):
+            memoised.cache_clear()
         return build_workload(model, sizes)
 
     with monkeypatch.context() as patch:
         patch.setattr(config, "_recorder", lambda: pytest.fail("this asks for torch"))
-        assert planned() == found
-        for damaged in (b"", whole[:-9], b"[]", b'{"attention": ["sdpa"]}'):
+        assert planned() == first
+        for damaged in (b"", content[:-9], b"[]", b'{"attention": ["sdpa"]}'):
             file.write_bytes(damaged)
             with pytest.raises(pytest.fail.Exception):
                 planned()
-        file.write_bytes(whole)
+        file.write_bytes(content)
         patch.setattr(trace_cache, "_versions", lambda: ("2.99", "6.0", "other code"))
         with pytest.raises(pytest.fail.Exception):
             planned()
     for nowhere in (file, None):
         trace_cache.folder.set(nowhere)
-        assert planned() == found
+        assert planned() == first
     trace_cache.folder.reset(token)
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
-    """Also at sizes that were not looked at when they were made."""
+    """This includes sizes outside those of the polynomial fit."""
     model = shipped_model(name)
     key = json.dumps(model.config, sort_keys=True)
     (attention, *_) = layer_traces.about(key)["attention"]
     for n_sequences, seq_len in ((1, 37), (2, 80), (5, 101)):
         shipped = outlines(model, attention, n_sequences, seq_len)
-        found = layer_traces.recorded(key, Kernels(attention, library_kernels(model)), n_sequences, seq_len)
-        assert json.loads(json.dumps(found)) == shipped, (n_sequences, seq_len)
+        trace = layer_traces.recorded(key, Kernels(attention, library_kernels(model)), n_sequences, seq_len)
+        assert json.loads(json.dumps(trace)) == shipped, (n_sequences, seq_len)
 
 
 def test_what_is_no_polynomial_is_recorded_itself() -> None:
-    """Linear attention in torch's own way loops over parts of a sequence; more sequences follow from fewer all the same."""
+    """Linear attention in PyTorch loops over chunks of a sequence, but scales with the number of sequences."""
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
     with pytest.raises(ValueError, match="sizes have different"):
@@ -99,30 +99,31 @@ def test_a_kernel_of_another_package_is_one_call_among_the_same() -> None:
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     kernels = tuple(layer_traces.about(key)["library_kernels"])
     trees = (layer_traces.recorded(key, Kernels("sdpa", names), 1, 80) for names in ((), kernels))
-    own, at_once = ([call[0] for call in tree["kinds"][0]["calls"]] for tree in trees)
-    first, second = map(at_once.index, kernels)
-    before, between, after = at_once[:first], at_once[first + 1 : second], at_once[second + 1 :]
-    begin = next(i for i in range(first, len(own)) if own[i : i + len(between)] == between)
-    assert (own[:first], own[-len(after) :]) == (before, after)
-    assert first < begin < len(own) - len(after) - len(between) - 60
-    assert len(own) < len(layer_traces.recorded(key, Kernels("sdpa"), 1, 200)["kinds"][0]["calls"])
+    torch_calls, library_calls = ([call[0] for call in tree["kinds"][0]["calls"]] for tree in trees)
+    first, second = map(library_calls.index, kernels)
+    prefix, between, suffix = library_calls[:first], library_calls[first + 1 : second], library_calls[second + 1 :]
+    begin = next(i for i in range(first, len(torch_calls)) if torch_calls[i : i + len(between)] == between)
+    assert (torch_calls[:first], torch_calls[-len(suffix) :]) == (prefix, suffix)
+    assert first < begin < len(torch_calls) - len(suffix) - len(between) - 60
+    assert len(torch_calls) < len(layer_traces.recorded(key, Kernels("sdpa"), 1, 200)["kinds"][0]["calls"])
 
 
 def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
-    """One by one, as fla's `chunk_gated_delta_rule_fwd` launches them; 100 tokens are two chunks."""
+    """Kernels in the launch order of fla's `chunk_gated_delta_rule_fwd`; 100 tokens are two chunks."""
     n, n_tokens, heads, v_heads, width, v_width = 3, 100, 2, 4, 8, 16
     size = {
         **{"q": n * n_tokens * heads * width, "k": n * n_tokens * v_heads * width, "v": n * n_tokens * v_heads * v_width},
         **{"A": n * n_tokens * v_heads * 64, "h": n * 2 * v_heads * width * v_width, "g": 2 * n * n_tokens * v_heads},
     }
-    of_copies, of_norms = ("q q", "q q", "v v"), ("q q", "q q")  # of queries and of keys, in heads of their own
-    launches = (*of_copies, *of_norms, "g g", "A", "k A", "A v k k v", "k k v h v", "k k h v v")
-    tape, q = Tape(2), [Tensor(size[of], 2) for of in ("q", "q", "v", "g", "g")]
+    copies, norms = ("q q", "q q", "v v"), ("q q", "q q")  # queries and keys, contiguous by head
+    launches = (*copies, *norms, "g g", "A", "k A", "A v k k v", "k k v h v", "k k h v v")
+    tape, q = Tape(2), [Tensor(size[name], 2) for name in ("q", "q", "v", "g", "g")]
     fused.delta_rule(tape, q, [[n, n_tokens, heads, width]] * 2 + [[n, n_tokens, v_heads, v_width]], 0, 0)
     assert tape.work.n_kernels == len(launches)
-    assert tape.work.pointwise_bytes == tape.work.fused_bytes == 2 * sum(size[of] for launch in launches for of in launch.split())
+    moved_bytes = 2 * sum(size[name] for launch in launches for name in launch.split())
+    assert tape.work.pointwise_bytes == tape.work.fused_bytes == moved_bytes
     scales_bytes = 2 * 4 * n * n_tokens * heads
-    kept_bytes = 2 * sum(size[of] for of in ("q", "q", "v", "g", "A")) + scales_bytes
+    kept_bytes = 2 * sum(size[name] for name in ("q", "q", "v", "g", "A")) + scales_bytes
     assert sum(t.n_bytes for t in tape.steps[0].outputs[1:]) == kept_bytes
 
 
@@ -157,14 +158,14 @@ def test_a_model_that_is_no_chain_of_layers_is_refused_with_why(model_type: str,
 
 
 def test_layers_are_told_apart_by_what_they_compute() -> None:
-    """Dense and sparse, with and without a window, rotated or not: in the order of the model."""
+    """Layers differ in the MLP, dense or sparse (qwen3_moe), or in rotary embeddings (smollm3); kinds are in model order."""
     for name, overrides, kinds in (("qwen3_moe", {}, [0, 1, 0]), ("smollm3", {}, [0, 1]), ("llama", {}, [0, 0])):
         key = json.dumps(tiny_config(name, **overrides), sort_keys=True)
         assert layer_traces.recorded(key, Kernels("sdpa"), 1, 16)["layers"] == kinds, name
 
 
 def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
-    """Not the rotation of a part of each head, nor an MLP with numbers of its own, nor a head that scales what it is given."""
+    """Not fused: partial rotary embedding, an MLP with additional constants, a head with scaling."""
 
     class ScaledMlp(LlamaMLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,13 +181,13 @@ def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
     assert is_rotary_call((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 8), 0), {})
     assert not is_rotary_call((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 4), 0), {})
     fused = {name: fusible(Model(tiny(name))) for name in ("llama", "glm4_moe", "minicpm3", "granite")}
-    assert {name for name, of in fused.items() if "loss" not in of} == {"minicpm3", "granite"}
+    assert {name for name, parts in fused.items() if "loss" not in parts} == {"minicpm3", "granite"}
     rotated = {name: {g[0] for k in outlines(Model(tiny(name)), "sdpa", 1, 16)["kinds"] for g in k["groups"]} for name in fused}
     assert {name for name, kinds in rotated.items() if "rotary" in kinds} == {"llama", "minicpm3", "granite"}
 
 
 def test_only_an_mlp_that_ends_its_layer_runs_by_tiles() -> None:
-    """Not shared experts, nor one that is scaled, or normed by what is no part of a tile."""
+    """Not tiled: shared experts, and MLPs with scaled or normalised outputs outside the tile."""
     assert {name: can_tile_mlp(Model(tiny(name))) for name in ("llama", "olmo2", "deepseek_v3", "glm4", "granite")} == {
         "llama": True, "olmo2": True, "deepseek_v3": False, "glm4": False, "granite": False,
     }  # fmt: skip
@@ -195,5 +196,5 @@ def test_only_an_mlp_that_ends_its_layer_runs_by_tiles() -> None:
 def test_a_null_window_is_no_missing_one() -> None:
     config = shipped_model("mistral-7b").config
     assert config["sliding_window"] is None
-    without = {key: value for key, value in config.items() if key != "sliding_window"}
-    assert essence_of(config) != essence_of(without), "the type's own default is a window"
+    missing = {key: value for key, value in config.items() if key != "sliding_window"}
+    assert essence_of(config) != essence_of(missing), "the type's own default is a window"

@@ -1,4 +1,4 @@
-"""Lowering: the ops, slots and waits of a policy, and no more than it needs."""
+"""Lowering: ops, slots and waits of a policy, without superfluous ones."""
 
 from collections import Counter
 from dataclasses import replace
@@ -42,10 +42,10 @@ PACKED = ADAPTED | {"base": "int8", "device_blocks": (1, 2, 3)}
 @given(cases())
 def test_waits_of_the_second_step_are_those_of_every_later_one(case: Case) -> None:
     plan = case.plan
-    after = {}
+    extra_waits = {}
     if plan.policy.update is Update.BARRIER:
-        after[next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)] = Wait(len(plan.ops) - 1, 1)
-    second, third = (waits_of(plan.ops, after, n_steps) for n_steps in (2, 3))
+        extra_waits[next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)] = Wait(len(plan.ops) - 1, 1)
+    second, third = (waits_of(plan.ops, extra_waits, n_steps) for n_steps in (2, 3))
     assert second == third
     assert rewaited(plan) == plan
 
@@ -60,15 +60,15 @@ def test_an_op_waits_for_the_last_writer_and_all_readers_of_it() -> None:
         Op(Kind.FORWARD, 0, 0, (("weights", a), ("y", b))),
     ]
     assert waits_of(ops, {}, 2) == [
-        (Wait(4, 1),),  # the reader of `a` in the step before
+        (Wait(4, 1),),  # the reader of `a` in the previous step
         (Wait(0),),
         (Wait(1),),
         (Wait(1),),
-        (Wait(2), Wait(3)),  # who reads `b`, and who wrote `a`
+        (Wait(2), Wait(3)),  # the reader of `b` and the writer of `a`
     ]
 
 
-PASSES = [  # each with the ops that it adds, and the operands that it gives to those that are there
+PASSES = [  # pass, kinds of ops that it adds, operands that it adds to existing ops
     (with_weights, {Kind.READ, Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER}, {"weights", "trained"}),
     (with_activations, {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
     (with_saved, {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
@@ -83,12 +83,12 @@ PASSES = [  # each with the ops that it adds, and the operands that it gives to 
 @given(cases())
 def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
     step = computed(case.plan)
-    builder, whole = step.builder, None
+    builder, grouped = step.builder, None
     for one_pass, kinds, names in PASSES:
         n_ops, n_parts, n_uses = builder.n_ops, len(builder.ops), len(builder.operands)
-        whole = one_pass(step, *([whole] if whole else [])) or whole
+        grouped = one_pass(step, *([grouped] if grouped else [])) or grouped
         assert {KINDS[kind] for part in builder.ops[n_parts:] for kind in part[1]} <= kinds
-        assert {NAMES[name] for of, name, _ in np.concatenate(builder.operands[n_uses:], axis=1).T if of < n_ops} <= names
+        assert {NAMES[name] for op, name, _ in np.concatenate(builder.operands[n_uses:], axis=1).T if op < n_ops} <= names
     assert builder.build(extra_waits=partial(barrier, case.plan)).ops() == case.plan.ops
 
 
@@ -96,17 +96,17 @@ def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
 @law
 @given(cases())
 def test_a_plan_has_as_many_ops_as_the_table_says(case: Case) -> None:
-    """Loads at most: weights that are still in their slot are not loaded again. Recomputing outputs takes one more."""
+    """Exact counts, except loads: weights still in their slot are not loaded again, recomputation may need one more per group."""
     plan = case.plan
-    found = Counter((op.kind, op.block) for op in plan.ops)
+    counts = Counter((op.kind, op.block) for op in plan.ops)
     n_groups = -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group)
     for kind in Kind:
         for b in range(len(plan.workload.blocks)):
             n = plan.n_ops(kind, b)
             if kind in (Kind.READ, Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE):
-                assert min(n, 1) <= found[kind, b] <= n + n_groups * (plan.n_ops(Kind.RECOMPUTE, b) > 0)
+                assert min(n, 1) <= counts[kind, b] <= n + n_groups * (plan.n_ops(Kind.RECOMPUTE, b) > 0)
             else:
-                assert found[kind, b] == n
+                assert counts[kind, b] == n
 
 
 @pytest.mark.drawn
@@ -116,7 +116,7 @@ def test_dtypes_decide_sizes_of_slots_and_never_the_ops(case: Case) -> None:
     for dtypes in (("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp32", "fp32", "fp32")):
         compute, gradient, master = dtypes
         if case.policy.device_blocks and not case.workload.trains_all:
-            gradient = "fp32"  # which is summed there, and legal in no other dtype
+            gradient = "fp32"  # summed on the device, legal only in fp32
         dtypes_of = {"compute_dtype": compute, "gradient_dtype": gradient, "master_dtype": master, "weight_rounding": "half_up"}
         semantics = replace(case.semantics, **dtypes_of)
         assert replace(case, semantics=semantics).plan.ops == case.plan.ops
@@ -135,7 +135,7 @@ def test_an_output_is_computed_again_just_before_it_is_needed() -> None:
 
 
 def test_no_backward_and_no_recompute_go_below_what_is_trained() -> None:
-    """Runs of two layers: of (1, 2) the second is trained, of (3, 4) both."""
+    """Boundary stride 2: the second layer of (1, 2) is trained, and both layers of (3, 4)."""
     for first, again in ((1, {1, 3}), (2, {3})):
         plan = small(n_layers=5, train=Train(layers=(first, 4)), boundary_stride=2)
         assert {b for _, b in walk(plan, Kind.RECOMPUTE)} == again
@@ -164,19 +164,19 @@ def test_a_disk_is_read_before_each_load_unless_the_host_has_it() -> None:
 
 
 def test_outputs_between_two_that_stay_share_slots() -> None:
-    """Five layers, a stride of three, groups of two: blocks 0, 3 and 5 have two slots each, 1 and 4 share two, 2 has the last."""
+    """Five layers, stride 3, groups of two: two slots each for blocks 0, 3 and 5, two shared by 1 and 4, the last for 2."""
     plan = small(n_layers=5, n_micro_batches=2, accumulation_group=2, boundary_stride=3)
     slots = {op.name: op["y"].index for op in plan.ops if op.kind is Kind.FORWARD}
     assert [slots[f"forward gpu b{b} m1"] for b in range(6)] == [1, 7, 9, 3, 7, 5]
 
 
 def test_slots_have_the_size_of_what_is_trained_or_uploaded() -> None:
-    """Rank 8 with 8 x 100 (or 150, 200) numbers: A of 8 x 100, B of 8 x 8, each padded to whole units of 128; the norm has 8."""
-    trained = [896 + 128, 1280 + 128, 1664 + 128]  # of 800, 1200 and 1600, and 64 each
+    """LoRA of rank 8 on 8 x 100 (150, 200) weights: A is 8 x 100, B is 8 x 8, padded to multiples of 128; the norm has 8."""
+    trained = [896 + 128, 1280 + 128, 1664 + 128]  # A with 800, 1200, 1600 elements, B with 64
     packed = [layout((8, n), "int8").n_bytes for n in (100, 150, 200)]
     assert packed == [1024 + 256, 1280 + 256, 1792 + 256]
     frozen = [n + 256 for n in packed]
-    vocabulary = (40 * 8 + 64) * 2, (128 + 40 * 8 + 64) * 2  # embedding; norm and head: nothing of them is trained
+    vocabulary = (40 * 8 + 64) * 2, (128 + 40 * 8 + 64) * 2  # embedding; norm and head: frozen
     plan = small(**PACKED)
     assert sizes_of(plan, "device_state") == tuple(12 * n for n in trained)
     assert sizes_of(plan, "state") == (vocabulary[0], *frozen, vocabulary[1])
@@ -193,7 +193,7 @@ def test_slots_have_the_size_of_what_is_trained_or_uploaded() -> None:
 @law
 @given(cases().filter(lambda case: not case.workload.trains_all and case.semantics.train.lora is None))
 def test_freezing_asks_for_no_more_memory_and_no_more_ops(case: Case) -> None:
-    """On the host and on the way there, beyond what training the same model whole would."""
+    """Compare host memory, gradient offloads and backward ops with full training of the same model."""
     if case.policy.device_blocks:
         return
 
@@ -202,15 +202,15 @@ def test_freezing_asks_for_no_more_memory_and_no_more_ops(case: Case) -> None:
 
     case = replace(case, policy=replace(case.policy, disk_blocks=()))
     workload = replace(case.workload, blocks=thawed(case.workload.blocks), smaller=thawed(case.workload.smaller))
-    plan, whole = case.plan, replace(case, workload=workload, semantics=replace(case.semantics, train=Train(), base="bf16")).plan
-    assert sum(host_needs(plan, plan.semantics.ranks).values()) <= sum(host_needs(whole).values())
+    plan, full = case.plan, replace(case, workload=workload, semantics=replace(case.semantics, train=Train(), base="bf16")).plan
+    assert sum(host_needs(plan, plan.semantics.ranks).values()) <= sum(host_needs(full).values())
     for kind in (Kind.OFFLOAD_GRADIENT, Kind.BACKWARD):
-        assert len(walk(plan, kind)) <= len(walk(whole, kind))
+        assert len(walk(plan, kind)) <= len(walk(full, kind))
 
 
 @pytest.mark.parametrize("fields", [{}, {"compute_dtype": "fp32"}, {"master_dtype": "bf16"}, *LEAN.values()])
 def test_no_two_arrays_of_a_slot_lie_a_multiple_of_256_mib_apart(fields: dict[str, Any]) -> None:
-    """Caches map them alike, and an update is 3 times slower. Nothing else is padded, and the checker counts the same bytes."""
+    """Arrays at this distance share cache sets and updates are 3 times slower. The checker counts the same padding."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama", **fields), Policy(accumulation_group=4))
     for n in (128, 2**24, 2**25, 2**26, 2**27, 3 * 2**27, 2**28, 2**26 + 128):
         arrays = plan.state_bytes(n)

@@ -1,4 +1,4 @@
-"""Micro-batches and tiles that a plan chooses: the fastest ones, and those that fit."""
+"""Choice of micro-batch and tile sizes: the fastest sizes that fit."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -17,7 +17,7 @@ from penstock.planner.model.workload import build_workload, read_model, supporte
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search import search as room
+from penstock.planner.search import search as search_module
 from penstock.planner.search.branch import Tree
 from penstock.planner.search.evaluate import Evaluator
 from penstock.planner.search.greedy import Greedy
@@ -43,17 +43,17 @@ GB, GIB = 10**9, 2**30
 LONG = 512 * 1024
 LOSS_TILE = LOSS_TILES["eager"]
 SMALL = Model(tiny_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=4096))
-# Model, machine, its device memory, tokens a sequence, sequences: where compute, memory, the link and the optimizer bind
+# Model, machine, device memory, sequence length, sequences: limited by compute, memory, link or optimizer
 CELLS = [(SMALL, "rtx4090-desktop", 24 * GB, 1024, 6), (SMALL, "rtx4090-desktop", 2 * GB, 1024, 8)]
 CELLS += [(SMALL, "h200-pcie5", 3 * GB, 4096, 7), (SMALL, "gh200", 3 * GB, 256, 4)]
 CELLS += [(read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 5)]
-SOME = (0, 4)  # in which every size is searched
+SEARCHED_CELLS = (0, 4)  # cells with a search of every size
 
 
-MANY = 12  # sizes, of which one in three is searched alone
+MANY = 12  # number of sizes above which the test searches every third size
 
 
-def on(machine: str, device_bytes: int) -> Profile:
+def machine_with(machine: str, device_bytes: int) -> Profile:
     return read_profile(machine).with_memory(device_bytes, None)
 
 
@@ -62,61 +62,61 @@ def start(model: Model, profile: Profile, seq_len: int, batch: int, **fields) ->
     return with_kernels(model, Semantics(seq_len, batch, 1, attention=attention, **fields), profile)  # type: ignore[arg-type]
 
 
-def chosen(model: Model, profile: Profile, given: Semantics, free: frozenset[str] = SIZES) -> Semantics:
-    return Request(model, given, profile, None, free).resized().semantics
+def chosen(model: Model, profile: Profile, semantics: Semantics, free: frozenset[str] = SIZES) -> Semantics:
+    return Request(model, semantics, profile, None, free).resized().semantics
 
 
-def fastest(model: Model, profile: Profile, given: Semantics) -> SearchResult:
-    return search(model, sizes_of(model, given, profile), profile, None, SIZES)
+def fastest(model: Model, profile: Profile, semantics: Semantics) -> SearchResult:
+    return search(model, sizes_of(model, semantics, profile), profile, None, SIZES)
 
 
 @lru_cache(maxsize=64)
-def alone(cell: int, of: Semantics) -> SearchResult | None:
-    """The best plan found with this size, for all tests that look for it; None where none fits."""
+def alone(cell: int, semantics: Semantics) -> SearchResult | None:
+    """Return the memoised search result for this size alone, or None if no plan fits."""
     model, machine, device_bytes, _, _ = CELLS[cell]
     try:
-        return search(model, [(of, build_workload(model, of))], on(machine, device_bytes))
+        return search(model, [(semantics, build_workload(model, semantics))], machine_with(machine, device_bytes))
     except ValueError:
         return None
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("cell", SOME)
+@pytest.mark.parametrize("cell", SEARCHED_CELLS)
 def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
-    """Each searched in full, those between the candidates too."""
+    """Search every size in full, including sizes between the candidates."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
-    profile = on(machine, device_bytes)
-    given, free = start(model, profile, seq_len, batch), SIZES - {"micro_batch"}
-    answer = fastest(model, profile, given)
-    each = (of for n in range(1, batch + 1) for of, _ in sizes_of(model, replace(given, micro_batch=n), profile, free))
-    best_s = min(found.step_s for of in each if (found := alone(cell, of)) is not None)
+    profile = machine_with(machine, device_bytes)
+    semantics, free = start(model, profile, seq_len, batch), SIZES - {"micro_batch"}
+    answer = fastest(model, profile, semantics)
+    all_sizes = (size for n in range(1, batch + 1) for size, _ in sizes_of(model, replace(semantics, micro_batch=n), profile, free))
+    best_s = min(result.step_s for size in all_sizes if (result := alone(cell, size)) is not None)
     assert answer.certificate.policy_bound_s <= best_s * (1 + 1e-9), "no micro-batch is below"
     assert answer.step_s <= best_s * 1.005
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("cell", SOME)
+@pytest.mark.parametrize("cell", SEARCHED_CELLS)
 def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.MonkeyPatch, cell: int) -> None:
-    """Its bound is the lowest of those of all sizes; with a single search, of sizes that were never searched, too."""
+    """The certified bound is the minimum over all sizes, including sizes without a search."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
-    profile = on(machine, device_bytes)
+    profile = machine_with(machine, device_bytes)
     sizes = sizes_of(model, start(model, profile, seq_len, batch), profile)
-    monkeypatch.setattr(room, "MOST_SEARCHED", 1)
+    monkeypatch.setattr(search_module, "MOST_SEARCHED", 1)
     answer = search(model, sizes, profile, None, SIZES)
     proof = answer.certificate
     assert (proof.n_sizes, proof.free) == (len(sizes), tuple(sorted(SIZES)))
     assert proof.policy_bound_s <= proof.size_bound_s <= answer.step_s * (1 + 1e-9)
     for size in sizes if len(sizes) < MANY else [*sizes[::3], *(size for size in sizes if size[0] == answer.plan.semantics)]:
-        found = alone(cell, size[0])
-        assert found is not None
-        assert proof.policy_bound_s <= found.step_s * (1 + 1e-9)
+        result = alone(cell, size[0])
+        assert result is not None
+        assert proof.policy_bound_s <= result.step_s * (1 + 1e-9)
         if size[0] == answer.plan.semantics:
-            assert found.certificate.policy_bound_s <= proof.size_bound_s * (1 + 1e-9)
+            assert result.certificate.policy_bound_s <= proof.size_bound_s * (1 + 1e-9)
 
 
 def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relaxation lets sizes pass with which no policy fits."""
-    profile = on("rtx4090-desktop", 24 * GB)
+    """The relaxation may admit sizes without a fitting policy."""
+    profile = machine_with("rtx4090-desktop", 24 * GB)
     sizes = sizes_of(SMALL, start(SMALL, profile, 1024, 64), profile)
     explore, last = Tree.explore, sizes[-1][0]
     monkeypatch.setattr(Tree, "try_first", lambda *_: float("inf"))
@@ -127,11 +127,11 @@ def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.Mon
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("host_bytes", [512 * GB, 2000 * GB])
 def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -> None:
-    """24 GB, where memory for activations decides: each size with a policy of its own against the one that was chosen."""
+    """24 GB of device memory, limited by activations: compare greedy policies of each size with the chosen plan."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx4090-server").with_memory(24 * GB, host_bytes)
     answer = fastest(model, profile, start(model, profile, 4096, 4))
-    for of, workload in sizes_of(model, start(model, profile, 4096, 4), profile):
-        evaluator = Evaluator(model, workload, of, profile, None)
+    for semantics, workload in sizes_of(model, start(model, profile, 4096, 4), profile):
+        evaluator = Evaluator(model, workload, semantics, profile, None)
         steps_s = [evaluator.step_s(policy) for policy in Greedy(evaluator.costs).policies()]
         assert answer.step_s <= min(steps_s, default=float("inf")) * (1 + NEAR_FRACTION)
         assert answer.certificate.policy_bound_s <= min(steps_s, default=float("inf"))
@@ -139,13 +139,13 @@ def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -
 
 @given(st.integers(1, 5000))
 def test_candidates_are_few_and_cut_a_batch_into_equal_parts(batch: int) -> None:
-    found = candidates(Semantics(seq_len=1, batch_size=batch, micro_batch=1))
-    assert found[0] == batch
-    assert found == sorted(set(found), reverse=True)
-    assert len(found) <= len(N_PARTS) + len(MORE_PARTS)
-    for larger, smaller in pairwise(found):
+    sizes = candidates(Semantics(seq_len=1, batch_size=batch, micro_batch=1))
+    assert sizes[0] == batch
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert len(sizes) <= len(N_PARTS) + len(MORE_PARTS)
+    for larger, smaller in pairwise(sizes):
         assert larger <= 2 * smaller + 1
-    assert found[-1] == 1
+    assert sizes[-1] == 1
 
 
 @pytest.mark.soak
@@ -153,7 +153,7 @@ def test_more_memory_never_makes_a_step_slower_than_its_gap() -> None:
     model, seq_len, batch = SMALL, 2048, 24
     fastest_s = float("inf")
     for device_bytes in (size_gb * GB for size_gb in (2, 3, 6, 24)):
-        profile = on("h200-pcie5", device_bytes)
+        profile = machine_with("h200-pcie5", device_bytes)
         answer = fastest(model, profile, start(model, profile, seq_len, batch))
         assert answer.step_s <= fastest_s * (1 + max(answer.certificate.gap_fraction, 1e-9)), device_bytes
         fastest_s = min(fastest_s, answer.step_s)
@@ -161,12 +161,12 @@ def test_more_memory_never_makes_a_step_slower_than_its_gap() -> None:
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | None) -> None:
-    """A step that does not fit otherwise is cut into more than 256 parts."""
-    profile = on("rtx4090-desktop", 24 * GB)
-    given = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
+    """The step may have more than 256 micro-batches if it does not fit otherwise."""
+    profile = machine_with("rtx4090-desktop", 24 * GB)
+    semantics = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
-    of = chosen(read_model("qwen2.5-0.5b"), profile, given, free)
-    assert of.n_micro_batches == 10**9 if micro_batch else of.n_micro_batches > MOST_MICRO_BATCHES
+    resized = chosen(read_model("qwen2.5-0.5b"), profile, semantics, free)
+    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > MOST_MICRO_BATCHES
 
 
 # -- greedy plans ---------------------------------------------------------------------------------------------------------
@@ -176,14 +176,14 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
 @pytest.mark.parametrize("cell", range(len(CELLS)))
 def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> None:
     model, machine, device_bytes, seq_len, _ = CELLS[cell]
-    profile = on(machine, device_bytes)
-    of = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 and one that is smaller
-    workload = build_workload(model, of)
-    greedy = Greedy(PolicyCost(model, workload, of, CostModel(profile)))
-    found = greedy.policies()
-    assert {1} < {policy.accumulation_group for policy in found}
-    for policy in found:
-        plan = lower(model, workload, of, policy, profile.to_json())
+    profile = machine_with(machine, device_bytes)
+    semantics = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 micro-batches and a smaller one
+    workload = build_workload(model, semantics)
+    greedy = Greedy(PolicyCost(model, workload, semantics, CostModel(profile)))
+    policies = greedy.policies()
+    assert {1} < {policy.accumulation_group for policy in policies}
+    for policy in policies:
+        plan = lower(model, workload, semantics, policy, profile.to_json())
         check(plan)
         demands = greedy.cost.demands(plan)
         step_s = simulate(plan, demands, region_of(profile)).step_s
@@ -191,25 +191,25 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
         assert max(lanes_s) <= greedy.costs.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1
         if larger < len(workload.blocks) and policy.save == (Saved.ALL,) * workload.n_layers and not policy.device_blocks:
-            more = replace(policy, resident_blocks=tuple(range(larger + 1)))
-            assert not footprint(frame(model, workload, of, more), profile).fits, "memory is left"
+            extended = replace(policy, resident_blocks=tuple(range(larger + 1)))
+            assert not footprint(frame(model, workload, semantics, extended), profile).fits, "memory is left"
 
 
-# -- what was named, and tiles --------------------------------------------------------------------------------------------
+# -- user-specified sizes, and tiles --------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("seq_len", [2**17, 2**15, 4096])
 def test_sizes_that_were_named_stay_and_others_are_chosen_anew(seq_len: int) -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
-    given = start(model, profile, seq_len, 4)
-    named = replace(given, micro_batch=2, mlp_tile_tokens=48, loss_tile_tokens=7)
-    assert sizes_of(model, named, profile) == sizes_of(model, given, profile)
-    assert [of for of, _ in sizes_of(model, named, profile, frozenset())] == [named]
+    semantics = start(model, profile, seq_len, 4)
+    named = replace(semantics, micro_batch=2, mlp_tile_tokens=48, loss_tile_tokens=7)
+    assert sizes_of(model, named, profile) == sizes_of(model, semantics, profile)
+    assert [size for size, _ in sizes_of(model, named, profile, frozenset())] == [named]
     for field in SIZES:
-        for found, workload in sizes_of(model, named, profile, SIZES - {field}):
-            assert getattr(found, field) == getattr(named, field)
-            assert workload == build_workload(model, found)
+        for resized, workload in sizes_of(model, named, profile, SIZES - {field}):
+            assert getattr(resized, field) == getattr(named, field)
+            assert workload == build_workload(model, resized)
 
 
 def device_bytes(model: Model, semantics: Semantics, profile: Profile, spilled: bool = False) -> int:
@@ -229,20 +229,20 @@ def test_half_a_million_tokens_of_a_7b_model_fit_by_tiles_alone() -> None:
 
 
 def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
-    """A vocabulary far larger than the layers, on ever smaller devices."""
+    """Use a vocabulary much larger than the layers and decreasing device memory."""
     model, profile = Model(tiny_config("llama", vocab_size=100_000)), read_profile("cpu-2core")
-    seen = []
+    tiles = []
     for memory_bytes in (GIB * 4, GIB * 2, GIB, GIB // 2, GIB // 4):
         semantics = chosen(model, profile.with_memory(memory_bytes, None), Semantics(2048, 1, 1))
-        seen.append(semantics.loss_tile_tokens)
+        tiles.append(semantics.loss_tile_tokens)
         assert semantics.mlp_tile_tokens is None
-        *others, head = build_workload(model, semantics).blocks
+        *layers, head = build_workload(model, semantics).blocks
         if semantics.loss_tile_tokens < LOSS_TILE:
-            before = build_workload(model, replace(semantics, loss_tile_tokens=2 * semantics.loss_tile_tokens)).blocks[-1]
-            assert head.transient_bytes < before.transient_bytes > max(b.transient_bytes for b in others)
-    assert seen == sorted(seen, reverse=True)
-    assert seen[0] == LOSS_TILE
-    assert seen[-1] == LEAST_LOSS_TILE
+            larger_head = build_workload(model, replace(semantics, loss_tile_tokens=2 * semantics.loss_tile_tokens)).blocks[-1]
+            assert head.transient_bytes < larger_head.transient_bytes > max(b.transient_bytes for b in layers)
+    assert tiles == sorted(tiles, reverse=True)
+    assert tiles[0] == LOSS_TILE
+    assert tiles[-1] == LEAST_LOSS_TILE
 
 
 def test_sizes_of_a_model_that_never_fits_need_the_least_memory() -> None:
@@ -251,5 +251,5 @@ def test_sizes_of_a_model_that_never_fits_need_the_least_memory() -> None:
     least = device_bytes(model, semantics, profile, spilled=True)
     assert least > profile.device.memory_bytes.value
     for tile, loss in product((None, 1024, 2048, 16384), (128, 512, 1024)):
-        others = replace(semantics, mlp_tile_tokens=tile, loss_tile_tokens=loss)
-        assert device_bytes(model, others, profile, spilled=True) >= least
+        variant = replace(semantics, mlp_tile_tokens=tile, loss_tile_tokens=loss)
+        assert device_bytes(model, variant, profile, spilled=True) >= least

@@ -1,4 +1,4 @@
-"""The page of a plan and of a run: what it says, what it can do, and that nothing in a file harms who opens it."""
+"""HTML page of a plan or run: content, interaction, and escaping of untrusted text."""
 
 import base64
 import hashlib
@@ -52,8 +52,8 @@ def test_the_page_has_the_numbers_of_the_claim_and_of_the_run(planned, ran):
     assert f"+10.0% against the prediction, {'within' if 1.1 * step_s <= p90_s else 'outside'} the interval" in page.text
     assert "the median of 28 steps after warm-up" in page.text
     assert [track["name"] for track in page.data["tracks"]] == ["predicted", "measured"]
-    before, after = (track["length_s"] for track in page.data["tracks"])
-    assert after == pytest.approx(1.1 * before)
+    predicted_s, measured_s = (track["length_s"] for track in page.data["tracks"])
+    assert measured_s == pytest.approx(1.1 * predicted_s)
     assert [curve["id"] for curve in page.data["curves"]] == ["loss", "speed", "rate"]
     training, held_out = page.data["curves"][0]["lines"]
     assert (training["values"][11], held_out["steps"]) == (None, [10, 20, 30])
@@ -64,9 +64,9 @@ def test_a_claim_is_shown_if_simulating_confirms_it(planned):
     assert "no schedule we can express" not in Page(written(PlanFile(file.plan, None))).text.partition("Terms on this page")[0]
     claim = json.loads(json.dumps(file.claim))
     claim["prediction"]["step_s"] /= 2
-    said = Page(written(PlanFile(file.plan, claim))).text
-    assert "the plan file claims a step of" in said
-    assert "gap " not in said.partition("Terms on this page")[0]
+    text = Page(written(PlanFile(file.plan, claim))).text
+    assert "the plan file claims a step of" in text
+    assert "gap " not in text.partition("Terms on this page")[0]
     claim["certificate"]["policy_bound_s"] = "<b>"
     with pytest.raises(PlanError, match=r"p.json: claim.certificate.policy_bound_s"):
         written(PlanFile(file.plan, claim))
@@ -79,24 +79,24 @@ def test_the_data_of_a_page_are_the_step_of_its_plan(plan):
     assert page.data["ops"] == [str(op) for op in plan.ops]
     (track,) = page.data["tracks"]
     later = track["later"] or [0] * len(track["op"])
-    found = {
+    spans = {
         (op, step): (start * track["tick_s"], length * track["tick_s"])
         for op, step, start, length in zip(track["op"], later, accumulate(track["start"]), track["length"], strict=True)
     }
     stretch = predicted_stretch(plan, predicted(plan, Profile.from_json(plan.profile)))
     pieces = {(p.op, p.step): p for p in stretch.within()}
-    assert found.keys() == pieces.keys()
-    for key, (start_s, length_s) in found.items():
+    assert spans.keys() == pieces.keys()
+    for key, (start_s, length_s) in spans.items():
         assert start_s == pytest.approx(pieces[key].start_s, abs=track["tick_s"])
         assert length_s == pytest.approx(pieces[key].end_s - pieces[key].start_s, abs=2 * track["tick_s"])
 
 
 @pytest.mark.soak
 def test_a_page_of_ten_thousand_ops_is_below_two_megabytes():
-    model, of, profile = read_model("qwen2.5-32b"), Semantics(seq_len=1024, batch_size=64, micro_batch=1), read_profile("gh200")
-    workload = build_workload(model, of)
-    policy = replace(baseline("megatrain-plus", of, workload), accumulation_group=64)
-    plan = lower(model, workload, of, policy, profile.to_json())
+    model, s, profile = read_model("qwen2.5-32b"), Semantics(seq_len=1024, batch_size=64, micro_batch=1), read_profile("gh200")
+    workload = build_workload(model, s)
+    policy = replace(baseline("megatrain-plus", s, workload), accumulation_group=64)
+    plan = lower(model, workload, s, policy, profile.to_json())
     assert len(plan.ops) > 8_000
     text = written(PlanFile(plan, None), LoggedRun(predicted(plan, profile).timeline, Log()))
     assert len(text.encode()) < 2e6
@@ -129,9 +129,9 @@ def test_no_name_in_a_file_becomes_a_tag_or_a_script(planned, ran):
     assert bad.attributes == good.attributes
     assert bad.comments == []
     assert bad.scripts[1] == good.scripts[1]
-    assert "alert(1)" in bad.text  # shown, as words
+    assert "alert(1)" in bad.text  # shown as text
     assert "{{ 7 * 7 }}" in bad.text
-    assert "\u202e" not in bad.text  # what turns text around is written out
+    assert "\u202e" not in bad.text  # bidirectional control characters are escaped
     assert not any(name.startswith("on") or name in ("style", "src", "href") for name in bad.attributes)
 
 
@@ -191,22 +191,22 @@ return found;
 @pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
 def test_in_a_browser_every_picture_is_drawn_and_answers(planned, ran, tmp_path):
     page = tmp_path / "report.html"
-    done = CliRunner().invoke(cli, ["report", str(planned), str(ran), "-o", str(page)])
-    assert done.exit_code == 0, done.output
-    found, problems = run_in(page, USE, width=500)
+    result = CliRunner().invoke(cli, ["report", str(planned), str(ran), "-o", str(page)])
+    assert result.exit_code == 0, result.output
+    state, problems = run_in(page, USE, width=500)
     assert problems == []
-    assert found["fits"]
-    assert min(found["inks"]) > 3
-    whole = found["whole"]
-    assert found["dragged"] == pytest.approx([whole / 4, whole / 2], rel=0.02)
-    assert found["reset"] == pytest.approx([0, whole])
-    tip, op = found["tip"]
+    assert state["fits"]
+    assert min(state["inks"]) > 3
+    total_s = state["whole"]
+    assert state["dragged"] == pytest.approx([total_s / 4, total_s / 2], rel=0.02)
+    assert state["reset"] == pytest.approx([0, total_s])
+    tip, op = state["tip"]
     assert all(word in tip for word in (op, "predicted:", "measured:"))
-    said, number = found["chosen"]
-    assert said.startswith(f"op {number}: ")
-    assert "waits for" in said
+    text, number = state["chosen"]
+    assert text.startswith(f"op {number}: ")
+    assert "waits for" in text
     stranger = page.read_text().replace("</main>", "<script>document.title = 'stranger'</script><img src=x onerror='1'></main>")
     page.write_text(stranger)
     dom = browse(page, "--dump-dom")
     assert "<title>stranger" not in dom
-    assert 'class="scripted"' in dom  # the page's own script runs
+    assert 'class="scripted"' in dom  # set by the script of the page

@@ -1,4 +1,4 @@
-"""Provenance of a prediction, held against sums over ops by hand."""
+"""Provenance of a prediction, compared with explicit sums over ops."""
 
 import pytest
 
@@ -12,26 +12,26 @@ from penstock.runtime.plan import Lane, Policy, Semantics
 
 
 def plan_on(profile):
-    model, of = read_model("qwen2.5-0.5b"), Semantics(1024, 4, 2)
-    return lower(model, build_workload(model, of), of, Policy(), profile.to_json())
+    model, semantics = read_model("qwen2.5-0.5b"), Semantics(1024, 4, 2)
+    return lower(model, build_workload(model, semantics), semantics, Policy(), profile.to_json())
 
 
 def only(profile, place, kind="assumed"):
-    """The profile with every number measured on its device but those whose key begins so, which are of this kind."""
+    """Return the profile with all quantities "measured", except those below `place`, which get the source kind `kind`."""
     fields = profile.to_json()
     for source in fields["sources"].values():
         source |= {"kind": "measured", "device": profile.device.name, "scaled": False}
     fields["sources"]["odd"] = {"kind": kind, "detail": "odd", "date": None, "device": None, "driver": None}
 
-    def mark(part, at=""):
+    def mark(part, path=""):
         if isinstance(part, dict):
-            if "spread_fraction" in part and at.startswith(place):
+            if "spread_fraction" in part and path.startswith(place):
                 part["source"] = "odd"
             for key, item in part.items():
-                mark(item, f"{at}.{key}" if at else key)
+                mark(item, f"{path}.{key}" if path else key)
         elif isinstance(part, list):
             for item in part:
-                mark(item, at)
+                mark(item, path)
 
     mark(fields)
     return Profile.from_json(fields)
@@ -39,28 +39,28 @@ def only(profile, place, kind="assumed"):
 
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_shares_of_all_sources_add_up_to_one(name):
-    found = standard(read_profile(name))
-    assert sum(found.fraction(basis) for basis in BASES) == pytest.approx(1)
-    assert all(0 < part.fraction <= 1 for part in found.parts)
-    assert all(part.basis != BASES[0] for part in found.worst)
+    provenance = standard(read_profile(name))
+    assert sum(provenance.fraction(basis) for basis in BASES) == pytest.approx(1)
+    assert all(0 < part.fraction <= 1 for part in provenance.parts)
+    assert all(part.basis != BASES[0] for part in provenance.worst)
 
 
 def test_a_share_is_the_seconds_of_its_ops():
-    """Held against sums by hand: with products alone assumed, their share of the device's seconds is what is assumed."""
-    whole = read_profile("cpu-2core")  # whose products are points: nothing of them is memory's
-    plan = plan_on(whole)
-    cost = CostModel(whole)
+    """If only matrix product rates are assumed, the assumed fraction is their share of device time."""
+    profile = read_profile("cpu-2core")  # measured points only: no product is limited by memory
+    plan = plan_on(profile)
+    cost = CostModel(profile)
 
-    def device_s(of):
+    def device_s(model):
         ops = ((i, op) for i, op in enumerate(plan.ops) if op.lane is Lane.GPU)
-        return sum(plan.often(i) * of.demand(plan, op).uncontended_s for i, op in ops)
+        return sum(plan.often(i) * model.demand(plan, op).uncontended_s for i, op in ops)
 
-    fast = whole.to_json()
+    fast = profile.to_json()
     for point in fast["device"]["matmul"]["bf16"]:
         point["flop_per_s"]["value"] *= 1e6
     without_s = device_s(CostModel(Profile.from_json(fast)))
     by_hand = 1 - without_s / device_s(cost)
-    device, _ = provenance_of(plan, only(whole, "device.matmul"))
+    device, _ = provenance_of(plan, only(profile, "device.matmul"))
     assert device.fraction("assumptions") == pytest.approx(by_hand, abs=0.001)
     assert 0.2 < device.fraction("assumptions") < 0.95
     assert device.worst[0].what == "matrix products"

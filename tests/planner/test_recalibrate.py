@@ -1,4 +1,4 @@
-"""Recalibration: a run corrects the profile where it was wrong, leaves it where it was right, and says what it cannot tell."""
+"""Recalibration: corrected wrong rates, unchanged correct rates, and reported undetermined rates."""
 
 import math
 import random
@@ -30,7 +30,7 @@ from tests.strategies import MADE_UP, cases
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
 
-NEAR = 0.03  # of a factor: what the probe itself repeats within
+NEAR = 0.03  # relative tolerance of a factor: repeatability of the probe
 N_LAYERS = 6
 RUN, DAY = "demo/out", "2026-11-20"
 
@@ -44,7 +44,7 @@ def real_plan(machine="h200-pcie5", policy=None, seq_len=1024):
 
 
 def as_if(profile, factors):
-    """The profile with each named resource faster by its factor. The plans of these tests attend with flash."""
+    """Scale the rates of each named resource by its factor. All plans here use flash attention."""
     by_place = {place.format(dtype="bf16", attention="flash"): f for name, f in factors.items() for place in RESOURCES[name]}
 
     def change(place, quantity):
@@ -55,7 +55,7 @@ def as_if(profile, factors):
 
 
 def performed(plan, profile, jitter=lambda op: 1.0, clipped=False, n_steps=12):
-    """The timeline of the plan on the machine of the profile, every op slower by a factor of its own."""
+    """Simulate the plan on this profile, with the duration of each op scaled by `jitter(op)`."""
     demands = CostModel(profile, clipped=clipped).demands(plan)
     slower = [Demand(d.overhead_s, d.alone_s * jitter(op), d.uses) for op, d in zip(plan.ops, demands, strict=True)]
     return simulate(plan, slower, region_of(profile), n_steps)
@@ -70,57 +70,57 @@ WRONG += [("cpu-2core", {DOWN: 0.6, REDUCE: 1.5}), ("cpu-2core", {UP: 2.0, PRODU
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("machine", "factors"), WRONG, ids=lambda x: x if isinstance(x, str) else " ".join(x))
 def test_factors_of_a_machine_unlike_its_profile_are_found(machine, factors):
-    """Every wrong factor, no other one, and the time of a step. Contention is not taken for a slow machine."""
+    """Recalibration finds exactly the wrong factors and the step time; contention is not mistaken for a slow machine."""
     plan, profile = real_plan(machine)
     prediction = performed(plan, as_if(profile, factors))
-    found = recalibrate(plan, prediction.timeline, RUN, DAY)
-    changes = {change.resource: change.factor for change in found.changes}
+    result = recalibrate(plan, prediction.timeline, RUN, DAY)
+    changes = {change.resource: change.factor for change in result.changes}
     assert changes == {name.format(dtype="bf16"): pytest.approx(factor, rel=NEAR) for name, factor in factors.items()}
-    assert found.measured_step_s == pytest.approx(prediction.step_s)
-    assert found.step_after_s == pytest.approx(prediction.step_s, rel=0.02)
-    assert simulate(plan, costs(plan, found.profile), region_of(found.profile)).step_s == pytest.approx(found.step_after_s)
+    assert result.measured_step_s == pytest.approx(prediction.step_s)
+    assert result.step_after_s == pytest.approx(prediction.step_s, rel=0.02)
+    assert simulate(plan, costs(plan, result.profile), region_of(result.profile)).step_s == pytest.approx(result.step_after_s)
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("resource", "factor"), [*product(RESOURCES, [0.6]), *product((UP, "optimizer", PRODUCTS), [1.8])])
 def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
-    """Also where the ops of a plan cannot tell one cause from another; then the spreads say so."""
+    """This holds for indistinguishable causes, too; the spreads are wide then."""
     plan, profile = real_plan(seq_len=2048)
     prediction = performed(plan, as_if(profile, {resource: factor}))
-    found = recalibrate(plan, prediction.timeline, RUN, DAY)
-    assert found.step_after_s == pytest.approx(prediction.step_s, rel=0.02)
+    result = recalibrate(plan, prediction.timeline, RUN, DAY)
+    assert result.step_after_s == pytest.approx(prediction.step_s, rel=0.02)
     name = resource.format(dtype="bf16")
-    for change in found.changes:
+    for change in result.changes:
         wide = 2.5 * math.log1p(change.spread_fraction) + NEAR
         off = math.log(change.factor / (factor if change.resource == name else 1.0))
         assert off < wide
-        assert off > -wide or factor > 1  # what is faster still would not show where something else holds its ops up
-    assert name not in found.confirmed
+        assert off > -wide or factor > 1  # speedups are invisible if another resource limits the ops
+    assert name not in result.confirmed
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("machine", ["h200-pcie5", "gh200", "cpu-2core"])
 def test_a_run_that_went_as_predicted_changes_nothing(machine):
     plan, profile = real_plan(machine)
-    found = recalibrate(plan, performed(plan, profile).timeline, RUN, DAY)
-    assert found.profile == profile
-    assert found.changes == ()
-    assert found.step_after_s == found.step_before_s == pytest.approx(found.measured_step_s)
-    assert any("no changes" in line for line in found.words())
-    assert {*found.confirmed, *found.undetermined} == {name.format(dtype="bf16") for name in RESOURCES}
-    assert f"matrix products, {plan.semantics.compute_dtype}" in found.confirmed
+    result = recalibrate(plan, performed(plan, profile).timeline, RUN, DAY)
+    assert result.profile == profile
+    assert result.changes == ()
+    assert result.step_after_s == result.step_before_s == pytest.approx(result.measured_step_s)
+    assert any("no changes" in line for line in result.words())
+    assert {*result.confirmed, *result.undetermined} == {name.format(dtype="bf16") for name in RESOURCES}
+    assert f"matrix products, {plan.semantics.compute_dtype}" in result.confirmed
 
 
 @pytest.mark.soak
 def test_updates_repeated_by_clipping_are_no_slow_machine():
     policy = Policy(accumulation_group=2, update=Update.DEFERRED, speculate_blocks=tuple(range(1, N_LAYERS + 1)))
     plan, profile = real_plan(policy=policy)
-    found = recalibrate(plan, performed(plan, profile, clipped=True).timeline, RUN, DAY)
-    assert found.changes == ()
+    result = recalibrate(plan, performed(plan, profile, clipped=True).timeline, RUN, DAY)
+    assert result.changes == ()
     slow = performed(plan, as_if(profile, {"optimizer": 0.2}), clipped=True)
-    found = recalibrate(plan, slow.timeline, RUN, DAY)
-    assert {change.resource: change.factor for change in found.changes} == {"optimizer": pytest.approx(0.2, rel=NEAR)}
-    assert found.step_after_s == pytest.approx(slow.step_s, rel=0.001)
+    result = recalibrate(plan, slow.timeline, RUN, DAY)
+    assert {change.resource: change.factor for change in result.changes} == {"optimizer": pytest.approx(0.2, rel=NEAR)}
+    assert result.step_after_s == pytest.approx(slow.step_s, rel=0.001)
     assert performed(plan, as_if(profile, {"optimizer": 0.2})).step_s < 0.9 * slow.step_s, "it matters"
 
 
@@ -128,15 +128,15 @@ def test_updates_repeated_by_clipping_are_no_slow_machine():
 @given(cases(max_layers=3, max_micro_batches=2), st.integers(0, 2**32))
 @settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])
 def test_the_corrected_profile_never_predicts_the_step_worse(case, seed):
-    """Whatever the ops took: each a factor of its own."""
+    """Op durations have independent random factors."""
     rng, profile = random.Random(seed), MADE_UP
     timeline = performed(case.plan, profile, lambda op: math.exp(rng.gauss(0.3, 0.7))).timeline
-    found = recalibrate(case.plan, timeline, RUN, DAY)
-    errors = [abs(math.log(s / found.measured_step_s)) for s in (found.step_before_s, found.step_after_s)]
+    result = recalibrate(case.plan, timeline, RUN, DAY)
+    errors = [abs(math.log(s / result.measured_step_s)) for s in (result.step_before_s, result.step_after_s)]
     assert errors[1] <= errors[0]
-    assert Profile.from_json(found.profile.to_json()) == found.profile
-    after = simulate(case.plan, costs(case.plan, found.profile), region_of(found.profile)).step_s
-    assert after == pytest.approx(found.step_after_s)
+    assert Profile.from_json(result.profile.to_json()) == result.profile
+    corrected_s = simulate(case.plan, costs(case.plan, result.profile), region_of(result.profile)).step_s
+    assert corrected_s == pytest.approx(result.step_after_s)
 
 
 def test_the_profile_says_where_each_corrected_number_comes_from():
@@ -145,8 +145,8 @@ def test_the_profile_says_where_each_corrected_number_comes_from():
     source = once.sources["recalibrated"]
     assert (source.kind, str(source.date), source.device, source.scaled) == ("fitted", DAY, "NVIDIA H200", False)
     assert RUN in source.detail
-    of_run = [place for place, quantity in once.quantities() if quantity.source == "recalibrated"]
-    assert of_run == [f"link.h2d.bytes_per_s.{i}.rate" for i in range(len(profile.link.h2d.bytes_per_s))]
+    corrected = [place for place, quantity in once.quantities() if quantity.source == "recalibrated"]
+    assert corrected == [f"link.h2d.bytes_per_s.{i}.rate" for i in range(len(profile.link.h2d.bytes_per_s))]
     again = replace(plan, profile=once.to_json())
     twice = recalibrate(again, performed(again, as_if(once, {DOWN: 0.5})).timeline, RUN, DAY).profile
     assert twice.link.h2d == once.link.h2d
@@ -165,7 +165,7 @@ def test_a_timeline_of_a_single_step_is_one_line():
 
 
 def test_the_fewest_factors_explain_and_the_others_are_unsure():
-    """Three rows that two factors move alike, and a third alone: as least squares by hand."""
+    """Two factors have identical slopes, a third is separate; compare with the least-squares solution."""
     slopes = [(-1.0, -1.0, 0.0), (-1.0, -1.0, 0.0), (0.0, 0.0, -0.5)]
 
     def model(logs):
@@ -183,14 +183,14 @@ def test_the_fewest_factors_explain_and_the_others_are_unsure():
 
 
 def test_an_emulated_machine_with_another_link_is_recalibrated():
-    """In its own seconds. Its ops never take less than their demands, so a link of a fifth shows on any computer."""
+    """Times are in emulated seconds. Ops last at least their demands, so a fivefold slower link is visible on any computer."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(update=Update.DEFERRED))
     slow = as_if(MADE_UP, {UP: 0.2})
     loads_s = sum(d.uncontended_s for op, d in zip(plan.ops, costs(plan, MADE_UP), strict=True) if op.kind is Kind.LOAD)
-    scale = 0.1 / loads_s  # half a second of loads in a step
+    scale = 0.1 / loads_s  # half a second of loads per step at a fifth of the rate
     store = machine_for(plan, CpuMachine)
     timeline = execute(plan, EmulatedMachine(store, costs(plan, slow), region_of(slow), scale), 3)
     in_its_seconds = Timeline(tuple(replace(s, start_s=s.start_s / scale, end_s=s.end_s / scale) for s in timeline.spans))
-    found = recalibrate(plan, in_its_seconds, RUN, DAY)
-    assert found.measured_step_s > 0
-    assert abs(math.log(found.step_after_s / found.measured_step_s)) <= abs(math.log(found.step_before_s / found.measured_step_s))
+    fit = recalibrate(plan, in_its_seconds, RUN, DAY)
+    assert fit.measured_step_s > 0
+    assert abs(math.log(fit.step_after_s / fit.measured_step_s)) <= abs(math.log(fit.step_before_s / fit.measured_step_s))

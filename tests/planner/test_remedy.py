@@ -1,4 +1,4 @@
-"""Remedies: the changes of memory, sizes and dtypes named for a model that does not fit make it fit."""
+"""Remedies: suggested changes of memory, sizes and dtypes make a model fit."""
 
 import re
 from dataclasses import replace
@@ -24,14 +24,14 @@ MODEL = read_model("qwen2.5-0.5b")
 SEMANTICS = Semantics(seq_len=1024, batch_size=8, micro_batch=1)
 DESKTOP = read_profile("rtx4090-desktop")
 SMALL = DESKTOP.with_memory(3 * GB, 64 * GB)
-# What policies need lies between 4.01 GB on the device with 15.1 GB on the host, and 4.76 GB with 13.7 GB.
+# Policies need between (4.01 GB device, 15.1 GB host) and (4.76 GB device, 13.7 GB host).
 MEMORY = [(n_device * 10 * MB, n_host * 10 * MB) for n_device in (100, 430, 600) for n_host in (600, 1400, 1510, 10000)]
 
 
 def refusal(profile, semantics=SEMANTICS, fixed=None):
-    """What a search would be told; None where a policy fits."""
-    found = needs_of(profile, semantics, fixed)
-    return None if any(n.fits for n in found) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), found)
+    """Return the error of a search, or None if a policy fits."""
+    needs = needs_of(profile, semantics, fixed)
+    return None if any(n.fits for n in needs) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), needs)
 
 
 def needs_of(profile, semantics=SEMANTICS, fixed=None):
@@ -42,7 +42,7 @@ def needs_of(profile, semantics=SEMANTICS, fixed=None):
 
 
 def sizes_in(change):
-    """The memory sizes that a change names, by place."""
+    """Parse the memory sizes of a suggested change, e.g. {"host": 64 * GB}."""
     return {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", change)}
 
 
@@ -57,7 +57,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
     named = sizes_in(error.smallest_change)
     assert {place for place, n_bytes in short.items() if n_bytes} == set(named), str(error)
-    # A device is what it is: it is called too small only where no policy fits it.
+    # Device memory is reported as short only if no policy fits the device.
     assert bool(error.short_device_bytes) == all(needs.short_device_bytes for needs in needs_of(profile, fixed=fixed))
     has = {"device": device, "host": host}
     for place, n_bytes in named.items():
@@ -68,7 +68,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
-    ("host_memory", "given", "said"),
+    ("host_memory", "optimizer", "suggestion"),
     [
         (100 * GB, "adamw", "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding: docs/optimizers.md)"),
         (100 * GB, "adamw:master=bf16", "adamw:moments=bf16 (10 bytes a parameter instead of 12; other rounding: docs"),
@@ -78,15 +78,15 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
         (60 * GB, "adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16 (6 bytes"),
     ],
 )
-def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
-    """8 G parameters; and asked for in place of what was, it does."""
+def test_less_optimizer_state_is_named_where_it_fits(host_memory, optimizer, suggestion):
+    """8 G parameters; a new request with the suggested optimizer fits."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, host_memory)
     plain = Semantics(4096, 16, 1)
-    request = Request(model, replace(plain, **optimizing(given, None)), profile, None, SIZES).resized()
-    found = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), profile)]
-    changes = dict(_changes(request, found))
+    request = Request(model, replace(plain, **optimizing(optimizer, None)), profile, None, SIZES).resized()
+    needs = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), profile)]
+    changes = dict(_changes(request, needs))
     (text,) = [text for text in changes if text.startswith("--optimizer")]
-    assert text.startswith(f"--optimizer {said}")
+    assert text.startswith(f"--optimizer {suggestion}")
     again = replace(request, semantics=replace(plain, **optimizing(text.split()[1], None))).resized()
     assert again.fits()
     assert again.semantics == changes[text].semantics
@@ -94,19 +94,19 @@ def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
 
 @pytest.mark.parametrize("fixed", [None, "megatrain"])
 def test_what_changes_no_bit_is_named_first_and_each_with_its_rate(fixed):
-    """An 8B in 64 GB, whose 24-bit masters fit by the state of one layer that the device has room for: none of the embeddings'."""
+    """An 8B model in 64 GB: 24-bit masters fit because the device can hold the state of one layer."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, 64 * GB)
-    given = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused", attention_kernel="flash")
-    semantics = Request(model, given, profile, None, SIZES).resized().semantics
+    initial = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused", attention_kernel="flash")
+    semantics = Request(model, initial, profile, None, SIZES).resized().semantics
     workload = build_workload(model, semantics)
-    asked = baseline(fixed, semantics, workload) if fixed else None
-    found = [footprint(frame(model, workload, semantics, asked or Policy()), profile)]
-    error = does_not_fit(Request(model, semantics, profile, asked, SIZES), found)
-    memory, *others = error.smallest_change.split(", or ")
+    policy = baseline(fixed, semantics, workload) if fixed else None
+    needs = [footprint(frame(model, workload, semantics, policy or Policy()), profile)]
+    error = does_not_fit(Request(model, semantics, profile, policy, SIZES), needs)
+    memory, *lossy = error.smallest_change.split(", or ")
     assert memory.startswith("--host-memory 1")
-    assert all(re.search(r"about [1-9],\d{3} tokens/s\)$", change) for change in (memory, *others)), others
+    assert all(re.search(r"about [1-9],\d{3} tokens/s\)$", change) for change in (memory, *lossy)), lossy
     if fixed is None:
-        assert others[0].startswith("--optimizer adamw:moments=int8,master=split24 (7.1 bytes")
+        assert lossy[0].startswith("--optimizer adamw:moments=int8,master=split24 (7.1 bytes")
 
 
 def test_no_change_makes_a_plan_too_long_to_write():
@@ -114,32 +114,32 @@ def test_no_change_makes_a_plan_too_long_to_write():
     workload = build_workload(MODEL, semantics)
     assert most_ops(workload, semantics) > MAX_PLAN_OPS
     profile = DESKTOP.with_memory(None, GB)
-    found = [footprint(frame(MODEL, workload, semantics, Policy()), profile)]
-    error = does_not_fit(Request(MODEL, semantics, profile, Policy(), frozenset()), found)
+    needs = [footprint(frame(MODEL, workload, semantics, Policy()), profile)]
+    error = does_not_fit(Request(MODEL, semantics, profile, Policy(), frozenset()), needs)
     assert "no change that was tried" in error.smallest_change
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("named", [SIZES, frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}])
 def test_no_change_resets_a_size_that_the_user_named(named):
-    """Four times the gradient's bytes, a device of 3 GB: every kind of change is tried, with and without fitting."""
+    """With fp32 gradients and 3 GB of device memory every kind of change is tried, fitting or not."""
     model = read_model("qwen2.5-7b")
-    given = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
+    semantics = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
     free = SIZES - named
-    request = Request(model, given, SMALL, None, free).resized()
-    found = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), SMALL)]
-    changes = [*_changes(request, found), *_with_memory(request, found[0])]  # whether they fit or not
+    request = Request(model, semantics, SMALL, None, free).resized()
+    needs = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), SMALL)]
+    changes = [*_changes(request, needs), *_with_memory(request, needs[0])]  # fitting or not
     assert {text.split()[0] for text, _ in changes} >= {"--master", "--gradient-dtype", "--device-memory"}
     for text, changed in changes:
         is_size = text.startswith("--micro-batch")
         for field in named - ({"micro_batch"} if is_size else set()):
-            assert getattr(changed.semantics, field) == getattr(given, field), text
+            assert getattr(changed.semantics, field) == getattr(semantics, field), text
         again = replace(changed, free=free - ({"micro_batch"} if is_size else set())).resized()
         assert again.fits() == changed.fits(), f"{text}: asked for anew, it would be otherwise"
 
 
 def test_no_change_makes_the_policy_that_was_named_illegal():
-    """Other sizes may have fewer micro-batches than the policy has in a group."""
+    """Other sizes may have fewer micro-batches than the accumulation group of the policy."""
     semantics = replace(SEMANTICS, batch_size=64, micro_batch=16)
     profile = read_profile("rtx4090-server").with_memory(10**12, 10**12)
     request = Request(MODEL, semantics, profile, Policy(accumulation_group=4), SIZES)
@@ -149,10 +149,10 @@ def test_no_change_makes_the_policy_that_was_named_illegal():
 
 @pytest.mark.soak
 def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
-    """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
+    """More host memory changes the fastest sizes, and this policy would not fit the device with them."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
-    given = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused")
-    semantics = Request(model, given, profile, None, SIZES).resized().semantics
+    initial = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused")
+    semantics = Request(model, initial, profile, None, SIZES).resized().semantics
     workload = build_workload(model, semantics)
     fixed = baseline("megatrain", semantics, workload)
     needs = footprint(frame(model, workload, semantics, fixed), profile)
@@ -161,7 +161,7 @@ def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     assert changed, error
     larger = profile.with_memory(None, parse_bytes(changed[1]))
     several = sizes_of(model, semantics, larger)
-    assert any(footprint(frame(model, workload, of, fixed), larger).fits for of, workload in several)
+    assert any(footprint(frame(model, workload, size, fixed), larger).fits for size, workload in several)
 
 
 @pytest.mark.soak
@@ -183,7 +183,7 @@ def test_a_long_plan_has_few_ops_and_no_more_than_the_count(policy):
 
 
 def test_a_frozen_base_larger_than_the_host_goes_to_a_disk():
-    """The change that is named is one, and it is not named where all is trained, or where there is such a disk."""
+    """Exactly one change suggests a disk; none does for full training or with a disk of this rate."""
     model, profile = read_model("qwen3-8b"), DESKTOP.with_memory(None, 12 * GB)
     adapters = Semantics(4096, 16, 1, train=Train(lora=Lora()))
 

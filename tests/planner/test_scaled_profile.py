@@ -1,4 +1,4 @@
-"""A profile with one group of rates faster differs in that group alone."""
+"""Scaled profiles: only the rates of the scaled group differ."""
 
 import pytest
 from hypothesis import given, settings
@@ -25,14 +25,14 @@ def test_no_quantity_is_of_two_speeds():
 
 @pytest.mark.parametrize("group", list(Group))
 def test_only_the_group_moves_rates_up_and_times_down(group):
-    before = dict(MADE_UP.quantities())
-    after = dict(faster(MADE_UP, {group: 4.0}).quantities())
-    assert list(before) == list(after)
-    for place, quantity in before.items():
+    original = dict(MADE_UP.quantities())
+    scaled = dict(faster(MADE_UP, {group: 4.0}).quantities())
+    assert list(original) == list(scaled)
+    for place, quantity in original.items():
         is_time = place.endswith("latency_s") or place.endswith("overhead_s")
         factor = 1.0 if group_of(place) is not group else 0.25 if is_time else 4.0
-        assert after[place].value == quantity.value * factor
-        assert (after[place].spread_fraction, after[place].source) == (quantity.spread_fraction, quantity.source)
+        assert scaled[place].value == quantity.value * factor
+        assert (scaled[place].spread_fraction, scaled[place].source) == (quantity.spread_fraction, quantity.source)
 
 
 def test_a_machine_that_is_no_faster_is_the_same():
@@ -44,6 +44,6 @@ def test_a_machine_that_is_no_faster_is_the_same():
 @given(cases(), st.sampled_from([0.5, 2.0, 8.0]))
 @settings(deadline=None)
 def test_a_machine_twice_as_fast_takes_half_as_long(case, factor):
-    """Contention included: all speeds together only change the unit of time."""
+    """This includes contention: a common factor only changes the unit of time."""
     uniformly = faster(MADE_UP, dict.fromkeys(Group, factor))
     assert predicted(case.plan, uniformly).step_s == pytest.approx(predicted(case.plan).step_s / factor, rel=1e-9)

@@ -1,4 +1,4 @@
-"""Search: its plans against brute force, its bounds against simulated steps, and its certificate."""
+"""Plan search: plans against brute force, bounds against simulated steps, and the certificate."""
 
 import random
 from contextlib import suppress
@@ -61,13 +61,13 @@ DESKTOP = read_profile("rtx4090-desktop")
 
 
 def slower(machine, *places, factor=200.0):
-    """The machine with some of its rates so low that they bind."""
+    """Return the machine profile with these rates divided by `factor`, so that they limit the step."""
     fields = read_profile(machine).to_json()
     for place in places:
-        here = fields
+        node = fields
         for key in place.split("."):
-            here = here[key]
-        for quantity in [point["rate"] for point in here] if isinstance(here, list) else [here]:
+            node = node[key]
+        for quantity in [point["rate"] for point in node] if isinstance(node, list) else [node]:
             quantity["value"] /= factor
     return Profile.from_json(fields)
 
@@ -84,13 +84,13 @@ MACHINES = {
     }.items()
 }
 
-# Where much is gained if products need not be computed again.
+# Machines on which saved products gain much time.
 SLOW_TO_COMPUTE = [MACHINES["cpu-2core"], MACHINES["gb10"], faster(MACHINES["h200-pcie5"], {Group.MATMUL: 0.02})]
 
 
 @st.composite
 def workloads(draw, semantics, most_layers=5, least_layers=1):
-    """Blocks of any proportions, as the adversary draws them."""
+    """Generate blocks of arbitrary proportions with the sampler of the adversary."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     return sample_workload(rng, semantics, draw(st.integers(least_layers, most_layers)))
 
@@ -112,20 +112,20 @@ def semantics(draw):
 @given(st.integers(0, 10**6))
 @settings(deadline=None, max_examples=50)
 def test_bounds_count_no_more_ops_than_the_plan_has(number):
-    of = cell(number)
-    hold_counts(of.model, of.workload, of.semantics, sample_policy(random.Random(number), of), of.profile)
+    case = cell(number)
+    hold_counts(case.model, case.workload, case.semantics, sample_policy(random.Random(number), case), case.profile)
 
 
 @pytest.mark.soak
 def test_bounds_count_no_more_ops_of_layers_packed_unlike():
-    """Layers of which those with most weights are not the slowest to unpack: those of attention beside linear attention."""
+    """The layers with most weights are not the slowest to unpack in a model with full and linear attention."""
     model, s = shipped_model("qwen3.5-35b-a3b"), Semantics(4096, 16, 8, train=parse_train("lora"), base="nf4")
     policy = Policy(update=Update.DEFERRED, accumulation_group=2, prefetch_depth=2)
     hold_counts(model, build_workload(model, s), s, policy, DESKTOP)
 
 
 def hold_counts(model, workload, semantics, policy, profile):
-    """What bounds count exceeds the plan by nothing; turns may spare fewer loads than they grant."""
+    """Assert that bounds count the op time of the plan exactly, or less for loads."""
     plan, cost = lower(model, workload, semantics, policy, {}), CostModel(profile)
     left_s: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
     for i, (op, demand) in enumerate(zip(plan.ops, cost.demands(plan), strict=True)):
@@ -144,7 +144,7 @@ def hold_counts(model, workload, semantics, policy, profile):
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=8)
 def test_the_search_finds_what_brute_force_finds(s, data):
-    """Within one per cent."""
+    """The tolerance is one percent."""
     workload = data.draw(workloads(s, most_layers=2))
     profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
     s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
@@ -155,12 +155,12 @@ def test_the_search_finds_what_brute_force_finds(s, data):
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=3)
 def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
-    """The device has room for what every layer sends away, and for little more: so tight, it is within three per cent."""
+    """Device memory barely fits full offload of saved tensors; the tolerance is three percent."""
     s = replace(s, seq_len=512, micro_batch=8, batch_size=16, clip_norm=1.0)
-    drawn = data.draw(workloads(s, most_layers=2, least_layers=2))  # of one, gradient slots are as large as all that is saved
-    workload = replace(drawn, blocks=tuple(replace(block, kept_bytes=8 * block.kept_bytes) for block in drawn.blocks))
-    lean = Family(Update.DEFERRED, 2, 2, 1).policy()
-    leaving = with_ways(lean, dict.fromkeys(range(1, workload.n_layers + 1), LEAVING))
+    sampled = data.draw(workloads(s, most_layers=2, least_layers=2))  # with one, gradient slots are as large as all saved bytes
+    workload = replace(sampled, blocks=tuple(replace(block, kept_bytes=8 * block.kept_bytes) for block in sampled.blocks))
+    smallest = Family(Update.DEFERRED, 2, 2, 1).policy()
+    leaving = with_ways(smallest, dict.fromkeys(range(1, workload.n_layers + 1), LEAVING))
     profile = data.draw(st.sampled_from(SLOW_TO_COMPUTE))
     needed = footprint(frame(NOBODY, workload, s, leaving), profile)
     profile = profile.with_memory(int(needed.device_peak_bytes * data.draw(st.sampled_from([1.0, 1.02, 1.2]))), None)
@@ -170,8 +170,8 @@ def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
 
 
 def hold_against_brute_force(workload, s, profile, policies, within=1.01):
-    """Brute force leaves out policies whose own bound is above the best found."""
-    with pytest.MonkeyPatch.context() as patched:  # nobody's model has no other micro-batch, which plain training would try
+    """Compare a search with brute force, pruned by the bound of each policy."""
+    with pytest.MonkeyPatch.context() as patched:  # the synthetic model cannot be built with another micro-batch
         patched.setattr("penstock.planner.search.result.resident_in_parts", all_resident)
         answer = search(NOBODY, [(s, workload)], profile)
     cost, region, shortest_s = CostModel(profile), region_of(profile), inf
@@ -185,18 +185,18 @@ def hold_against_brute_force(workload, s, profile, policies, within=1.01):
 
 
 def every_policy(s, workload, profile, ways_of_layers):
-    """The whole space of a model so small that it can be listed, but for what memory that is not short makes pointless."""
+    """Enumerate the policies of a small model, except those that are only useful with scarce memory."""
     layers = range(1, workload.n_layers + 1)
     for family, depth, n_slots in product(families(s, workload), (1, 2, 3, 4), (1, 2, 3)):
         one_group = family.accumulation_group == s.n_micro_batches
-        lean = replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
+        smallest = replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
         on_device = {()}
         if one_group and family.update is Update.DEFERRED and not shares_memory(profile):
             may_stay = tuple(can_stay(workload, s))
             on_device |= {may_stay, tuple(b for b in may_stay if b in layers), may_stay[:1]}
         ways = product(ways_of_layers if family.boundary_stride == 1 else [Way(Saved.INPUT)], repeat=len(layers))
         for saving, resident in product(ways, (False, True)):
-            policy = with_ways(lean, dict(enumerate(saving, start=1)))
+            policy = with_ways(smallest, dict(enumerate(saving, start=1)))
             policy = replace(policy, resident_blocks=tuple(layers) if resident else ())
             yield from (staying(policy, blocks) for blocks in on_device if not (resident and blocks))
 
@@ -218,8 +218,8 @@ def test_the_answer_is_never_worse_than_a_static_candidate():
         answer = search(model, sizes_of(model, Semantics(1024, 8, 1, clip_norm=clip), profile), profile)
         s, workload = answer.plan.semantics, answer.plan.workload
         assert set(answer.baselines) == set(BASELINES)
-        for said in answer.baselines.values():
-            assert answer.prediction.step_s <= said.get("step_s", inf)
+        for result in answer.baselines.values():
+            assert answer.prediction.step_s <= result.get("step_s", inf)
     for name in BASELINES:
         fixed = search(model, [(s, workload)], profile, name)
         assert fixed.plan.policy == baseline(name, s, workload)
@@ -230,7 +230,7 @@ def test_the_answer_is_never_worse_than_a_static_candidate():
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
-    """The best baseline is the answer; families keep their bounds, opened or not: the lowest is solved anew here."""
+    """The result is the best baseline; the certificate has the lowest family bound, recomputed here."""
     monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
     if not opens:
         monkeypatch.setattr("penstock.planner.search.branch.MAX_SEARCHED_OPS", 0)
@@ -242,14 +242,14 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     s = Semantics(2048, 8, 4)
     workload = build_workload(model, s)
     answer = search(model, [(s, workload)], profile)
-    baselines_s = [said["step_s"] for said in answer.baselines.values() if "step_s" in said]
+    baselines_s = [result["step_s"] for result in answer.baselines.values() if "step_s" in result]
     assert answer.step_s == min(baselines_s)
     assert answer.certificate.n_simulated == len(baselines_s)
 
     relaxation = Relaxation(PolicyCost(model, workload, s, CostModel(profile)), None)
     below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
     lowest_s = min(below_s.values())
-    if opens:  # into sizes of groups, and into numbers of slots
+    if opens:  # branch on group sizes and slot counts
         lowest_s = inf
         for family, family_s in below_s.items():
             for size, n_slots in product(family.groups, GRADIENT_SLOTS):
@@ -262,19 +262,19 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
 
 @pytest.mark.soak
 def test_the_cut_of_one_memory_is_searched():
-    """No cut that was not tried is faster by more than half a percent, and none is below what is proven of all."""
-    fields, model, asked = read_profile("gb10").to_json(), read_model("qwen2.5-0.5b"), Semantics(512, 8, 1)
+    """Other splits of the memory pool gain at most half a percent and respect the certified bound."""
+    fields, model, semantics = read_profile("gb10").to_json(), read_model("qwen2.5-0.5b"), Semantics(512, 8, 1)
     for part, name, n in (("device", "pool_bytes", 20 * GB), ("device", "memory_bytes", 4 * GB), ("host", "memory_bytes", 16 * GB)):
         fields[part][name]["value"] = float(n)
     machine = Profile.from_json(fields)
-    answer, cut = search_machine(model, asked, machine, None, SIZES | {CUT})
+    answer, cut = search_machine(model, semantics, machine, None, SIZES | {CUT})
     assert cut.device.memory_bytes.value + cut.host.memory_bytes.value == 20 * GB
     assert CUT in answer.certificate.free
     steps = {}
     for device_gb in range(2, 14, 2):
-        other = machine.with_memory(device_gb * GB, (20 - device_gb) * GB)
+        variant = machine.with_memory(device_gb * GB, (20 - device_gb) * GB)
         with suppress(DoesNotFitError):
-            steps[device_gb] = search(model, sizes_of(model, asked, other), other, free=SIZES).step_s
+            steps[device_gb] = search(model, sizes_of(model, semantics, variant), variant, free=SIZES).step_s
     assert max(steps.values()) > 1.01 * answer.step_s, "a cut matters here"
     assert answer.certificate.policy_bound_s <= min(steps.values())
     assert answer.step_s <= 1.005 * min(steps.values())
@@ -282,16 +282,16 @@ def test_the_cut_of_one_memory_is_searched():
 
 @pytest.mark.soak
 def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
-    """Where host memory leaves room for the gradients of one group alone, a long plan is found, or refused in one line."""
+    """If host memory fits only the gradients of one group, a long plan is returned or rejected with one line."""
     model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
-    whole = search(model, [(s, workload)], machine)
+    unlimited = search(model, [(s, workload)], machine)
     monkeypatch.setattr("penstock.planner.search.evaluate.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
-    found = search(model, [(s, workload)], machine)
-    assert found.certificate.policy_bound_s <= min(whole.step_s, found.step_s) * (1 + 1e-9)
-    assert found.certificate.n_simulated < whole.certificate.n_simulated
-    assert found.plan.policy.accumulation_group == 1
+    limited = search(model, [(s, workload)], machine)
+    assert limited.certificate.policy_bound_s <= min(unlimited.step_s, limited.step_s) * (1 + 1e-9)
+    assert limited.certificate.n_simulated < unlimited.certificate.n_simulated
+    assert limited.plan.policy.accumulation_group == 1
 
     one_group = Policy(accumulation_group=8, spill_blocks=tuple(range(24)))
     needs = footprint(frame(model, workload, s, one_group), machine)
@@ -319,24 +319,24 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
     [("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16), ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8)],
 )
 def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, batch):
-    """The changes are options of `plan`: give them, and ask again."""
+    """Append the suggested options to the `plan` command and run it again."""
     options = ["plan", model, "--machine", machine, "--seq-len", "1024", "--batch-size", str(batch), "--json"]
     options += ["--device-memory", str(device)] if device else []
     options += ["--host-memory", str(host)] if host else []
-    before = CliRunner().invoke(cli, options)
-    assert before.exit_code == 3, before.output
-    changes = before.stderr.split("smallest changes that fit: ")[1].strip().split(", or ")
+    rejected = CliRunner().invoke(cli, options)
+    assert rejected.exit_code == 3, rejected.output
+    changes = rejected.stderr.split("smallest changes that fit: ")[1].strip().split(", or ")
     assert changes
     for change in changes:
-        after = CliRunner().invoke(cli, [*options, *change.partition(" (")[0].split()])
-        assert after.exit_code == 0, (change, after.stderr)
+        accepted = CliRunner().invoke(cli, [*options, *change.partition(" (")[0].split()])
+        assert accepted.exit_code == 0, (change, accepted.stderr)
 
 
-# -- where weights are frozen ---------------------------------------------------------------------------------------------
+# -- frozen weights -------------------------------------------------------------------------------------------------------
 
 
-def asked(model_type, train, n_layers=4, **fields):
-    """A tiny model, of which that is trained, and its blocks."""
+def setup_of(model_type, train, n_layers=4, **fields):
+    """Build a tiny model, its workload and semantics with this `train` specification."""
     model = Model(tiny_config(model_type, num_hidden_layers=n_layers, tie_word_embeddings=False), name=model_type)
     semantics = Semantics(**{"seq_len": 32, "batch_size": 1, "micro_batch": 1, "gradient_dtype": "fp32"} | fields)
     semantics = replace(semantics, train=parse_train(train))
@@ -346,39 +346,39 @@ def asked(model_type, train, n_layers=4, **fields):
 @pytest.mark.parametrize("update", [Update.DEFERRED, Update.BARRIER])
 @pytest.mark.parametrize("train", ["layers:3", "layers:1-2", "names:*.3.*", "lora:r=4"])
 def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
-    """The last gradient's way home may be over in the next step, whose first layers are frozen and need not wait."""
-    model, workload, semantics = asked("qwen3", train)
+    """The last gradient offload may end in the next step: its first layers are frozen and need not wait."""
+    model, workload, semantics = setup_of("qwen3", train)
     policy, cost = Policy(gradient_slots=1, prefetch_depth=3, update=update), CostModel(DESKTOP)
     plan = lower(model, workload, semantics, policy, {})
     step_s = simulate(plan, cost.demands(plan), region_of(DESKTOP)).step_s
     assert policy_bound(frame(model, workload, semantics, policy), cost).seconds <= step_s * (1 + 1e-9)
-    search(model, [(semantics, workload)], DESKTOP, policy)  # which asserts the same
+    search(model, [(semantics, workload)], DESKTOP, policy)  # asserts the same
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("train", ["names:model.norm.weight", "names:lm_head.weight", "layers:7"])
 def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
-    of = asked("llama", train, n_layers=8, seq_len=128, batch_size=8, micro_batch=4)
-    strided, spread = (footprint(frame(*of, Policy(boundary_stride=n)), DESKTOP).device_peak_bytes for n in (4, 1))
-    needs = [needs for _, needs in smallest_plans(*of, DESKTOP)]
+    setup = setup_of("llama", train, n_layers=8, seq_len=128, batch_size=8, micro_batch=4)
+    strided, spread = (footprint(frame(*setup, Policy(boundary_stride=n)), DESKTOP).device_peak_bytes for n in (4, 1))
+    needs = [needs for _, needs in smallest_plans(*setup, DESKTOP)]
     assert min(n.device_peak_bytes for n in needs) <= strided < spread
     tight = with_any_memory(DESKTOP, strided, 10**12)
-    model, workload, semantics = of
-    found = search(model, [(semantics, workload)], tight)
-    assert found.needs.fits
+    model, workload, semantics = setup
+    result = search(model, [(semantics, workload)], tight)
+    assert result.needs.fits
 
 
 def test_adapters_updated_on_the_device_need_no_host_ops():
-    model, workload, semantics = asked("llama", "lora:r=8")
+    model, workload, semantics = setup_of("llama", "lora:r=8")
     policy = Policy(device_blocks=workload.mixed, update=Update.DEFERRED)
-    found = search(model, [(semantics, workload)], DESKTOP, policy)
-    kinds = {str(op.kind) for op in found.plan.ops}
+    result = search(model, [(semantics, workload)], DESKTOP, policy)
+    kinds = {str(op.kind) for op in result.plan.ops}
     assert kinds.isdisjoint({"offload_gradient", "accumulate", "update", "speculate", "settle"})
     assert {"offload_squares", "update_on_device"} <= kinds
 
 
 def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
-    """A link carries less each way when both are in use: its copies up take longer than their sum, and so long the bound is."""
+    """Duplex use slows both directions of the link: uploads take longer than alone, and the bound includes it."""
     model, train = read_model("llama-3.1-8b"), parse_train("lora")
     semantics = Semantics(seq_len=1024, batch_size=4, micro_batch=4, gradient_dtype="fp32", train=train)
     workload, cost = build_workload(model, semantics), CostModel(with_any_memory(DESKTOP, 10**12, 10**12))

@@ -1,4 +1,4 @@
-"""Simulated timelines against the laws of the plan language, longest paths and examples worked out by hand."""
+"""Simulated timelines against the rules of the plan language, longest paths and manual examples."""
 
 import hashlib
 import os
@@ -35,19 +35,19 @@ def plan_of(ops):
 
 @st.composite
 def plans(draw):
-    """Any ops on any lanes. Waits point to earlier ops of this step, or to any op of the last: no deadlock."""
+    """Generate ops on arbitrary lanes. Waits name earlier ops of the step or any op of the previous step: no deadlock."""
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=12))
     ops = []
     for i, kind in enumerate(kinds):
-        others = [j for j, k in enumerate(kinds) if k is not kind]
-        waits = draw(st.lists(st.sampled_from(others), max_size=3, unique=True)) if others else []
+        targets = [j for j, k in enumerate(kinds) if k is not kind]
+        waits = draw(st.lists(st.sampled_from(targets), max_size=3, unique=True)) if targets else []
         ops.append(Op(kind, 0, i, waits=tuple(Wait(j, 0 if j < i and draw(st.booleans()) else 1) for j in waits)))
     return plan_of(ops)
 
 
 @st.composite
 def demanded(draw):
-    """A plan and what its ops ask for. Alone, none asks for more than there is."""
+    """Generate a plan and demands of its ops. No single demand exceeds the capacity."""
     plan = draw(plans())
     demands = []
     for _ in plan.ops:
@@ -57,7 +57,7 @@ def demanded(draw):
 
 
 def unrolled(plan, demands, n_steps):
-    """The obvious twin: a DAG of all ops of some steps, an edge for every lane order and every wait."""
+    """Build the reference DAG: nodes for all ops of `n_steps` steps, edges for lane order and waits."""
     graph = nx.DiGraph()
     graph.add_node("start")
     last = {}
@@ -75,7 +75,7 @@ def unrolled(plan, demands, n_steps):
 
 
 def lengths(graph):
-    """Longest path to every node."""
+    """Compute the longest path to every node."""
     end = {}
     for node in nx.topological_sort(graph):
         end[node] = max((end[p] + graph.edges[p, node]["weight"] for p in graph.predecessors(node)), default=0.0)
@@ -95,7 +95,7 @@ def test_without_contention_every_op_ends_at_its_longest_path(case):
 
 @given(demanded())
 def test_a_rhythm_once_found_goes_on(case):
-    """Steps beyond those simulated end where the rhythm says, by longest path."""
+    """Extrapolation of the steady state agrees with longest paths."""
     plan, demands = case
     prediction = simulate(plan, demands, None)
     if prediction.periodic:
@@ -108,19 +108,19 @@ def test_a_rhythm_once_found_goes_on(case):
 
 @given(demanded())
 def test_contention_ends_no_op_sooner_and_conserves_work(case):
-    """All that a run of steps drew fits into capacity times time, and all that a lane did into a step."""
+    """Total resource use is at most capacity times time, and lane time per step is at most the step time."""
     plan, demands = case
     prediction = simulate(plan, demands, REGION)
     assert simulate(plan, demands, REGION) == prediction
     timeline = prediction.timeline
     sooner = {(s.op, s.step): s.end_s for s in simulate(plan, demands, None).timeline.spans}
-    drawn, busy = Counter(), Counter()
+    used, busy = Counter(), Counter()
     for span in timeline.spans:
         assert span.end_s >= sooner.get((span.op, span.step), 0.0) * (1 - ROUNDING)
         for resource, per_s in demands[span.op].uses:
-            drawn[resource] += per_s * demands[span.op].alone_s
+            used[resource] += per_s * demands[span.op].alone_s
     for resource, capacity in REGION.capacity:
-        assert drawn[resource] <= capacity * timeline.total_s * (1 + ROUNDING)
+        assert used[resource] <= capacity * timeline.total_s * (1 + ROUNDING)
     for op, demand in zip(plan.ops, demands, strict=True):
         busy[op.lane] += demand.uncontended_s
     busiest_s = max(busy.values()) * (1 - ROUNDING)
@@ -131,14 +131,14 @@ def test_contention_ends_no_op_sooner_and_conserves_work(case):
 @pytest.mark.drawn
 @given(demanded(), st.data())
 def test_slowing_any_ops_never_finishes_sooner(case, data):
-    """Each op by its own factor; without contention, for with it a slower op can make room for others."""
+    """Scale ops by random factors. Without contention only: a slower op can free a shared resource."""
     plan, demands = case
     factors = [data.draw(st.floats(1.0, 5.0)) for _ in demands]
     slow = [replace(d, alone_s=d.alone_s * k, overhead_s=d.overhead_s * k) for d, k in zip(demands, factors, strict=True)]
     timelines = [simulate(plan, ds, None, max_steps=4).timeline for ds in (demands, slow)]
-    before, after = ({(s.op, s.step): s.end_s for s in timeline.spans} for timeline in timelines)
-    for key in before.keys() & after.keys():
-        assert after[key] >= before[key] * (1 - ROUNDING)
+    normal_ends, slow_ends = ({(s.op, s.step): s.end_s for s in timeline.spans} for timeline in timelines)
+    for key in normal_ends.keys() & slow_ends.keys():
+        assert slow_ends[key] >= normal_ends[key] * (1 - ROUNDING)
 
 
 @given(demanded())
@@ -157,7 +157,7 @@ def test_lanes_keep_plan_order_and_waits_hold(case):
 
 
 def test_steps_that_alternate_are_averaged_over_their_cycle():
-    """By hand: a ring of three ops of 2 s over two steps; the steps end at 4, 6, 10, 12, 16 s."""
+    """Manual example: a cycle of three 2 s ops over two steps; steps end at 4, 6, 10, 12, 16 s."""
     waits = {Kind.FORWARD: Wait(2, 1), Kind.UPDATE: Wait(0, 1), Kind.OFFLOAD_GRADIENT: Wait(1)}
     ops = [Op(kind, 0, waits=(wait,)) for kind, wait in waits.items()]
     prediction = simulate(plan_of(ops), [Demand(0.0, 2.0)] * 3, None)
@@ -167,7 +167,7 @@ def test_steps_that_alternate_are_averaged_over_their_cycle():
 
 
 def test_lanes_that_drift_apart_are_no_rhythm():
-    """The optimizer gains 0.01 s on the others in every step and never stands where it stood: averaged, and flagged."""
+    """The optimizer lane gains 0.01 s per step, so no state repeats: the result is an average and not periodic."""
     ops = [Op(Kind.FORWARD, 0), Op(Kind.UPDATE, 0)]
     prediction = simulate(plan_of(ops), [Demand(0.0, 1.0), Demand(0.0, 0.99)], None)
     assert not prediction.periodic
@@ -181,26 +181,26 @@ def test_a_plan_that_waits_in_a_ring_is_refused():
 
 
 def test_compiled_and_interpreted_code_give_the_same_bits() -> None:
-    """Steps of random plans, short and folded ones, as this process and one without machine code see them."""
+    """Compare the timelines of short and folded plans with those of a process with NUMBA_DISABLE_JIT=1."""
     assert IS_COMPILED, "numba is one of the libraries that are tested with"
     code = "from tests.planner.test_simulate import steps; print(steps())"
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert found.stdout.strip() == steps()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert process.stdout.strip() == steps()
 
 
 def steps() -> str:
-    """Every moment of the predicted steps of a few plans, to the last bit."""
+    """Return a hash of all predicted start and end times of several plans."""
     policies = ({}, {"prefetch_depth": 3, "spill_blocks": (0, 1), "gradient_slots": 2}, {"accumulation_group": 3})
     plans = [small(n_micro_batches=n, **policy) for n in (3, 6, 300) for policy in policies]
     assert plans[-1].repeat is not None
-    found = []
+    times = []
     for plan in plans:
         uses = [((Resource.DRAM, 30.0 + op.block), (Resource.DUPLEX, 7.0)) if op.lane is not Lane.GPU else () for op in plan.ops]
-        demands = [Demand(1e-6, (1 + i % 7) / 3, of) for i, of in enumerate(uses)]
+        demands = [Demand(1e-6, (1 + i % 7) / 3, op_uses) for i, op_uses in enumerate(uses)]
         prediction = simulate(plan, demands, REGION)
-        found.append([prediction.step_s.hex(), *(f"{s.start_s.hex()} {s.end_s.hex()}" for s in prediction.timeline.spans)])
-    return hashlib.sha256(repr([found, [str(op) for plan in plans for op in plan.ops]]).encode()).hexdigest()
+        times.append([prediction.step_s.hex(), *(f"{s.start_s.hex()} {s.end_s.hex()}" for s in prediction.timeline.spans)])
+    return hashlib.sha256(repr([times, [str(op) for plan in plans for op in plan.ops]]).encode()).hexdigest()
 
 
 one_use = st.tuples(st.sampled_from(list(Resource)), st.floats(0.01, 3.0))
@@ -210,19 +210,19 @@ uses_lists = st.lists(st.lists(one_use, max_size=3, unique_by=lambda u: u[0]), m
 @given(uses_lists)
 @settings(max_examples=300)
 def test_speeds_are_max_min_fair(uses):
-    """A slowed op draws on a full resource where no other op is faster."""
+    """A slowed op uses a saturated resource on which no other op is faster."""
     demands = [Demand(0.0, 1.0, tuple(u)) for u in uses]
     speeds = shares(tuple(demand.uses for demand in demands), REGION)
     capacity = dict(REGION.capacity)
-    drawn, n_drawing = Counter(), Counter(r for demand in demands for r, _ in demand.uses)
+    used, n_drawing = Counter(), Counter(r for demand in demands for r, _ in demand.uses)
     for demand, speed in zip(demands, speeds, strict=True):
         assert 0 < speed <= 1
         for resource, per_s in demand.uses:
-            alone = n_drawing[resource] == 1 and resource in capacity  # then a capacity does not limit it
-            drawn[resource] += (min(per_s, capacity[resource]) if alone else per_s) * speed
-    assert all(drawn[r] <= c * (1 + ROUNDING) for r, c in capacity.items())
+            alone = n_drawing[resource] == 1 and resource in capacity  # a single user is not limited by the capacity
+            used[resource] += (min(per_s, capacity[resource]) if alone else per_s) * speed
+    assert all(used[r] <= c * (1 + ROUNDING) for r, c in capacity.items())
     for demand, speed in zip(demands, speeds, strict=True):
         if speed < 1 - ROUNDING:
-            full = [r for r, _ in demand.uses if r in capacity and drawn[r] >= capacity[r] * (1 - 1e-6)]
+            full = [r for r, _ in demand.uses if r in capacity and used[r] >= capacity[r] * (1 - 1e-6)]
             users = {r: [s for d, s in zip(demands, speeds, strict=True) if r in dict(d.uses)] for r in full}
             assert any(speed >= max(users[r]) * (1 - 1e-6) for r in full)

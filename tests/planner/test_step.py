@@ -1,4 +1,4 @@
-"""The step that a page draws is a step, and memory holds then what it shows."""
+"""The step and the memory series of the HTML page against plan and timeline."""
 
 import math
 from collections import Counter, defaultdict
@@ -26,16 +26,16 @@ fractions = st.lists(st.floats(0, 0.999), min_size=5, max_size=5)
 
 @cache
 def lowered():
-    model, of = read_model("qwen2.5-0.5b"), Semantics(seq_len=128, batch_size=2, micro_batch=1)
-    workload = build_workload(model, of)
-    return lower(model, workload, of, baseline("megatrain-plus", of, workload), read_profile("rtx4090-server").to_json())
+    model, s = read_model("qwen2.5-0.5b"), Semantics(seq_len=128, batch_size=2, micro_batch=1)
+    workload = build_workload(model, s)
+    return lower(model, workload, s, baseline("megatrain-plus", s, workload), read_profile("rtx4090-server").to_json())
 
 
 @pytest.mark.drawn
 @settings(max_examples=60)
 @given(plans())
 def test_the_drawn_step_holds_every_op_once(plan):
-    """However far a lane runs ahead: in a steady rhythm the stretch has all the work of one step, no more and no less."""
+    """In a steady state the stretch has exactly the work of one step, even if lanes run ahead."""
     prediction = predicted(plan, MADE_UP)
     if not prediction.periodic or prediction.n_cycle_steps > 1:
         return
@@ -61,8 +61,8 @@ def test_the_measured_step_is_a_settled_one_of_median_length(lengths):
 
 
 def obviously_held(plan, spans, at_s):
-    """The live bytes of the arenas just after a moment, by the next use of every slot."""
-    uses, found = defaultdict(list), Counter()
+    """Reference implementation: live bytes of each arena just after `at_s`, from the next use of every slot."""
+    uses, live_bytes = defaultdict(list), Counter()
     for span in sorted(spans, key=lambda s: (s.step, s.op)):
         op = plan.ops[span.op]
         for slot in {*op.reads, *op.writes}:
@@ -72,17 +72,17 @@ def obviously_held(plan, spans, at_s):
             slot = Slot(arena.name, i)
             following = [(span, op) for span, op in uses[slot] if span.end_s > at_s]
             if arena.name in ("state", "norm"):
-                found[arena.name] += n_bytes
+                live_bytes[arena.name] += n_bytes
             elif following:
                 span, op = following[0]
-                of_a_group = plan.semantics.n_micro_batches // plan.semantics.sum_groups
-                is_first = op.micro_batch is not None and op.micro_batch % of_a_group == 0
+                group_size = plan.semantics.n_micro_batches // plan.semantics.sum_groups
+                is_first = op.micro_batch is not None and op.micro_batch % group_size == 0
                 begins_a_sum = is_first and slot in (op.get("arrived"), op.get("sum"))
                 if (slot in op.reads and not begins_a_sum) or span.start_s <= at_s:
-                    found[arena.name] += n_bytes
+                    live_bytes[arena.name] += n_bytes
     frozen_bytes = 0 if plan.workload.trains_all else sum(plan.frozen_bytes(block) for block in range(len(plan.workload.blocks)))
-    found["state"] -= frozen_bytes - math.ceil(frozen_bytes / plan.semantics.ranks)  # ranks share what is frozen
-    return found
+    live_bytes["state"] -= frozen_bytes - math.ceil(frozen_bytes / plan.semantics.ranks)  # frozen parameters are sharded over ranks
+    return live_bytes
 
 
 @pytest.mark.drawn
@@ -91,15 +91,15 @@ def obviously_held(plan, spans, at_s):
 def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
     stretch = predicted_stretch(plan, predicted(plan, MADE_UP))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "SMALL_FRACTION", 0.0)  # nothing is summed up
+        patch.setattr(memory, "SMALL_FRACTION", 0.0)  # keep small series separate
         both = occupancy(plan, MADE_UP, stretch)
     for at_s in (fraction * stretch.length_s for fraction in fractions):
         expected = obviously_held(plan, stretch.spans, stretch.start_s + at_s)
         for one in both:
-            at = max(i for i, t in enumerate(one.times_s) if t <= at_s)
+            index = max(i for i, t in enumerate(one.times_s) if t <= at_s)
             for arena in plan.arenas:
                 if arena.place is one.place:
-                    assert one.series[arena.name][at] == expected[arena.name], (arena.name, at_s)
+                    assert one.series[arena.name][index] == expected[arena.name], (arena.name, at_s)
 
 
 @pytest.mark.drawn

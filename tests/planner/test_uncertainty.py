@@ -1,4 +1,4 @@
-"""Intervals of predictions: as wide as the spreads of a profile make them."""
+"""Prediction intervals: widths from the spreads of a profile."""
 
 import math
 import random
@@ -19,22 +19,22 @@ from penstock.planner.show.waterfall import RESOURCES
 from penstock.runtime.host import slabs
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
-from tests.planner.test_waterfall import without
+from tests.planner.test_waterfall import with_free
 from tests.strategies import MADE_UP, cases, predicted
 from tests.tiny import tiny_config
 
-MANY = 5  # draws whose first and last are exactly the tenth and the ninetieth percentile of one group
+MANY = 5  # samples: first and last are exactly the 10th and 90th percentile of one group
 
 
 def spread(profile, fraction, *groups):
-    """The profile with this spread in the groups (in all of them, if none is named), and none elsewhere."""
+    """Set this spread for the quantities of the groups (default: all groups) and zero elsewhere."""
     inside = groups or tuple(Group)
     spread = lambda place: {"spread_fraction": fraction if group_of(place) in inside else 0.0}  # noqa: E731
     return with_quantities(profile, lambda place, q: q.model_copy(update=spread(place)))
 
 
-def width_s(found):
-    return found.p90_step_s - found.p10_step_s
+def width_s(prediction):
+    return prediction.p90_step_s - prediction.p10_step_s
 
 
 def small_plan(machine="h200-pcie5", update="deferred", pointwise="eager"):
@@ -47,19 +47,19 @@ def small_plan(machine="h200-pcie5", update="deferred", pointwise="eager"):
 @given(cases(), st.integers(1, 8), st.integers(0, 100))
 @settings(deadline=None, max_examples=40)
 def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, seed):
-    found = interval(case.plan, MADE_UP, n_draws, seed)
-    assert found.p10_step_s <= found.p50_step_s <= found.p90_step_s
-    assert found == interval(case.plan, MADE_UP, n_draws, seed)
-    assert (found.n_draws, found.seed) == (n_draws, seed)
+    result = interval(case.plan, MADE_UP, n_draws, seed)
+    assert result.p10_step_s <= result.p50_step_s <= result.p90_step_s
+    assert result == interval(case.plan, MADE_UP, n_draws, seed)
+    assert (result.n_draws, result.seed) == (n_draws, seed)
 
 
 @pytest.mark.drawn
 @given(cases())
 @settings(deadline=None, max_examples=40)
 def test_without_spreads_the_interval_is_the_prediction(case):
-    found = interval(case.plan, spread(MADE_UP, 0.0), MANY)
-    assert width_s(found) == 0
-    assert found.p50_step_s == pytest.approx(predicted(case.plan).step_s, rel=1e-9)
+    result = interval(case.plan, spread(MADE_UP, 0.0), MANY)
+    assert width_s(result) == 0
+    assert result.p50_step_s == pytest.approx(predicted(case.plan).step_s, rel=1e-9)
 
 
 @pytest.mark.drawn
@@ -74,19 +74,19 @@ def test_wider_spreads_make_a_wider_interval(case):
 @given(cases(), st.sampled_from([0.02, 0.1, 0.5]), st.sampled_from([3, MANY, 15]))
 @settings(deadline=None, max_examples=40)
 def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
-    """Only computing takes time, and all of it moves together: one in ten is faster by the spread, one in ten slower."""
-    others = (RESOURCES[name] for name in ("link", "disk", "host DRAM", "optimizer"))
-    bare = without(MADE_UP, *others, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
+    """Only compute takes time and all rates scale together: p10 and p90 differ from p50 by the spread."""
+    free_groups = (RESOURCES[name] for name in ("link", "disk", "host DRAM", "optimizer"))
+    bare = with_free(MADE_UP, *free_groups, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
     alone_s = predicted(case.plan, bare).step_s
-    found = interval(case.plan, spread(bare, fraction, *RESOURCES["device compute"]), n_draws)
-    assert found.p50_step_s == pytest.approx(alone_s, rel=1e-6)
+    result = interval(case.plan, spread(bare, fraction, *RESOURCES["device compute"]), n_draws)
+    assert result.p50_step_s == pytest.approx(alone_s, rel=1e-6)
     if n_draws == MANY:
-        assert found.p10_step_s == pytest.approx(alone_s / (1 + fraction), rel=1e-6)
-        assert found.p90_step_s == pytest.approx(alone_s * (1 + fraction), rel=1e-6)
+        assert result.p10_step_s == pytest.approx(alone_s / (1 + fraction), rel=1e-6)
+        assert result.p90_step_s == pytest.approx(alone_s * (1 + fraction), rel=1e-6)
 
 
 def gridded(lowest, highest):
-    """A machine without spreads, measured at the corners of this grid. The products of few tokens have half the others' rate."""
+    """Return a profile without spreads, with grid corners as points. Products with few tokens have half the rate."""
     fields = MADE_UP.to_json()
     (product,), (attention,) = fields["device"]["matmul"]["bf16"], fields["device"]["attention"]["flash"]["bf16"]
     rates = {lowest: {"value": 1e12}, highest: {"value": 2e12}}
@@ -99,15 +99,15 @@ def gridded(lowest, highest):
 
 
 def test_compiled_activations_that_no_probe_timed_widen():
-    """By three times what they take, on a GPU: their own seconds are the rest of a layer's, where all else is as sure as can be."""
+    """The estimated activation time may be off by `ACTIVATIONS_OFF_BY`; all other quantities have no spread."""
     plan, _ = small_plan(pointwise="fused")
     timed = gridded(1, 2**20)
     fields = timed.to_json()
     del fields["device"]["fused_bytes_per_s"]
-    untimed, block, of = Profile.from_json(fields), plan.workload.blocks[1], plan.semantics
+    untimed, block, semantics = Profile.from_json(fields), plan.workload.blocks[1], plan.semantics
     assert width_s(interval(plan, timed, MANY)) == 0 < width_s(interval(plan, untimed, MANY))
     slower = CostModel(untimed, longer_outside={ACTIVATIONS: ACTIVATIONS_OFF_BY})
-    seconds = [cost.forward_s(block, of) for cost in (CostModel(timed), CostModel(untimed), slower)]
+    seconds = [cost.forward_s(block, semantics) for cost in (CostModel(timed), CostModel(untimed), slower)]
     fused_s = (block.fused_bytes - block.norm_bytes) / timed.device.memory_bytes_per_s.value
     assert fused_s > 0
     assert [s - seconds[0] for s in seconds] == pytest.approx([0, 0, (ACTIVATIONS_OFF_BY - 1) * fused_s])
@@ -119,28 +119,28 @@ def test_outside_a_grid_a_rate_is_as_unsure_as_the_grids_edge():
     inside, outside = gridded(1, 2**20), gridded(64, 256)
     assert off_by(inside, "bf16", None) == off_by(outside, "bf16", None) == pytest.approx(2)
     assert off_by(outside, "bf16", (32, 64)) == off_by(outside, "bf16", (512, 64)) == pytest.approx(2)
-    assert off_by(outside, "bf16", (128, 512)) == 1  # another width has the same rates
+    assert off_by(outside, "bf16", (128, 512)) == 1  # rates are independent of this dimension
     assert off_by(outside, "bf16", (128, 128)) == pytest.approx(2), "in a gap: as doubtful as the worst edge"
-    assert off_by(MADE_UP, "bf16", None) == 1  # a single point says nothing of others
+    assert off_by(MADE_UP, "bf16", None) == 1  # no slope from a single point
     assert width_s(interval(plan, inside, MANY)) == 0
-    found = interval(plan, outside, MANY)
-    assert found.p50_step_s == pytest.approx(predicted(plan, outside).step_s, rel=1e-9)
-    assert 1.2 < found.p90_step_s / found.p50_step_s < 2
-    assert 1.2 < found.p50_step_s / found.p10_step_s < 2
+    result = interval(plan, outside, MANY)
+    assert result.p50_step_s == pytest.approx(predicted(plan, outside).step_s, rel=1e-9)
+    assert 1.2 < result.p90_step_s / result.p50_step_s < 2
+    assert 1.2 < result.p50_step_s / result.p10_step_s < 2
 
 
 def test_large_logits_on_a_cpu_take_new_pages_and_widen():
-    """Of a vocabulary of 152,000 tokens; an eighth of as many logits takes none."""
+    """Vocabulary of 152,000 tokens; with 8 instead of 64 tokens the logits cause no page faults."""
     assert FAULTED_BYTES == slabs.LARGE_BYTES
     model, profile, name = read_model("qwen2.5-0.5b"), read_profile("cpu-2core"), "page faults of 38.9 MB logits"
-    found = {}
+    seconds = {}
     for seq_len, factor in ((8, 1.0), (64, 1.0), (64, FAULTS_OFF_BY), (64, 0.0)):
         semantics, cost = Semantics(seq_len=seq_len, batch_size=1, micro_batch=1), CostModel(profile, longer_outside={name: factor})
-        found[seq_len, factor] = cost.loss_s(build_workload(model, semantics).blocks[-1], semantics)
-        assert {of: how for of, how in cost.outside.items() if "faults" in of} == ({name: FAULTS_OFF_BY} if seq_len == 64 else {})
+        seconds[seq_len, factor] = cost.loss_s(build_workload(model, semantics).blocks[-1], semantics)
+        assert {k: by for k, by in cost.outside.items() if "faults" in k} == ({name: FAULTS_OFF_BY} if seq_len == 64 else {})
     pages_s = 64 * 151_936 * 20 * 10 / profile.device.memory_bytes_per_s.value
-    assert found[64, 1.0] - found[64, 0.0] == pytest.approx(pages_s)
-    assert found[64, FAULTS_OFF_BY] - found[64, 1.0] == pytest.approx((FAULTS_OFF_BY - 1) * pages_s)
+    assert seconds[64, 1.0] - seconds[64, 0.0] == pytest.approx(pages_s)
+    assert seconds[64, FAULTS_OFF_BY] - seconds[64, 1.0] == pytest.approx((FAULTS_OFF_BY - 1) * pages_s)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_beyond_a_shipped_grid_a_product_is_off_by_over_a_tenth(machine):
 
 @pytest.mark.soak
 def test_the_interval_is_that_of_plain_sampling():
-    """Held against independent draws, each a profile written anew as JSON."""
+    """Compare with independent samples of the profile, each built from JSON."""
     plan, profile = small_plan()
     fields, rng = profile.to_json(), random.Random(3)
     steps_s = []
@@ -171,13 +171,13 @@ def test_the_interval_is_that_of_plain_sampling():
         z = {group: rng.gauss(0, 1) / 1.2815515655446004 for group in Group}
         steps_s.append(predicted(plan, Profile.from_json(moved(fields, z))).step_s)
     tenths = quantiles(steps_s, n=10)
-    found = interval(plan, profile, 64)
-    drawn = found.p10_step_s, found.p50_step_s, found.p90_step_s
-    assert drawn == pytest.approx((tenths[0], tenths[4], tenths[8]), rel=0.04)
+    result = interval(plan, profile, 64)
+    percentiles = result.p10_step_s, result.p50_step_s, result.p90_step_s
+    assert percentiles == pytest.approx((tenths[0], tenths[4], tenths[8]), rel=0.04)
 
 
 def moved(part, z, place=""):
-    """The JSON of a profile, each quantity off by as many of its spreads as its group is."""
+    """Return the profile JSON with each quantity shifted by `z[group]` times its spread."""
     if isinstance(part, dict) and set(part) == {"value", "spread_fraction", "source"}:
         group = group_of(place)
         factor = 1.0 if group is None else math.pow(1 + part["spread_fraction"], z[group])

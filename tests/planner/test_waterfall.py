@@ -1,4 +1,4 @@
-"""The parts of a step add up, and mean what they say."""
+"""Waterfall of a step: sum and meaning of its parts."""
 
 from dataclasses import asdict
 from itertools import product
@@ -18,13 +18,13 @@ from penstock.runtime.plan.workload import Saved
 from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
 
 COMPUTE, LINK, DISK, DRAM, OPTIMIZER, LAUNCH = RESOURCES.values()
-NEGLIGIBLE = 1e-8  # of a step
-SHARED = (Group.DUPLEX, Group.DRAM)  # without these, no op slows another
+NEGLIGIBLE = 1e-8  # fraction of a step
+SHARED = (Group.DUPLEX, Group.DRAM)  # sources of contention between ops
 KEEPING = Policy(save=saves(all=tuple(range(1, 7))), update=Update.DEFERRED)
 examples = settings(deadline=None, max_examples=40)
 
 
-def without(profile, *burdens):
+def with_free(profile, *burdens):
     return faster(profile, {group: FREE for groups in burdens for group in groups})
 
 
@@ -39,7 +39,7 @@ def plan_of(policy, n_layers=6, n_micro_batches=2):
 
 @st.composite
 def machines(draw):
-    """The made-up machine, each thing up to a thousand times as slow or as fast."""
+    """Generate the made-up machine with rates scaled by 1/1000 to 1000."""
     return faster(MADE_UP, {group: 10.0 ** draw(st.integers(-3, 3)) for group in Group})
 
 
@@ -57,9 +57,9 @@ def test_the_parts_are_the_predicted_step_and_none_is_negative(case, machine):
 def test_what_is_free_has_no_part_in_the_step(case, machine):
     burdens_of = {"link_s": (LINK, DISK), "host_dram_s": (DRAM,), "optimizer_s": (OPTIMIZER, DRAM)}
     for key, burdens in (burdens_of | {"fill_drain_and_launch_s": (LAUNCH, LINK, DRAM)}).items():
-        parts = waterfall(case.plan, without(machine, *burdens))
+        parts = waterfall(case.plan, with_free(machine, *burdens))
         assert asdict(parts)[key] <= NEGLIGIBLE * parts.step_s, key
-    alone = without(machine, LINK, DRAM, OPTIMIZER, LAUNCH)
+    alone = with_free(machine, LINK, DRAM, OPTIMIZER, LAUNCH)
     parts = waterfall(case.plan, alone)
     assert parts.ideal_compute_s + parts.recompute_s == pytest.approx(step_s(case.plan, alone), rel=NEGLIGIBLE)
 
@@ -68,12 +68,11 @@ def test_what_is_free_has_no_part_in_the_step(case, machine):
 @examples
 @given(cases(), machines())
 def test_recompute_is_what_is_computed_a_second_time(case, machine):
-    """Each layer's recompute, and the forwards that a boundary's absence asks for. Copies on the device of activations that leave
-    count with it: they are paid instead."""
-    plan, policy, of = case.plan, case.policy, case.semantics
-    cost, again_s = CostModel(without(machine, LAUNCH)), 0.0
+    """Sum layer recomputation, forwards from the previous boundary, and device copies of offloaded activations."""
+    plan, policy, semantics = case.plan, case.policy, case.semantics
+    cost, again_s = CostModel(with_free(machine, LAUNCH)), 0.0
     first, stride, n_layers = case.workload.first_trained, policy.boundary_stride, case.workload.n_layers
-    for m, b in product(range(of.n_micro_batches), range(1, n_layers + 1)):
+    for m, b in product(range(semantics.n_micro_batches), range(1, n_layers + 1)):
         block = plan.blocks_of(m)[b]
         if policy.saved(b) is not Saved.ALL and b >= first:
             again_s += cost.recompute_s(block, block.recompute(plan.policy.saved(b)), plan.semantics)
@@ -99,20 +98,20 @@ def test_recompute_is_what_is_computed_a_second_time(case, machine):
 def test_what_is_slow_has_the_largest_part_and_the_largest_gain(slow, key, resource):
     plan, machine = plan_of(KEEPING), faster(MADE_UP, dict.fromkeys(slow, 1e-6))
     if slow is DISK:
-        of = Semantics(4, 2, 1, train=Train(layers=(5, 5)))
-        plan = lower(MODEL, small_workload(6, tied=False, train=of.train), of, Policy(disk_blocks=(1, 2, 3, 4)), PROFILE)
-    parts, found = asdict(waterfall(plan, machine)), gains(plan, machine)
+        s = Semantics(4, 2, 1, train=Train(layers=(5, 5)))
+        plan = lower(MODEL, small_workload(6, tied=False, train=s.train), s, Policy(disk_blocks=(1, 2, 3, 4)), PROFILE)
+    parts, ranked = asdict(waterfall(plan, machine)), gains(plan, machine)
     assert max(parts, key=parts.__getitem__) == key
-    assert found[0].resource == resource
-    assert found[0].saved_fraction == pytest.approx(1 - 1 / 1.1, abs=0.02)  # the step is that resource alone
+    assert ranked[0].resource == resource
+    assert ranked[0].saved_fraction == pytest.approx(1 - 1 / 1.1, abs=0.02)  # the step uses only this resource
 
 
 def test_a_shortage_of_host_memory_rate_is_a_part_of_its_own():
-    """Updates draw 8.4 GB/s while loads of the next forward draw about 2, from memory that gives 8.5."""
+    """Updates use 8.4 GB/s and loads of the next forward about 2, of 8.5 GB/s of host DRAM."""
     plan = plan_of(Policy(save=KEEPING.save, update=Update.DEFERRED, prefetch_depth=3))
     factors = {Group.DRAM: 0.085, Group.UPLOAD: 100.0, Group.DOWNLOAD: 100.0, Group.OPTIMIZER: 0.3, Group.REDUCE: 0.8}
-    machine = without(faster(MADE_UP, factors), COMPUTE, LAUNCH)
-    short, plenty = waterfall(plan, machine), waterfall(plan, without(machine, DRAM))
+    machine = with_free(faster(MADE_UP, factors), COMPUTE, LAUNCH)
+    short, plenty = waterfall(plan, machine), waterfall(plan, with_free(machine, DRAM))
     assert short.host_dram_s > 0.01 * short.step_s > plenty.host_dram_s == 0
     assert {gain.resource: gain.saved_s for gain in gains(plan, machine)}["host DRAM"] > 0.001 * short.step_s
     assert short.optimizer_s == pytest.approx(plenty.optimizer_s)
@@ -123,7 +122,7 @@ def test_a_shortage_of_host_memory_rate_is_a_part_of_its_own():
 @examples
 @given(cases(), machines())
 def test_a_gain_is_the_plan_simulated_again_with_a_tenth_more(case, machine):
-    """Held against a profile written anew as JSON; where ops do not contend no gain is negative, and none exceeds its tenth."""
+    """Compare with a profile changed in JSON; without contention gains are between zero and 1 - 1/1.1."""
     fields = machine.to_json()
     for curve in (fields["link"]["h2d"], fields["link"]["d2h"]):
         for point in curve["bytes_per_s"]:
@@ -131,7 +130,7 @@ def test_a_gain_is_the_plan_simulated_again_with_a_tenth_more(case, machine):
     fields["link"]["duplex_bytes_per_s"]["value"] *= 1.1
     link = next(gain for gain in gains(case.plan, machine) if gain.resource == "link")
     assert link.step_s == pytest.approx(step_s(case.plan, Profile.from_json(fields)), rel=1e-9)
-    found = gains(case.plan, without(machine, SHARED))
-    assert [gain.saved_s for gain in found] == sorted((gain.saved_s for gain in found), reverse=True)
-    assert {gain.resource for gain in found} == {name for name in RESOURCES if name != "disk" or case.policy.disk_blocks}
-    assert all(-NEGLIGIBLE <= gain.saved_fraction <= 1 - 1 / 1.1 + NEGLIGIBLE for gain in found)
+    ranked = gains(case.plan, with_free(machine, SHARED))
+    assert [gain.saved_s for gain in ranked] == sorted((gain.saved_s for gain in ranked), reverse=True)
+    assert {gain.resource for gain in ranked} == {name for name in RESOURCES if name != "disk" or case.policy.disk_blocks}
+    assert all(-NEGLIGIBLE <= gain.saved_fraction <= 1 - 1 / 1.1 + NEGLIGIBLE for gain in ranked)

@@ -1,4 +1,4 @@
-"""Workloads against the models of transformers: weights, FLOP, traffic and bytes that autograd saves."""
+"""Workloads against transformers models: weights, FLOP, memory traffic and bytes saved by autograd."""
 
 import json
 import os
@@ -45,12 +45,12 @@ def attention_of(model_type: str) -> str:
 
 def parameters_agree(config: dict[str, Any]) -> None:
     with torch.device("meta"):
-        theirs = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
-    ours = build_workload(Model(config), semantics(attention=attention_of(config["model_type"])))
-    assert [(p.name, p.shape) for block in ours.blocks for p in block.parameters if p.tied_to is None] == theirs
-    head = ours.blocks[-1].parameters[-1]
-    assert ours.tied == (head.tied_to == "model.embed_tokens.weight") == (theirs[-1][0] != "lm_head.weight")
-    assert head.shape == ours.blocks[0].parameters[0].shape
+        expected = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
+    workload = build_workload(Model(config), semantics(attention=attention_of(config["model_type"])))
+    assert [(p.name, p.shape) for block in workload.blocks for p in block.parameters if p.tied_to is None] == expected
+    head = workload.blocks[-1].parameters[-1]
+    assert workload.tied == (head.tied_to == "model.embed_tokens.weight") == (expected[-1][0] != "lm_head.weight")
+    assert head.shape == workload.blocks[0].parameters[0].shape
 
 
 @pytest.mark.fast("some")
@@ -71,7 +71,7 @@ def test_every_shipped_model_has_the_weights_of_the_real_one(name: str) -> None:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
-    """Eager attention computes the full square of scores; the plan's convention is the causal half, cut to the window."""
+    """Eager attention computes all seq_len x seq_len scores; plans count the causal half within the window."""
     config, batch, seq_len = tiny_config(model_type), 3, 21
     options = {"experts_implementation": "eager"} if model_type in EXPERT_TYPES else {}
     model = hf_model(config, attn_implementation="eager", **options)
@@ -81,8 +81,8 @@ def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
     blocks = build_workload(Model(config), how).blocks
     squares = [4 * a.n_sequences * a.n_heads * a.head_dim * seq_len**2 for b in blocks if (a := b.attention)]
     assert len(squares) == config["num_hidden_layers"]
-    # Older versions of transformers make the rotary tables, once for all layers, by a product: of one column with one row
-    tables = [sum(of.values()) for module, of in counter.get_flop_counts().items() if module.endswith("rotary_emb")]
+    # Older versions of transformers compute rotary tables once, with an outer product
+    tables = [sum(counts.values()) for module, counts in counter.get_flop_counts().items() if module.endswith("rotary_emb")]
     assert sum(m.flop for b in blocks for m in b.matmuls) + sum(squares) == counter.get_total_flops() - sum(tables)
 
 
@@ -122,13 +122,13 @@ def test_experts_share_rows_evenly_and_lose_none() -> None:
         assert max(m.m for m in rows) - min(m.m for m in rows) <= 1
 
 
-# ---- what one forward reads, writes and keeps
+# ---- traffic and saved bytes of a forward
 
 
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> None:
-    """Calls and traffic are those of the layer, too, and its backward stays within the transient bytes, and not far below."""
+    """Kernel calls and traffic match the layer; the backward peak is at most `transient_bytes` and at least two thirds of it."""
     for size in real_layers.SIZES:
         for block, layer, x, kwargs in layers_of(case, *size):
             weights = list(layer.parameters())
@@ -152,7 +152,7 @@ TRAINED = {
 
 
 def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
-    """Some ways to train a part of a layer, with kernels that are fused and without."""
+    """Return kernel options for partial training of a layer, with and without fused kernels."""
     ways = [{"train": train} for name, train in TRAINED.items() if "drop" not in name or case[0] not in EXPERT_TYPES]
     if case[0] in EXPERT_TYPES:
         ways.append({"train": Train(lora=Lora(rank=8, targets=("q_proj", "experts")))})
@@ -176,7 +176,7 @@ def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, st
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", EXPERT_TYPES)
 def test_rows_of_experts_keep_what_autograd_saves_of_them(model_type: str, dtype: str, overrides: dict[str, Any]) -> None:
-    """To the byte, but for the few that count rows, in versions of transformers that mask them; elsewhere without the mask."""
+    """Exact up to row counters, and up to the row mask that only some versions of transformers save."""
     case = (model_type, attention_of(model_type), dtype, "grouped_mm")
     for block, layer, x, kwargs in layers_of(case, *MANY, **overrides):
         measured = saved_bytes(layer, x, kwargs, list(layer.parameters()))
@@ -185,7 +185,7 @@ def test_rows_of_experts_keep_what_autograd_saves_of_them(model_type: str, dtype
 
 
 def test_the_bound_holds_at_a_width_of_real_models() -> None:
-    """One layer as wide as a model of half a billion parameters."""
+    """Use one layer with the width of a 0.5B model."""
     config = read_model("qwen2.5-0.5b").config | {"num_hidden_layers": 1, "vocab_size": 64}
     model = hf_model(config, attn_implementation="sdpa").to(torch.bfloat16)
     block = build_workload(Model(config), semantics(1, 512, "bf16")).blocks[1]
@@ -207,7 +207,7 @@ def test_an_embedding_keeps_indices_alone(model_type: str, dtype: str) -> None:
     block = build_workload(Model(config), semantics(2, 48, dtype, attention="eager")).blocks[0]
     table = hf_model(config).to(DTYPES[dtype]).model.embed_tokens  # type: ignore[union-attr]
     ids = torch.randint(0, 1000, (2, 48))
-    assert saved_bytes(table.forward, ids, {}, [*table.parameters(), *table.buffers()]) <= 8  # without the indices
+    assert saved_bytes(table.forward, ids, {}, [*table.parameters(), *table.buffers()]) <= 8  # excluding the indices
     assert block.kept_bytes == 8 * ids.numel()
     with Traffic() as traffic:
         table(ids)
@@ -219,7 +219,7 @@ def test_an_embedding_keeps_indices_alone(model_type: str, dtype: str) -> None:
 
 
 def tiled_loss(head, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: float | None) -> list[torch.Tensor]:
-    """Loss and gradients the obvious way: the norm once, then a backward for each tile of tokens."""
+    """Reference implementation of loss and gradients: one norm, then a backward per tile of tokens."""
     norm, output = head.model.norm, head.lm_head  # type: ignore[union-attr]
     x = x.requires_grad_()
     normed = norm(x)
@@ -227,22 +227,22 @@ def tiled_loss(head, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: 
     gradient = torch.empty_like(rows)
     weight_sum = WEIGHT_SUM[: output.weight.numel()].view_as(output.weight)
     loss = torch.zeros(())
-    for at in range(0, len(rows), tile):
-        part = rows[at : at + tile].clone().requires_grad_()
+    for start in range(0, len(rows), tile):
+        part = rows[start : start + tile].clone().requires_grad_()
         logits = torch.nn.functional.linear(part, output.weight)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
-        part_loss = torch.nn.functional.cross_entropy(logits.float(), labels[at : at + tile], reduction="sum")
-        of_part, of_weight = torch.autograd.grad(part_loss, [part, output.weight])
-        gradient[at : at + tile] = of_part
-        for row_sum, of_row in zip(weight_sum, of_weight, strict=True):
-            row_sum += of_row  # by rows: on the CPU, adding bf16 to fp32 makes an fp32 copy first
+        part_loss = torch.nn.functional.cross_entropy(logits.float(), labels[start : start + tile], reduction="sum")
+        part_gradient, weight_gradient = torch.autograd.grad(part_loss, [part, output.weight])
+        gradient[start : start + tile] = part_gradient
+        for row_sum, row_gradient in zip(weight_sum, weight_gradient, strict=True):
+            row_sum += row_gradient  # by rows: on the CPU, bf16 + fp32 first makes an fp32 copy
         loss += part_loss.detach()
-        del logits, part_loss, of_part, of_weight, of_row  # else the next tile would find this one's gradient still there
+        del logits, part_loss, part_gradient, weight_gradient, row_gradient  # free this gradient before the next tile
     return [loss, *torch.autograd.grad(normed, [x, norm.weight], gradient.view_as(normed))]
 
 
-WEIGHT_SUM = torch.zeros(3000 * 128)  # stands for the fp32 sum, which is in an arena
+WEIGHT_SUM = torch.zeros(3000 * 128)  # replaces the fp32 sum in an arena
 
 
 @pytest.mark.fast("some")
@@ -258,7 +258,7 @@ def test_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: str, d
     labels = torch.randint(0, 3000, (128,))
     softcap = 30.0 if model_type == "gemma2" else None
     peak = peak_bytes(lambda: tiled_loss(model, x, labels, tile, softcap))
-    assert peak <= block.transient_bytes <= 1.8 * peak  # logits and weight gradient are added, though most logits are gone by then
+    assert peak <= block.transient_bytes <= 1.8 * peak  # logits plus weight gradient; most logits are freed earlier
     assert (block.kept_bytes, block.boundary_bytes) == (0, 0)
 
 
@@ -273,8 +273,8 @@ def write(folder: Path, config: object, name: str = "config.json") -> Path:
 def test_a_model_is_a_folder_a_file_or_a_shipped_name(tmp_path: Path) -> None:
     config = tiny_config("llama")
     file = write(tmp_path, config)
-    for given in (tmp_path, file):
-        model = read_model(str(given))
+    for source in (tmp_path, file):
+        model = read_model(str(source))
         assert (model.config, model.path, model.name) == (config, None, tmp_path.name)
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     assert read_model(str(tmp_path)).path == read_model(str(file)).path == str(tmp_path.resolve()), "weights are there"
@@ -326,7 +326,7 @@ def test_a_classifier_is_not_taken_for_a_language_model() -> None:
 
 
 def test_experts_that_are_called_otherwise_have_no_adapters() -> None:
-    """Though the last of their stacks is called as a target is."""
+    """The last weight stack has the name of a LoRA target but gets no adapter."""
     model = Model(tiny("nemotron_h"))
     blocks = build_workload(model, semantics(train=Train(lora=Lora()))).blocks
     assert not [p.name for block in blocks for p in block.parameters if ".experts.lora_" in p.name]
@@ -355,7 +355,7 @@ def test_a_name_of_no_model_is_refused_in_one_line(name: str, tmp_path: Path) ->
 
 
 def fused_is_the_models_own(config: dict[str, Any]) -> bool:
-    """Whether transformers lets the model have it and logits stay: older versions let gemma2, and leave out its cap on scores."""
+    """True if transformers supports SDPA with equal logits. Older versions accept gemma2 but ignore its score cap."""
     logits = []
     for attention in ("eager", "sdpa"):
         torch.manual_seed(0)
@@ -370,10 +370,10 @@ def fused_is_the_models_own(config: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_fused_attention_is_refused_where_the_model_has_another(model_type: str) -> None:
-    model = Model(tiny_config(model_type, initializer_range=0.2))  # so that scores are large enough to be capped
-    ours = fused_is_the_models_own(model.config)
-    assert ("sdpa" in supported_attention(model)) == ours == (model_type not in EAGER_ONLY)
-    if ours:
+    model = Model(tiny_config(model_type, initializer_range=0.2))  # large scores, to reach the cap
+    supports_sdpa = fused_is_the_models_own(model.config)
+    assert ("sdpa" in supported_attention(model)) == supports_sdpa == (model_type not in EAGER_ONLY)
+    if supports_sdpa:
         assert build_workload(model, semantics()).n_layers == model.config["num_hidden_layers"]
     else:
         with pytest.raises(WorkloadError, match="use eager"):
