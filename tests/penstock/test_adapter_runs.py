@@ -1,4 +1,4 @@
-"""Runs that train adapters, or some of the weights: their files are loaded by PEFT and transformers."""
+"""Runs that train adapters or some weights; PEFT and transformers load the files."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ BYTES = ["--tokenizer", "bytes"]
 
 @pytest.fixture
 def home(tmp_path):
-    """A model with weights of its own, and some text."""
+    """Folder of a model with weights, and some text."""
     home = make_home(tmp_path)
     with_weights(home / "model", "qwen3")
     return home
@@ -41,7 +41,7 @@ def trained(home, plan, *extra, out="out", steps=4):
 
 
 def resumed_alike(home, plan):
-    """The checkpoint of a run, which is also that of one that resumed from its middle."""
+    """Return a run's checkpoint, after asserting that a resumed run writes an identical one."""
     whole = trained(home, plan, "--save-every", 2)
     shutil.copytree(home / "out", home / "again")
     shutil.rmtree(home / "again" / "checkpoint-4")
@@ -132,7 +132,7 @@ def test_an_adapter_of_another_kind_or_base_is_refused(home):
 
 
 def test_an_adapter_is_taken_on_its_own_base_and_as_it_was_saved(home):
-    """As the checkpoint says; of its two files alone, as PEFT saves them, nothing is known."""
+    """The checkpoint records base and precision; PEFT's two files alone record neither."""
     plan = plan_in(home, *LORA)
     first = trained(home, plan, steps=1)
     with_weights(home / "other", "qwen3", seed=4)
@@ -183,11 +183,11 @@ def test_experts_that_are_not_in_an_mlp_have_adapters_too(home):
     merged, base = (AutoModelForCausalLM.from_pretrained(home / of, dtype=torch.float32) for of in ("merged", "granite"))
     theirs = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
     for name, weight in merged.state_dict().items():
-        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=2**-8)  # ours is bf16
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=2**-8)  # the run's weights are bf16
 
 
 def test_a_model_published_in_4_bits_is_trained_as_it_is(home):
-    """Its projections as bitsandbytes stores them; what is packed here from the same weights trains the same bits."""
+    """Training on bitsandbytes projections is bitwise identical to packing the same weights at load time."""
     weights = load_file(home / "model" / "model.safetensors")
     shutil.copytree(home / "model", home / "packed")
     stored = {}
@@ -209,7 +209,7 @@ def test_a_model_published_in_4_bits_is_trained_as_it_is(home):
 
 
 def test_gpt_oss_in_mxfp4_trains_as_a_bf16_copy_of_it(home):
-    """Its experts are streamed as they are published, and have adapters; transformers and PEFT load what comes of them."""
+    """Published MXFP4 experts are streamed with adapters; transformers and PEFT load the results."""
     published(home, "gpt_oss")
     found, merged = {}, {}
     for model, base in (("few", "mxfp4"), ("bf16", "bf16")):
@@ -231,4 +231,4 @@ def test_gpt_oss_in_mxfp4_trains_as_a_bf16_copy_of_it(home):
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), found["few"])
     theirs = theirs.merge_and_unload().state_dict()
     for name, weight in loaded.state_dict().items():
-        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=2**-8)  # ours is bf16
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=2**-8)  # the run's weights are bf16

@@ -1,4 +1,4 @@
-"""Models that nothing was written for: trained from published files, resumed to the same bytes, and loaded by transformers."""
+"""Model types without special code: trained from published files, resumed bitwise, loaded by transformers."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ SAYS = ("--tokenizer", "bytes", "--save-every", 2)
 
 
 def published(home, model_type):
-    """A folder of the type as transformers saves it: experts one by one, and what is no weight in its own precision."""
+    """Save a model of the type by transformers: separate experts, and buffers in their own precision."""
     torch.manual_seed(0)
     config = tiny(model_type)
     model = loader(config).from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
@@ -64,7 +64,7 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_t
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.soak)])
 def test_adapters_of_the_text_leave_towers_alone(tmp_path, model_type):
-    """Whose projections have the same names: PEFT finds those of the decoder alone."""
+    """Projections of towers have the same names; PEFT finds only those of the decoder."""
     home = make_home(tmp_path)
     published(home, model_type)
     plan = plan_in(home, "--train", "lora:r=4,alpha=8", model=model_type)
@@ -107,14 +107,14 @@ def test_accepted_types_have_transformers_loss_and_gradients(model_type):
 
 
 def test_a_type_that_is_not_read_as_it_is_saved_is_not_accepted():
-    """Its step has the bits of transformers' own; its checkpoints would not hold its weights."""
+    """Its step is bitwise identical to transformers, but it saves a weight under a name that is not read back."""
     assert "saved under a name that is not read as that weight" in verdict("shieldgemma2")
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral", "jamba", "nemotron_h", "kimi_linear", "gpt_oss"])
 def test_weights_named_one_by_one_are_the_files_of_transformers(model_type):
-    """And are read back: no type is written whose files hold several weights of a module in one tensor."""
+    """Checkpoints are read back; types with several weights of a module in one tensor are not written."""
     config = tiny(model_type)
     model = hf_model(config)
     weights, conversion = dict(model.named_parameters()), Conversion(config)

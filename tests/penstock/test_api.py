@@ -1,4 +1,4 @@
-"""The functions of `penstock`: from a model to a checkpoint, as the commands do it."""
+"""Python functions of `penstock`, from a model to a checkpoint, compared with the commands."""
 
 import json
 import math
@@ -30,7 +30,7 @@ DEFERRED = json.loads(Path(UNSEARCHED[1]).read_text())
 
 
 class Batches:
-    """Random batches, a function of the step, perhaps with wrong targets or documents."""
+    """Random batches by step, optionally with wrong targets or documents."""
 
     def __init__(self, first_target: int = 0, documents: tuple[tuple[int, ...], ...] | None = None) -> None:
         self.first_target, self.documents = first_target, documents
@@ -46,7 +46,7 @@ def planned(home: Path, policy: dict[str, Any] | None = DEFERRED) -> "penstock.r
 
 
 def train_new(plan: Any, data: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Train random weights, on bytes."""
+    """Train random weights on bytes."""
     return penstock.train(plan, data, from_scratch=True, settings={"tokenizer": "bytes"} | (settings or {}), **options)
 
 
@@ -175,7 +175,7 @@ def test_batches_are_refused_where_they_cannot_be_used(home: Path) -> None:
 
 
 def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
-    """Looked at, evaluated and saved after every step, whatever the plan defers; and another rate holds from the next step on."""
+    """Inspect, evaluate and save after every step under deferred updates; a new rate applies from the next step."""
     found = penstock.plan(home / "model", "cpu-2core", **SIZES, policy={"update": "deferred", "accumulation_group": 2})
     how = {"from_scratch": True, "settings": {"tokenizer": "bytes", "evaluation.data": str(home / "data")}, "lr": 1e-2}
     done = penstock.train(found, home / "data", out=home / "train", steps=5, **how)

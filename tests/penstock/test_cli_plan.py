@@ -1,4 +1,4 @@
-"""`plan`, `check` and `report`: the contract that scripts rely on."""
+"""Commands `plan`, `check` and `report`: the interface that scripts rely on."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from penstock.runtime.plan import PlanFile
 from tests.running import one_line
 from tests.running import penstock as invoke
 
-# With a micro-batch that is named: a search in half the time
+# A fixed micro-batch halves the search time
 SMALL = ["plan", "qwen2.5-0.5b", "--machine", "rtx4090-desktop", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4"]
 GPT_OSS = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", "64", "--seq-len", "1024", "--json"]
 NEXT = "penstock run {} --data FOLDER --model Qwen2.5-0.5B-Instruct, once it is"
@@ -20,13 +20,13 @@ NEXT = "penstock run {} --data FOLDER --model Qwen2.5-0.5B-Instruct, once it is"
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """The answer to the small question with `--json -o`, and the file: one search for all tests that do not change it."""
+    """Result of the small search with `--json -o`, and its plan file; shared by tests that do not modify it."""
     path = tmp_path_factory.mktemp("small") / "p.json"
     return invoke(*SMALL, "--json", "-o", path), path
 
 
 def changed(path, plan, change):
-    """A copy of a plan file with its fields changed."""
+    """Copy a plan file with other field values."""
     fields = json.loads(plan.read_text())
     change(fields)
     path.write_text(json.dumps(fields))
@@ -63,9 +63,9 @@ def test_the_plan_file_holds_the_claim_and_passes_the_check(answered):
 
 
 def test_the_same_question_gives_the_same_file(tmp_path, answered):
-    """In words: the answer in a dozen lines; all that a reader may want, on demand."""
+    """Default text output is a dozen lines; details are printed on demand."""
     short = invoke(*SMALL, "-o", tmp_path / "b.json", "--tokens", "1B").stdout
-    words = invoke(*SMALL, "--policy", tmp_path / "b.json", "-v").stdout  # as what was found needs no search
+    words = invoke(*SMALL, "--policy", tmp_path / "b.json", "-v").stdout  # because a found plan needs no search
     assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
     assert len(short.splitlines()) <= 12
     assert all(word in short for word in ("tokens/s", "(gap ", "it fits: device", "USD rented", "plan -v"))
@@ -78,7 +78,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
     assert result.exit_code == 3
     said = json.loads(result.stdout)
     assert said["fits"] is False
-    # 116.8 G parameters: master 4, the weight in it, moments 8, gradient 2 bytes each; 6 GB for the process. The device holds some.
+    # 116.8 G parameters: 4 bytes of master (includes the weight), 8 of moments, 2 of gradient; process 6 GB; part on the GPU
     most = 116.83e9 * 14 + 6e9 - 1.5e12
     assert most - 141e9 < said["short_bytes"]["host"] < most - 70e9
     assert "--optimizer adamw:moments=bf16 (10 bytes a parameter" in said["smallest_change"]
@@ -141,7 +141,7 @@ def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(tmp_path, answered, text, words):
-    """From a file of its own, and what is wrong with `save` from a plan too."""
+    """Policies are read from a policy file; a wrong `save` is tested in a plan, too."""
     (tmp_path / "policy.json").write_text(text)
     refused = invoke(*SMALL, "--policy", tmp_path / "policy.json")
     one_line(refused, 2, words)

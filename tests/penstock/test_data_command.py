@@ -1,4 +1,4 @@
-"""Runs on data of every kind, and `penstock data`, which shows what is learned of it."""
+"""Runs on data of every kind, and `penstock data`, which prints the learned tokens."""
 
 import csv
 import gzip
@@ -31,7 +31,7 @@ def hub(folder):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Shared: nothing but runs is written there."""
+    """Shared folder; tests write only runs."""
     home = make_home(tmp_path_factory.mktemp("home"))
     plan_in(home, *SIZES[2:4], "--seq-len", 64)
     return home
@@ -39,7 +39,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def given(home):
-    """Every way of giving data: what to say after `run PLAN`."""
+    """Arguments after `run PLAN` for each kind of data."""
     (home / "pairs.jsonl").write_bytes(lines({"prompt": f"{q} ", "completion": a} for q, a in PAIRS))
     (home / "qa.json").write_text(json.dumps([{"question": q, "answer": a} for q, a in PAIRS], indent=1))
     (home / "chats.jsonl.gz").write_bytes(gzip.compress(lines({"messages": chat} for chat in CHATS)))
@@ -125,12 +125,12 @@ def test_learned_tokens_are_marked_and_all_are_counted(home, given):
 
 @pytest.mark.parametrize("packing", ["documents", "one"])
 def test_learned_tokens_of_pairs_are_counted_however_they_lie(tmp_path, packing):
-    """Whose chosen answers alone are longer than the two sequences that several pairs share."""
+    """Chosen answers alone are longer than the two sequences shared by several pairs."""
     pairs = [{"prompt": "tea? ", "chosen": "yes " * (2 + 6 * (n % 2)), "rejected": "no" * (1 + n % 3)} for n in range(12)]
     (tmp_path / "pairs.jsonl").write_bytes(lines(pairs))
     done = penstock("data", tmp_path / "pairs.jsonl", "--seq-len", 44, "--packing", packing, "--json")
     counts = json.loads(done.stdout)["counts"]
-    assert counts["learned_tokens"] == sum(len(pair["chosen"] + pair["rejected"]) + 2 for pair in pairs)  # and what ends each
+    assert counts["learned_tokens"] == sum(len(pair["chosen"] + pair["rejected"]) + 2 for pair in pairs)  # and their end tokens
     assert counts["sequences"] == 12 if packing == "one" else counts["sequences"] < 12
 
 

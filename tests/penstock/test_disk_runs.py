@@ -1,4 +1,4 @@
-"""Runs whose frozen layers are on a disk: the files of a run in memory, made again by none, and what is said where that fails."""
+"""Runs with NVMe offload of frozen layers: same files as in host memory, and error messages."""
 
 import errno
 import json
@@ -73,7 +73,7 @@ def test_a_disk_pulled_out_in_mid_run_leaves_the_last_checkpoint(home, monkeypat
 
     def preadv(*of):
         seen.append(of)
-        if len(seen) > 5:  # a page at first, then two a step
+        if len(seen) > 5:  # one page at the start, then two per step
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(*of)
 
@@ -92,7 +92,7 @@ def test_an_emulated_run_reads_a_stand_in(home):
 
 
 def test_a_plan_says_what_masters_on_its_disk_would_take(home):
-    """12 bytes of each parameter, read at 1 GB/s and written at half of that."""
+    """12 bytes per parameter, read at 1 GB/s and written at 0.5 GB/s."""
     disk = ("--disk-read", "1GB", "--disk-write", "500MB", "--disk-endurance", "1TB")
     asked = ("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--policy", "megatrain")
     line = next(line for line in penstock(*asked, *disk).stdout.splitlines() if line.startswith("masters"))

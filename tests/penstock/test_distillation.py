@@ -1,4 +1,4 @@
-"""Distillation: what a teacher writes of data, what a student learns from it, and files that are refused."""
+"""Distillation: teacher files, training of a student, and rejected files."""
 
 import json
 import math
@@ -30,7 +30,7 @@ LOSS = ("--loss", "distill:k=5,temperature=2", "--compute", "fp32")
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """A teacher that was trained."""
+    """Train a teacher."""
     home = make_home(tmp_path_factory.mktemp("taught"))
     (home / "model" / "config.json").write_text(json.dumps(tiny_config("llama", vocab_size=272, hidden_size=64)))
     succeeded(train(home, plan_in(home), steps=2))
@@ -39,7 +39,7 @@ def taught(tmp_path_factory):
 
 @pytest.fixture
 def school(home, taught):
-    """The teacher, and a smaller student that knows nothing."""
+    """Folder with the teacher and a smaller student with random weights."""
     shutil.copytree(taught, home / "teacher")
     plan_in(home, *LOSS, model="teacher", name="teacher.json")
     return home
@@ -78,12 +78,12 @@ def test_a_student_comes_nearer_to_its_teacher_and_resumes(school):
     succeeded(train(school, plan, *more, "--resume", out="again", steps=6))
     assert weights_sha(school / "again" / "checkpoint-6") == weights_sha(school / "out" / "checkpoint-6")
     shutil.rmtree(school / "again" / "checkpoint-6")
-    succeeded(written(school, "--from-scratch", "--seed", 0))  # of other weights
+    succeeded(written(school, "--from-scratch", "--seed", 0))  # from other weights
     one_line(train(school, plan, *more, "--resume", out="again", steps=6), 2, "of another set of data")
 
 
 def plain_divergence(student, teacher, targets, beta, temperature):
-    """Over whole logits; the mean over supervised tokens."""
+    """Compute the divergence over whole logits, mean over supervised tokens."""
     q, p = ((logits.double() / temperature).log_softmax(-1)[targets != -100] for logits in (student, teacher))
     kl = lambda p, q: (p.exp() * (p - q)).sum(-1).mean()  # noqa: E731
     if beta in (0, 1):
@@ -95,7 +95,7 @@ def plain_divergence(student, teacher, targets, beta, temperature):
 @pytest.mark.soak_cases("0", "1")
 @pytest.mark.parametrize("beta", [0, 0.4, 1])
 def test_a_student_of_all_logits_learns_as_by_a_plain_loop(school, beta):
-    """Loss, gradient's norm and held-out divergence, of whole logits by transformers; the file's fp16 is in the tolerance."""
+    """Loss, gradient norm and held-out divergence, from transformers' full logits; the tolerance covers the file's fp16."""
     loss = ("--loss", f"distill:k=272,temperature=0.25,beta={beta}", "--compute", "fp32", "--master", "fp32", "--clip-norm", "none")
     plan_in(school, *loss, model="teacher", name="teacher.json")
     held_out = ("--eval-data", school / "data" / "b.txt")

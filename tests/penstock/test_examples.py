@@ -1,4 +1,4 @@
-"""Examples: each script of `examples/` runs on a tiny model."""
+"""Example scripts in `examples/` run on a tiny model."""
 
 import json
 import subprocess

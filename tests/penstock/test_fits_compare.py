@@ -1,4 +1,4 @@
-"""`machines`, `compare` and `fits`: names stay whole on narrow terminals, and a plan has one price everywhere."""
+"""Commands `machines`, `compare` and `fits`: full names on narrow terminals, equal prices in all outputs."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def test_results_of_processes_come_in_the_order_of_the_tasks() -> None:
 
 @pytest.mark.soak
 def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> None:
-    """And what was given on the command line stays with the plan."""
+    """Prices from the command line are stored in the plan."""
     plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
     planned = json.loads(said("plan", *SMALL, "--machine", "rtx4090-desktop", "-o", str(plan), "--json"))
     (compared,) = json.loads(said("compare", *SMALL, "--machines", "rtx4090-desktop", "--json"))["machines"]

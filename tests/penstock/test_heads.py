@@ -1,4 +1,4 @@
-"""Heads of one's own: a run that scores texts or answers, as transformers loads it."""
+"""Classification heads: runs that score texts or answers, loaded by transformers."""
 
 import shutil
 import warnings
@@ -119,7 +119,7 @@ def test_peft_loads_adapters_with_a_head_and_scores_alike(home, base):
     if base == "bf16":
         folder = home / "base" / "checkpoint-1"
         scoring = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=2, pad_token_id=256)
-        with warnings.catch_warnings(action="error", category=UserWarning):  # of keys that are missing
+        with warnings.catch_warnings(action="error", category=UserWarning):  # about missing keys
             model = PeftModel.from_pretrained(scoring, home / "out" / "checkpoint-12").eval()
         asked = DataSettings(str(home / "data"), shuffle=False)
         batch = read_data(asked, None, 272, 32, 16, 0, home / "t", objective=parse_objective("classify")).batch(0)

@@ -1,4 +1,4 @@
-"""Damaged files, pipes, full disks, odd names: a command does its work or refuses in one line, and nothing hangs."""
+"""Damaged files, pipes, full disks, odd names: commands succeed or fail with one line, and never hang."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.running import penstock, succeeded
 
 
 def refused(done, code=2):
-    """The one line of a command that ended with this exit code."""
+    """Return the only error line of a command that ended with this exit code."""
     exit_code = done.returncode if isinstance(done, subprocess.CompletedProcess) else done.exit_code
     assert exit_code == code, (exit_code, done.stdout, done.stderr)
     assert not done.stdout
@@ -34,7 +34,7 @@ def refused(done, code=2):
 def test_a_good_file_is_taken_and_half_of_one_is_judged(house, name):
     file, words = FORMATS[name]
     content = (house / file).read_bytes()
-    if name not in ("tokenizer.json", "published runs"):  # slow, and taken in tests of their own
+    if name not in ("tokenizer.json", "published runs"):  # slow, tested separately
         shutil.copytree(house.parent, house.parent.parent / "second")
         assert judged(house.parent.parent / "second" / "house", words) == 0
     (house / file).write_bytes(content[: len(content) // 2])
@@ -81,7 +81,7 @@ def test_a_plan_of_more_parts_than_any_model_is_refused(house, part):
 
 
 def test_a_tokenizer_on_which_its_library_panics_is_refused(house):
-    """Below what the library prints of its panic."""
+    """The line follows the library's panic output."""
     fields = {"version": "1.0", "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "added_tokens": []}
     fields |= {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]], "byte_fallback": False}}
     (house / "model" / "tokenizer.json").write_text(json.dumps(fields))

@@ -1,4 +1,4 @@
-"""Code in files: weights are not unpickled, no object is made from YAML, and code next to a model or data set is not run."""
+"""Code in files: no unpickling of weights, no objects from YAML, no code next to a model or data set."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from tests.tiny import tiny_config
 from tests.tour import ROOT
 
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles", "demo")
-# What runs what it is given, or makes objects of any class.
+# Functions that run code or construct objects of any class.
 MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp", "runpy", "code", "subprocess")
 BUILTINS = ("eval", "exec", "__import__", "execfile")
 FUNCTIONS = (
@@ -21,23 +21,20 @@ FUNCTIONS = (
     *("yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all", "pandas.read_pickle", "jinja2.Environment"),
     *("os.system", "os.popen", "os.execv", "os.fork", "importlib.import_module", "importlib.util.module_from_spec"),
 )
-BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, which ship with it
+BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # shipped with `datasets`
 ALLOWED = {
-    ("penstock/cli/main.py", "importlib.import_module"),  # of our own commands, by a table of constants
+    ("penstock/cli/main.py", "importlib.import_module"),  # modules of commands, from a table of constants
     ("penstock/__init__.py", "importlib.import_module"),
     ("penstock/ranks.py", "subprocess"),
-    (
-        "penstock/user_loss.py",
-        "importlib.util.module_from_spec",
-    ),  # of the file that a user names on the command line, and of no plan's
+    ("penstock/user_loss.py", "importlib.util.module_from_spec"),  # file named on the command line, not by a plan
     ("penstock/user_loss.py", "exec"),
-    ("runtime/layers/kernels.py", "importlib.import_module"),  # of packages by a table of constants
-    ("planner/show/page.py", "jinja2.Environment"),  # of our own template
+    ("runtime/layers/kernels.py", "importlib.import_module"),  # packages, from a table of constants
+    ("planner/show/page.py", "jinja2.Environment"),  # template of this package
 }
 
 
 def dangers(name: str, tree: ast.Module) -> Iterator[str]:
-    """The places of a file that could run code that came with data."""
+    """Return the lines of a source file that could run code shipped with data."""
     for node in ast.walk(tree):
         found = None
         match node:

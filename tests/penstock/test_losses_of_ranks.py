@@ -1,4 +1,4 @@
-"""Every kind of loss on two ranks, one of them killed: the bytes of one process alone."""
+"""Loss functions on two ranks, one of them killed: bitwise identical to a single process."""
 
 import os
 import shutil

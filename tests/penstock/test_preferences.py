@@ -1,4 +1,4 @@
-"""Preferences and references: rows of chosen and rejected answers, what is refused of them, and runs from the command line."""
+"""Preference losses and reference models: rows of chosen and rejected answers, errors, and runs."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def pairs_of(path, *rows, **settings):
 
 @pytest.fixture
 def tea(home):
-    """A home with pairs in place of text, and others held out."""
+    """Folder with training pairs and held-out pairs."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
@@ -77,7 +77,7 @@ def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
 
 @pytest.mark.parametrize("loss", ["simpo", "reward"])
 def test_pairs_are_streamed_whole_and_resumed(tmp_path, loss):
-    """In an odd shuffle buffer, and over the end of an epoch: the pairs of data that is read before."""
+    """Odd shuffle buffer, across the end of an epoch; compared with map-style data."""
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}" + "!" * (60 * (n == 4)), "rejected": f"no {n}"} for n in range(7)]
     path = write_lines(tmp_path / "a.jsonl", rows)
     before = read(path, loss, seq_len=32)
@@ -99,7 +99,7 @@ def answers_of(path, *rows, **settings):
 
 
 def test_ktos_answers_follow_their_prompt_with_anothers_answer(tmp_path):
-    """As TRL pairs them: each with the answer before it, the group's first with its last."""
+    """Same pairing as TRL: previous answer of the group; the first with the last."""
     rows = [{"prompt": f"tea {n}? ", "completion": "y" * (n + 1), "label": n % 2 == 0} for n in range(5)]
     data = answers_of(tmp_path / "a.jsonl", *rows, {**rows[0], "label": 2}, bad_rows=0.2)
     assert (data.n_sequences, data.parts[0].counts["skipped"], len(data.parts[0].documents.problems)) == (2, 1, 1)
@@ -114,7 +114,7 @@ def test_ktos_answers_follow_their_prompt_with_anothers_answer(tmp_path):
     with pytest.raises(DataError, match="a group has 2 answers: give more"):
         answers_of(tmp_path / "c.jsonl", rows[0])
     short = answers_of(tmp_path / "b.jsonl", {**rows[0], "prompt": "tea for two? "}, rows[4], seq_len=15).batch(0)
-    assert [(targets != -100).sum() for targets in short.targets] == [2, 2, 6, 2]  # as much of the other as there is room for
+    assert [(targets != -100).sum() for targets in short.targets] == [2, 2, 6, 2]  # the other answer is truncated to fit
 
 
 def test_labels_of_a_csv_are_words(tmp_path):
@@ -124,7 +124,7 @@ def test_labels_of_a_csv_are_words(tmp_path):
 
 
 def test_a_run_of_answers_begins_at_its_reference(home):
-    """At a half to the last bit: no answer has gained or lost, nor has the baseline."""
+    """Initial loss is exactly 0.5, because policy and reference are equal."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "completion": f"{n} yes, tea", "label": n % 3 > 0} for n in range(9)]
     write_lines(home / "data" / "answers.jsonl", rows)
@@ -157,7 +157,7 @@ def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
 
 
 def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
-    """Cut to a sequence, with the advantages that its rewards give, and log-probabilities where their tokens are targets."""
+    """Truncated completions with group-normalised advantages, and log-probabilities at their target positions."""
     data = rollouts_of(tmp_path / "a.jsonl", GROUP, GROUP | {"rewards": None, "advantages": [3, -4]})
     first, second = data.batch(0), data.batch(1)
     assert first.input_ids.tolist() == [[9, 8, 1, 256], [9, 8, 2, 3]]
@@ -169,7 +169,7 @@ def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
 
 
 def test_a_run_of_rollouts_keeps_to_its_reference(home):
-    """The file of a reference is of each token; before the first step nothing has gone away from it."""
+    """The reference file holds one value per token; before the first step the divergence is zero."""
     shutil.rmtree(home / "data")
     of_groups = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randint(0, 250, shape, generator=of_groups).tolist()  # noqa: E731
@@ -227,7 +227,7 @@ def test_a_row_that_teaches_nothing_is_refused_in_a_line(tmp_path, rows_of, row,
 
 
 def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
-    """ln 2 to the last bit: before the first step the policy has the reference's own. The file is that of `penstock forward`."""
+    """Initial loss is exactly ln 2, because policy and reference are equal. The file equals that of `penstock forward`."""
     plan = plan_in(tea, *DPO)
     more = ("--eval-data", tea / "held-out.jsonl", "--eval-every", 3, "--save-every", 3)
     succeeded(train(tea, plan, *more, steps=6))
@@ -236,7 +236,7 @@ def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
     assert last["eval_loss"] < first["eval_loss"]
     shutil.copytree(tea / "out", tea / "again")
     shutil.rmtree(tea / "again" / "checkpoint-6")
-    succeeded(train(tea, plan, *more, "--resume", scratch=SCRATCH[1:], out="again", steps=6))  # its own reference, whatever weights
+    succeeded(train(tea, plan, *more, "--resume", scratch=SCRATCH[1:], out="again", steps=6))  # computes its reference
     files = [sorted((tea / out / "checkpoint-6").glob("*.safetensors")) for out in ("out", "again")]
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
     written = ("forward", plan, "--data", tea / "data", "--eval-data", tea / "held-out.jsonl", "--out", tea / "ref", *SCRATCH)
@@ -247,7 +247,7 @@ def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("loss", ["dpo", "orpo", "reward"])
 def test_pairs_that_share_sequences_are_the_same_pairs(tea, loss):
-    """All pairs in one step, each in sequences of its own or not: a step is the mean of the same, and so are its gradients."""
+    """One step over all pairs has equal means and gradients with and without shared sequences."""
     lines = {}
     for packing, n in (("one", 16), ("documents", 8)):
         how = ("--loss", loss, "--compute", "fp32", "--batch-size", n, "--micro-batch", 4, "--seq-len", 40)
@@ -375,10 +375,10 @@ def test_a_loss_of_ones_own_is_planned_and_run_by_its_name(tea, name):
 
 
 def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # which is not what runs
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # bytecode on disk may be stale
     path, seen = tmp_path / "own.py", set()
     own = "B = 1\ndef g(x):\n    return [x * B for _ in '1'][0]\ndef f(logps, n_tokens):\n    return -g(logps)\n"
-    for text in (own, own.replace("B = 1", "B = 9"), own.replace("x * B", "x / B"), own):  # of the same size and second
+    for text in (own, own.replace("B = 1", "B = 9"), own.replace("x * B", "x / B"), own):  # of equal size and mtime
         path.write_text(text)
         os.utime(path, (1, 1))
         loss = user_loss(function_in(f"{path}:f"))
@@ -402,14 +402,14 @@ def test_batches_bring_what_the_loss_asks_and_keep_no_more():
 
 
 def grpo(logits, targets, advantage, sampled):
-    """GRPO on rollouts that are given, normalised as DAPO is: clipped ratios to the policy that wrote them."""
+    """GRPO on user rollouts with DAPO normalisation: clipped ratios to the sampling policy."""
     logps = -F.cross_entropy(logits, targets, reduction="none")
     ratio = (logps - sampled).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 
 
 class Rollouts:
-    """Groups of four completions; one with more even tokens than its group is the better one."""
+    """Groups of four completions; more even tokens than the group's mean is better."""
 
     extras = ("advantage", "sampled")
 

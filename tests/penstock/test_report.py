@@ -1,4 +1,4 @@
-"""`penstock report` writes a page or a trace, and refuses other files in one line."""
+"""Command `penstock report` writes a page or a trace, and rejects other files in one line."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_a_page_or_a_trace_is_written_and_one_line_printed(planned, ran, tmp_pat
 
 @pytest.mark.parametrize("missing", ["timeline.json", "metrics.jsonl"])
 def test_a_file_that_a_run_did_not_leave_is_no_empty_box(planned, ran, tmp_path, missing):
-    """As a run leaves none that is at work, or was killed."""
+    """Running or killed runs have no such file."""
     run = tmp_path / "run"
     run.mkdir()
     for path in ran.iterdir():
@@ -77,7 +77,7 @@ def test_a_damaged_timeline_is_refused(planned, tmp_path, timeline, said):
 
 
 def test_a_run_of_another_plan_is_refused(planned, ran, tmp_path):
-    """By the plan in the folder, though the timeline would do; not for the sake of the machine that it was predicted for."""
+    """The plan in the folder is compared, even if the timeline fits; the predicted machine is not compared."""
     run, file = tmp_path / "run", PlanFile.read(planned)
     shutil.copytree(ran, run)
     for sizes, profile, code in (({}, file.plan.profile | {"name": "corrected"}, 0), ({"seq_len": 256}, file.plan.profile, 2)):

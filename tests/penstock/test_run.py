@@ -1,4 +1,4 @@
-"""A run, from a plan to a checkpoint that transformers loads, or one line that says why not."""
+"""Runs from a plan to a checkpoint that transformers loads, and one-line errors."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     assert names == {"predicted", "measured"}
 
 
-# A user's command; whether the host optimizer's loops are machine code.
+# A user's command; True if the host optimizer's loops are compiled.
 RUN = """
 import sys
 from penstock.cli.main import main
@@ -58,11 +58,11 @@ LION = "lion:moments=bf16"
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("optimizer", "numba", "said"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
 def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, said):
-    """And says so in one line."""
+    """The mode is printed in one line."""
     plan = plan_in(home, "--optimizer", optimizer)
     words = [numba, "run", plan, "--data", home / "data", "--out", home / "out", "--steps", 1, *SCRATCH]
     command, alone = [sys.executable, "-c", RUN, *map(str, words)], os.environ | {"OMP_NUM_THREADS": "1"}
-    start = subprocess.Popen if numba == "hidden" else Forked  # of what has not been imported
+    start = subprocess.Popen if numba == "hidden" else Forked  # about modules that are not imported
     done = start(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     printed, errors = done.communicate()
     assert f"compiled: {said}" in printed
@@ -76,7 +76,7 @@ def test_lion_has_no_eps(home):
 
 
 def real_model(home, **config):
-    """A folder as transformers publishes one, with weights and a tokenizer, of what `home/model` describes in few words."""
+    """Return a published model folder with weights and a tokenizer, for the short config in `home/model`."""
     folder = home / "real"
     said = json.loads((home / "model" / "config.json").read_text()) | {"vocab_size": 420, "eos_token_id": 2, **config}
     write_talker(folder, "chatml")
@@ -85,7 +85,7 @@ def real_model(home, **config):
 
 
 def test_a_plan_of_a_configuration_trains_the_models_weights(home):
-    """Whose config.json says more; the checkpoint has what that says. One that computes otherwise is named."""
+    """The published config.json has more fields, which the checkpoint retains. A model with other computation is an error."""
     lean = json.loads((home / "model" / "config.json").read_text())
     (home / "model" / "config.json").write_text(json.dumps(lean | {"vocab_size": 420}))
     plan, folder = plan_in(home), real_model(home)

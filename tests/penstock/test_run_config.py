@@ -1,4 +1,4 @@
-"""Settings of a run: read from a file and flags, refused in words that help, and written so that they are read back."""
+"""Settings of a run: read from a file and flags, clear errors, and a lossless round trip."""
 
 import json
 import string
@@ -100,7 +100,7 @@ def read(tmp_path, text, flags=None, name="run.yaml"):
 
 
 def test_the_settings_of_an_older_run_are_resumed(tmp_path):
-    """What it could be asked then and cannot be now is left out; of a file that a user wrote it is refused, with what there is."""
+    """Removed settings are dropped on resume; in a user's file they are an error that lists the existing settings."""
     folder, older = tmp_path / "run", ("evaluation: {prompts: [a], temperature: 1.0, top_p: 0.9}", "data: {path: a, workers: 2}")
     folder.mkdir()
     text = "\n".join([*older, "steps: 3", f"out: {folder}", f"plan: {folder}/run-plan.json"])

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it is safe from another run, and from one without room."""
+"""Folder of a run: protection from other runs and from a full disk."""
 
 import fcntl
 import os
@@ -44,7 +44,7 @@ def test_another_runs_checkpoint_is_resumed_in_a_new_folder(home):
     ],
 )
 def test_a_folder_without_room_for_checkpoints_is_refused(home, monkeypatch, more, n, ways):
-    """Before the first step; with a byte more, the run is made."""
+    """The error precedes the first step; with one byte more, the run starts."""
     plan = plan_in(home)
     each_bytes = PlanFile.read(plan).plan.checkpoint_bytes("--weights-only" in more)
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda folder: SimpleNamespace(free=n * each_bytes - 1))
@@ -77,7 +77,7 @@ def test_no_profile_is_written_over_the_plan(home):
 
 
 def test_a_moved_folder_resumes_where_it_was(home, monkeypatch):
-    """From another working directory, when the plan's own file is gone, to the bits of a run that never stopped."""
+    """Resume from another working directory, without the plan file, bitwise identical to an unbroken run."""
     monkeypatch.chdir(home)
     Path("there").mkdir()
     plan_in(home)

@@ -1,4 +1,4 @@
-"""Several hosts, each of which starts its own ranks: the files of one process."""
+"""Several hosts that start their ranks: same files as from one process."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def free_port():
 
 @pytest.mark.soak
 def test_two_hosts_leave_the_files_of_one_process(home):
-    """Of a rank each, started by torchrun."""
+    """One rank per host, started by torchrun."""
     arguments = words(home, plan_in(home, "--policy", "megatrain", *BATCH, "--gpus", 1, *HOSTS[2:], name="hosts.json"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]

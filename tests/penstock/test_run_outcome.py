@@ -1,4 +1,4 @@
-"""The lines of a run's progress, and what it says of steps that differ from the prediction."""
+"""Progress lines of a run, and reports of steps that differ from the prediction."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.running import lines_of, one_line, plan_in, succeeded, train
 
 
 def test_progress_shows_the_predictions_error_from_step_two_on(capsys):
-    """Which fills the pipeline, and is not predicted."""
+    """Step one fills the pipeline and has no prediction."""
     plan = SimpleNamespace(semantics=SimpleNamespace(tokens_per_step=1))
     store = SimpleNamespace(plan=plan, device_peak_bytes=lambda: 1_500_000_000)
     of_run = {"plan": plan, "store": store, "first_step": 0, "n_steps": 3, "scale": 1.0, "device": "cuda"}
@@ -39,7 +39,7 @@ def test_progress_shows_the_predictions_error_from_step_two_on(capsys):
     ],
 )
 def test_a_lost_run_is_said_so_once_and_ends_where_asked(home, monkeypatch, losses, norms, words, ends):
-    """No checkpoint of it is written at its end."""
+    """No checkpoint is written at its end."""
 
     def look(self, metrics):
         at = min(metrics.step, 4) - 1

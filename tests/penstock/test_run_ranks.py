@@ -1,4 +1,4 @@
-"""Several ranks: the files of one, whatever becomes of them."""
+"""Several ranks: same files as one rank, also after faults."""
 
 import os
 import random
@@ -26,7 +26,7 @@ from tests.running import lines_of, penstock, plan_in, succeeded
 
 
 def logged(home, out):
-    """What of the log does not depend on the clock."""
+    """Return the fields of the log that do not depend on the clock."""
     keys = ("step", "loss", "grad_norm", "eval_loss", "supervised_tokens")
     return [{key: line[key] for key in keys if key in line} for line in lines_of(home, out)]
 
@@ -34,7 +34,7 @@ def logged(home, out):
 @pytest.mark.soak_cases("started anew")
 @pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "started anew"])
 def test_another_number_of_ranks_goes_on_to_the_same_bytes(home, is_forked):
-    """Evaluated, asked for a sample and saved on the way; two ranks, then one."""
+    """Evaluate, sample and save during the run; two ranks, then one."""
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
     succeeded(penstock(*words(home, planned(home, 1), *looks, out="alone")))
     shared = done(words(home, planned(home, 2), *looks, steps=2), is_forked)
@@ -87,7 +87,7 @@ print("the loop is over")
 @pytest.mark.soak_cases("all")
 @pytest.mark.parametrize("train", ["all", "lora:r=4"])
 def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
-    """Pairs, with a reference that the first rank makes of all ranks' weights; and a loop that leaves its run."""
+    """Pairs, with a reference computed by rank 0 from all ranks' weights; and a loop that abandons its run."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
@@ -122,7 +122,7 @@ def test_a_signal_ends_the_step_of_all_ranks(home):
 
 
 def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
-    """Of processes that stand for ranks: one ends at once with 3, the others would sleep for a minute."""
+    """Processes replace ranks: one exits at once with code 3, the others would sleep for a minute."""
     monkeypatch.setattr("penstock.ranks.GRACE_S", 0.5)
     script = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
     monkeypatch.setattr("penstock.ranks.COMMAND", [sys.executable, "-c", script])
@@ -133,7 +133,7 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
 
 @pytest.mark.soak
 def test_ranks_share_a_packed_base_and_a_kill_costs_no_bit(home):
-    """Adapters of attention and of experts in MXFP4, as published: two ranks, one of them killed, then one process."""
+    """Adapters of attention and of published MXFP4 experts: two ranks, one of them killed, then one process."""
     published(home, "gpt_oss")
     of = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", "--policy", "megatrain", *rank_runs.BATCH)
     plans = {n: plan_in(home, *of, "--gpus", n, name=f"{n}.json", model="few") for n in (1, 2)}

@@ -1,4 +1,4 @@
-"""The settings of a run: it does what its file and its flags say."""
+"""Effects of the settings of a run, from its file and flags."""
 
 import json
 import sys
@@ -105,7 +105,7 @@ def test_prompts_are_turns_where_conversations_are_learned(home, row, heard):
 
 
 def test_the_settings_in_the_folder_make_the_same_run_again(home):
-    """What the command line said is in them, and what was left to the defaults."""
+    """The file holds command line values and defaults."""
     file = write_file(home)
     succeeded(penstock("run", home / "plan.json", "--config", file, "--steps", 4, "--seed", 5, "--out", home / "first"))
     written = home / "first" / "run.yaml"

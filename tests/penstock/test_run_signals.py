@@ -13,11 +13,11 @@ from tests.running import lines_of, one_line, penstock, plan_in, succeeded, trai
 SIGNALS = [(signal.SIGTERM, 0, "terminated"), (signal.SIGINT, 130, "interrupted"), (signal.SIGHUP, 0, "hung up")]
 
 
-N_STEPS = 25  # lanes are ahead of the line that is shown, and on a busy machine by several steps
+N_STEPS = 25  # lanes are ahead of the printed line, by several steps on a busy machine
 
 
 def signalled_after(monkeypatch, step, *numbers):
-    """The process is sent these signals when the line of a step has been shown."""
+    """Send these signals to the process after the line of a step is printed."""
     shown = Progress.step
 
     def show(self, metrics):
@@ -32,7 +32,7 @@ def signalled_after(monkeypatch, step, *numbers):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("number", "code", "word"), SIGNALS)
 def test_a_signal_finishes_the_step_and_saves(home, monkeypatch, number, code, word):
-    """And the next run goes on to the same bits."""
+    """The next run resumes, bitwise identical."""
     plan = plan_in(home)
     succeeded(train(home, plan, out="whole", steps=N_STEPS))
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -74,7 +74,7 @@ def test_a_signal_before_the_first_step_ends_at_once(home, monkeypatch):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("looks_by", ["evaluate", "_next_logits"])
 def test_a_signal_in_a_validation_leaves_it_for_the_next_run(home, monkeypatch, looks_by):
-    """All that was trained is saved by then; the validations that are missing are made up for."""
+    """Training is already saved; the resumed run makes up for missing validations."""
     plan, saved, forward = plan_in(home), list[bool](), TorchMachine.forward
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune, or to take arms. " * 3)
     looks = ["--eval-data", home / "held-out.txt", "--prompt", "To be", "--prompt", "Why?"]

@@ -1,4 +1,4 @@
-"""Unlike ranks: refused where they could not come to the bits of one."""
+"""Inconsistent ranks are rejected if their results would differ from one rank."""
 
 import shutil
 
@@ -14,7 +14,7 @@ from tests.running import make_home, plan_in, succeeded, train, weights_in
 
 
 def refused_by_the_first(found, line, code=2):
-    """In its last line, with this exit code; the others end, and say nothing."""
+    """Assert an error in rank 0's last line, with this exit code; other ranks end without output."""
     first, *others = found
     assert first[1] == code, first
     assert first[0][1].splitlines()[-1].startswith(f"error: {line}")
@@ -25,7 +25,7 @@ def refused_by_the_first(found, line, code=2):
 @pytest.mark.soak_cases("plan", "version")
 @pytest.mark.parametrize("what", ["settings", "plan", "version"])
 def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, home):
-    """A plan for another number of ranks, too."""
+    """Includes a plan for another number of ranks."""
     second = words(home, planned(home, 4 if what == "plan" else 2), *(["--seed", "7"] if what == "settings" else []))
     older = after("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
     found = by_hand([words(home, planned(home, 2)), second], commands=[COMMAND, older if what == "version" else COMMAND])
@@ -40,7 +40,7 @@ def changed(path, old, new):
 
 
 def trained_apart(path):
-    """One weight is another one, as little as can be."""
+    """Change one weight by the smallest amount."""
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int16)[-1, -1] ^= 1
     save_file(tensors, path, metadata={"format": "pt"})
@@ -61,7 +61,7 @@ UNLIKE = {
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory):
-    """The folders of two ranks, with a model that has weights and with data, and a plan for both."""
+    """Folders of two ranks with a model, weights and data, and a plan for both."""
     home = make_home(tmp_path_factory.mktemp("alike"))
     succeeded(train(home, plan_in(home), steps=1))
     planned(home, 2)
@@ -74,7 +74,7 @@ def alike(tmp_path_factory):
 
 
 def in_folders(home):
-    """Two ranks that are told the same, each where it finds something of its own by these names."""
+    """Start two ranks with equal arguments in separate folders."""
     files = ["--data", "data", "--model", "model", "--out", home / "out"]
     run = [str(word) for word in ["run", home / "2.json", *files, "--steps", 2, "--tokenizer", "bytes"]]
     return by_hand([run, run], [home / "0", home / "1"])
@@ -92,7 +92,7 @@ def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
 
 @pytest.mark.soak
 def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path):
-    """Without which the refusals above say nothing."""
+    """Control for the rejections above."""
     home = shutil.copytree(alike, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
     found = in_folders(home)
     assert [code for _, code in found] == [0, 0], found

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: PEFT loads what we write, and we read what PEFT saves, to the bit."""
+"""Adapters in PEFT's file format: write and read, bitwise identical."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ def test_peft_loads_what_we_write_and_computes_the_same(tmp_path: Path, model_ty
     expected = logits_with(model, lora, factors)
     with torch.no_grad():
         assert not torch.allclose(model(TOKENS).logits, expected, atol=1e-3)
-    adapted = PeftModel.from_pretrained(model, write_adapter(tmp_path / "a", lora, factors))  # a key left over is a warning
+    adapted = PeftModel.from_pretrained(model, write_adapter(tmp_path / "a", lora, factors))  # an unused key is a warning
     loaded = {name.replace(".default", "") for name, _ in adapted.named_parameters() if ".lora_" in name}
     assert loaded == {PREFIX + name for name in factors}
     in_peft = {name: adapted.get_parameter(PREFIX + name.replace(".weight", ".default.weight")) for name in factors}
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, **overrides: Any) -> str:
-    """The line in which an adapter is refused for a tiny llama with `overrides`."""
+    """Return the error message of an adapter that does not fit a tiny llama with `overrides`."""
     return checkpoints.refused(lambda: read_adapter(folder, shapes_of(model_of(**overrides))))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: loaded by transformers, resumed only where whole, and never half written."""
+"""Checkpoints: transformers loads them, and only complete ones are resumed."""
 
 import hashlib
 import json
@@ -142,7 +142,7 @@ EARLIER = [("fused", ALL, True), ("eager", Train(lora=Lora()), True), ("eager", 
 
 @pytest.mark.parametrize(("loss", "train", "is_told"), EARLIER)
 def test_a_state_of_an_earlier_arithmetic_resumes_with_a_line(loss: str, train: Train, is_told: bool) -> None:
-    """Saved before plans of format 4, which named the loss `fused` and not how adapters are added."""
+    """Plans before format 4 named the loss `fused` and had no field for the addition of adapters."""
     planned = "online" if loss == "fused" else "eager"
     semantics = json.loads(json.dumps(asdict(Semantics(seq_len=32, batch_size=4, micro_batch=2, loss=planned, train=train))))
     older = {name: value for name, value in semantics.items() if name != "lora_products"} | {"loss": loss}
@@ -151,7 +151,7 @@ def test_a_state_of_an_earlier_arithmetic_resumes_with_a_line(loss: str, train: 
     assert refuse_another(state, {"semantics": semantics}) == (line if is_told else None)
     with pytest.raises(CheckpointError, match=f"meaning of a step .*: loss was .{loss}"):
         refuse_another(state, {"semantics": semantics | {"loss": "eager" if loss == "fused" else "online"}})
-    state.fields["semantics"] = semantics  # as it is saved now
+    state.fields["semantics"] = semantics  # in the current format
     assert refuse_another(state, {"semantics": semantics}) is None
 
 
@@ -168,7 +168,7 @@ CONVERTED = {
 
 @pytest.mark.parametrize("to", CONVERTED)
 def test_a_state_of_another_optimizer_is_refused_or_converted(to: str, tmp_path: Path) -> None:
-    """Aloud, one way, and to a run that goes on; a checkpoint is as small as what is kept, of which fp32 can be made again."""
+    """Conversion is explicit and prints a message; the run then trains on, with a checkpoint as small as its state."""
     policy = Policy(accumulation_group=4)
     first, then = train(session_of(tmp_path, policy, every=2), 2), session_of(tmp_path, policy, **LEAN[to])
     state = load_state(latest(tmp_path))
@@ -219,7 +219,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
 
 
 def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Also where its checksum is right."""
+    """Damage with a valid checksum is found, too."""
     path = small(tmp_path) / "trainer_state.json"
     fields = json.loads(path.read_text())
     files = (None, {"../up": {"n_bytes": 3, "sha256": ""}}, {"config.json": {"n_bytes": "3", "sha256": ""}})

@@ -1,4 +1,4 @@
-"""Weights published in FP8 or MXFP4, trained whole: as a bf16 copy of them would be."""
+"""Full training of weights published in FP8 or MXFP4, compared with a bf16 copy."""
 
 import json
 
@@ -30,7 +30,7 @@ def in_fp8(name: str, weight: torch.Tensor, scale_dtype: torch.dtype) -> dict[st
 
 
 def in_mxfp4(name: str, shape: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
-    """Of a stack of experts (experts, inputs, outputs)."""
+    """Make random MXFP4 blocks and scales of a stack of experts (experts, inputs, outputs)."""
     n_experts, n_inputs, n_outputs = shape
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (n_experts, n_outputs, n_inputs // 32, 16), dtype=torch.uint8, generator=generator)
@@ -75,7 +75,7 @@ def test_codes_and_scales_that_do_not_match_are_refused(tmp_path, name, changes)
 
 
 def published(home, model_type: str) -> None:
-    """A folder with some weights in few bits, and one with the same in bf16."""
+    """Return a folder with some quantised weights, and its bf16 copy."""
     config = tiny(model_type)
     torch.manual_seed(0)
     hf_model(config, dtype=torch.bfloat16).save_pretrained(home / "bf16")

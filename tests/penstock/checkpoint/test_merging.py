@@ -1,4 +1,4 @@
-"""Merging: the model with its adapter, to transformers, to PEFT, and bit for bit."""
+"""Merged adapters, compared with transformers, PEFT and a reference implementation."""
 
 import gc
 import json
@@ -30,19 +30,19 @@ from tests.penstock.checkpoint.test_dequantised import published
 from tests.running import weights_in
 from tests.tiny import MODEL_TYPES
 
-ELSEWHERE = ("jamba", "granitemoe")  # whose experts, and other MLPs, are not called mlp
-SHARD = "20KB"  # so that tiny models have several
+ELSEWHERE = ("jamba", "granitemoe")  # its experts and other MLPs are not named mlp
+SHARD = "20KB"  # tiny models then have several shards
 
 
 def folders(tmp_path: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, shard: str = SHARD) -> tuple[Path, Path]:
-    """A model's folder and an adapter's."""
+    """Return the folders of a model and of an adapter."""
     model, lora = model_of(model_type, dtype), lora_of(model_type)
     model.save_pretrained(tmp_path / "base", max_shard_size=shard)
     return tmp_path / "base", write_adapter(tmp_path / "adapter", lora, factors_of(model, lora))
 
 
 def plainly_merged(base: Path, adapter: Path, scale: float) -> dict[str, Tensor]:
-    """All at once: W + s B A in fp32, rounded once; experts under the names that transformers saves them by."""
+    """Reference implementation: W + s B A in fp32, rounded once; experts have the names in transformers' files."""
     factors = {name.removeprefix(PREFIX): factor for name, factor in load_file(adapter / TENSOR_FILE).items()}
     if any(".experts." in name for name in factors):
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -61,7 +61,7 @@ def plainly_merged(base: Path, adapter: Path, scale: float) -> dict[str, Tensor]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *ELSEWHERE])
 def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
-    """And bit for bit what a plain loop does; embeddings that were tied stay tied."""
+    """Results are bitwise identical to the reference implementation; tied embeddings remain tied."""
     base, adapter = folders(tmp_path, model_type, dtype)
     merge(base, adapter, tmp_path / "out")
     plain, merged = plainly_merged(base, adapter, lora_of(model_type).scale), weights_in(tmp_path / "out")
@@ -73,7 +73,7 @@ def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dty
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == ("lm_head.weight" not in merged)
     by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
     with torch.no_grad():
-        # PEFT's order of sums is ours; of another machine's matmuls no more is asked than a unit in the last place, layer by layer
+        # PEFT sums in the same order; matmuls of another machine may differ by one unit in the last place per layer
         tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
         torch.testing.assert_close(loaded(TOKENS).logits, by_peft(TOKENS).logits, **tolerance)
         before = AutoModelForCausalLM.from_pretrained(base)(TOKENS).logits
@@ -146,7 +146,7 @@ def test_shards_configuration_and_tokenizer_stay_as_they_were(tmp_path: Path, sh
 
 
 def test_one_tensor_of_the_model_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And computed in pieces, whose size changes no more than rounding."""
+    """Piece size changes results only by rounding."""
     base, adapter = folders(tmp_path)
     read, held, most = Shards.__getitem__, list[weakref.ref[Tensor]](), 0
 
@@ -159,7 +159,7 @@ def test_one_tensor_of_the_model_is_held_at_a_time(tmp_path: Path, monkeypatch: 
         return tensor
 
     monkeypatch.setattr(merging, "PIECE_BYTES", 32 * 4 * 5)
-    gc.disable()  # what goes, goes at once
+    gc.disable()  # garbage is freed at once
     try:
         monkeypatch.setattr(Shards, "__getitem__", counted)
         merge(base, adapter, tmp_path / "out")
@@ -238,7 +238,7 @@ def test_a_disk_without_room_is_refused_before_it_is_written(tmp_path: Path, mon
 
 
 def test_a_merge_that_is_killed_leaves_nothing_that_loads(tmp_path: Path) -> None:
-    """The configuration is written last, and the next merge succeeds."""
+    """Configuration is written last; the next merge succeeds."""
     base, adapter = folders(tmp_path)
     forked_to_die(lambda: merge(base, adapter, tmp_path / "out"), (merging, "write_new"), 2)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""A model in a folder is the plan's where it computes the same."""
+"""Comparison of the model in a folder with the model of a plan."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from penstock.planner.model.config import hub_name, shipped_models
 from penstock.runtime.layers.meta_models import difference
 from tests.tiny import MODEL_TYPES, tiny_config
 
-# Written from memory of what the hub holds, but for its sizes: what a file says beyond a shipped configuration.
+# Fields of published files that a shipped configuration lacks, written from memory except for the sizes.
 _USUAL = {"bos_token_id": 1, "eos_token_id": [2], "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Packed base weights: packed once and kept, or published packed and read as their publisher means them."""
+"""Packed base weights: packed once and cached, or read from quantised published files."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def random(shape, seed=0):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model that was published in bf16."""
+    """Folder of a model published in bf16."""
     return published(tmp_path / "model", {name: random(shape).bfloat16() for name, shape in SHAPES.items()})
 
 
@@ -60,7 +60,7 @@ def published(folder, tensors, **more):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The shapes that were packed."""
+    """Record the shapes of packed weights."""
     calls = []
     monkeypatch.setattr(cache_of, "pack", lambda weight, base: calls.append(tuple(weight.shape)) or pack(weight, base))
     return calls
@@ -137,7 +137,7 @@ def test_weights_that_cannot_be_packed_leave_no_cache(folder, tmp_path):
         assert [path.name for path in (tmp_path / "cache").iterdir()] == ["base.lock"]
 
 
-# Gate and up of each of three experts, as they are published one by one
+# Gate and up projections of three experts, published as separate tensors
 EXPERT_NAMES = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for e in range(3) for part in ("gate", "up")]
 
 
@@ -148,7 +148,7 @@ def test_experts_published_one_by_one_are_packed_together(tmp_path):
 
 
 def gathered(found):
-    """(all tensors by name, what each weight means) of several published weights."""
+    """Return ({name: tensor} of several published weights, their dequantised values)."""
     return {name: tensor for tensors, _ in found for name, tensor in tensors.items()}, [meant for _, meant in found]
 
 
@@ -156,13 +156,13 @@ def gathered(found):
 
 
 def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8, kind="nf4"):
-    """({name: tensor}, the weight that it means) as a layer of bitsandbytes writes and computes it."""
+    """Return ({name: tensor}, dequantised weight) of a bitsandbytes layer."""
     layer = bnb.nn.Linear4bit(*reversed(weight.shape), False, compress_statistics=nested, quant_type=kind, quant_storage=storage)
     how = {"compress_statistics": nested, "quant_type": kind, "quant_storage": storage, "blocksize": block}
     layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, **how).to("cpu")
     tensors = {name.removesuffix("weight") + key: tensor.detach().clone() for key, tensor in layer.state_dict().items()}
     state = layer.weight.quant_state
-    state.shape = torch.Size((1, weight.numel()))  # on the processor it takes no block to go on in the next row
+    state.shape = torch.Size((1, weight.numel()))  # bitsandbytes on the CPU requires blocks to end within a row
     return tensors, bnb.functional.dequantize_4bit(layer.weight.data.view(torch.uint8), state).view(weight.shape)
 
 
@@ -210,7 +210,7 @@ def test_a_file_bitsandbytes_would_not_write_is_refused(tmp_path, odd):
 
 
 def of_fp8(name, shape, seed=0, scale_dtype=torch.float32):
-    """({name: tensor}, the weight that it means): any codes that are numbers, with scales."""
+    """Return ({name: tensor}, dequantised weight) of random finite codes with scales."""
     codes = random(shape, seed).mul(3000).to(torch.float8_e4m3fn)
     scales = random([-(-n // 128) for n in shape], seed + 1).abs().to(scale_dtype)
     wide = scales.float().repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
@@ -229,7 +229,7 @@ def test_fp8_weights_unpack_to_the_bits_of_transformers(tmp_path, scale_dtype):
 
 @pytest.mark.parametrize("config", [EXPERTS, OLMOE], ids=["qwen3_moe", "olmoe"])
 def test_experts_in_fp8_are_the_same_stored_either_way(tmp_path, config):
-    """As the modules hold them: the gate of an expert is before its own projection up, not before the gate of the next."""
+    """Module layout: the gate of an expert precedes its up projection, not the gate of the next expert."""
     tensors, means = gathered([of_fp8(name, (128, 160), 2 * i) for i, name in enumerate(EXPERT_NAMES)])
     shapes, whole = {GATE_UP: (3, 256, 160)}, torch.cat(means).view(3, 256, 160)
     apart = packed_base(published(tmp_path / "apart", tensors), config | FP8, shapes, "fp8", tmp_path)
@@ -242,7 +242,7 @@ def test_experts_in_fp8_are_the_same_stored_either_way(tmp_path, config):
 
 
 def test_experts_whose_blocks_would_not_meet_are_refused(tmp_path):
-    """Two of 224 rows have as many rows of blocks as one of 448, and others."""
+    """Two weights of 224 rows have the same number of block rows as one of 448, but other blocks."""
     tensors, _ = gathered([of_fp8(name, (224, 128)) for name in EXPERT_NAMES[:2]])
     folder, shapes = published(tmp_path / "model", tensors), {GATE_UP: (1, 448, 128)}
     said = refused(lambda: packed_base(folder, EXPERTS | FP8, shapes, "fp8", tmp_path))

@@ -1,4 +1,4 @@
-"""Retention: the last checkpoints stay, and nothing half written or half deleted passes for one."""
+"""Retention of the last checkpoints; partial files never count as a checkpoint."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def test_the_last_few_stay_and_later_ones_are_left_alone(tmp_path, n, expected):
 
 
 def test_a_checkpoint_of_a_later_step_is_refused(tmp_path):
-    """A run that is killed before its first save would else resume from it, with a hole in its log."""
+    """Otherwise a run killed before its first save would resume from it, with a gap in its log."""
     for step in (5, 9, 12):
         small(tmp_path, step)
     refuse_later(tmp_path, 12)

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: the state between two steps, and training none the worse for it."""
+"""Background checkpoints: state between two steps, without effect on training."""
 
 import random
 import threading
@@ -45,7 +45,7 @@ WAYS = {
     "experts, eager": ("qwen3_moe", Policy(update=Update.EAGER, accumulation_group=4), {"clip_norm": None}),
 }
 
-# Every lane is late now and then; the seed says when.
+# Lanes are delayed at random times, set by the seed.
 Slow = partial(Hostile, delay_seed=3)
 
 
@@ -60,7 +60,7 @@ def run(session: Session, n_steps: int = N_STEPS, on_step=lambda metrics: None) 
 
 @pytest.fixture(scope="module")
 def drained(tmp_path_factory):
-    """Of each way, a run that saves after every step while all lanes are idle: its files by checkpoint, and its last state."""
+    """Run each variant with a save after every step while all lanes are idle: (files by checkpoint, last session)."""
 
     @lru_cache
     def left_by(way: str) -> tuple[dict[str, bytes], Session]:
@@ -75,13 +75,13 @@ def only(files: dict[str, bytes], *steps: int) -> dict[str, bytes]:
 
 
 def noticed(monkeypatch) -> list[Snapshots]:
-    """The snapshots of the runs to come."""
+    """Record the snapshots of later runs."""
     made = []
 
     class Noticed(Snapshots):
         def __init__(self, *args) -> None:
             super().__init__(*args)
-            self.met_before: dict[int, int] = {}  # by step: what `n_met` was when its snapshot began
+            self.met_before: dict[int, int] = {}  # by step: `n_met` at the start of its snapshot
             made.append(self)
 
         def _begin(self, step: int) -> None:
@@ -93,12 +93,12 @@ def noticed(monkeypatch) -> list[Snapshots]:
 
 
 def n_met(snapshots: Snapshots) -> int:
-    """How many updates came before their block was written."""
+    """Count updates that preceded the write of their block."""
     return snapshots.n_copied + snapshots.n_waited_for
 
 
 def before_each_tensor(monkeypatch, work) -> None:
-    """`work(step)` is called before a tensor of the checkpoint of that step is written."""
+    """Call `work(step)` before a tensor of this step's checkpoint is written."""
     write = checkpoint.write_tensors
 
     def slowly(path, outlines, contents):
@@ -114,8 +114,8 @@ def before_each_tensor(monkeypatch, work) -> None:
 
 
 def late_writer(monkeypatch, snapshots: list[Snapshots], seed: int, longest_s: float = 0.002, last: int = N_STEPS) -> None:
-    """The thread that writes begins when the next step has come to its first update, and is late now and then after that."""
-    rng, begun = random.Random(seed), {last}  # after which no update comes
+    """Delay the writer thread until the first update of the next step, then at random times."""
+    rng, begun = random.Random(seed), {last}  # no update follows the last step
 
     def late(step):
         if threading.current_thread().name.startswith("saver"):
@@ -130,7 +130,7 @@ def late_writer(monkeypatch, snapshots: list[Snapshots], seed: int, longest_s: f
 
 
 def held_writer(monkeypatch) -> threading.Event:
-    """Nothing is written before the event."""
+    """Hold the writer thread until the event is set."""
     may_write = threading.Event()
     before_each_tensor(monkeypatch, lambda _: may_write.wait(60))
     return may_write
@@ -139,7 +139,7 @@ def held_writer(monkeypatch) -> threading.Event:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("way", "copy_bytes"), [*((way, 160_000) for way in WAYS), ("deferred", 0), ("deferred", 10**9)])
 def test_a_background_checkpoint_is_that_of_idle_lanes(tmp_path, monkeypatch, drained, way, copy_bytes):
-    """To the last bit, of every step; and training does the same."""
+    """Files of every step and the training are bitwise identical."""
     expected, idle = drained(way)
     late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=len(way))
     behind = run(in_way(tmp_path, way, copy_bytes=copy_bytes))
@@ -152,7 +152,7 @@ def test_a_background_checkpoint_is_that_of_idle_lanes(tmp_path, monkeypatch, dr
     assert (snapshots[0].n_copied > 0) == (copy_bytes > 0)
 
 
-# The second's lanes only issue, and its streams are as late as events allow
+# Lanes of the second machine only issue; its streams run late within the limits of their events
 MACHINES = {"cpu": Slow, "late streams": lambda *args: Poisoned(*args, streams=LateStreams(seed=2, haste=0.3))}
 
 
@@ -242,7 +242,7 @@ def test_copies_never_take_more_memory_than_they_may(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_due_while_another_is_written_waits(tmp_path, monkeypatch, drained):
-    """And that is said once."""
+    """Only one message is printed."""
     said: list[str] = []
     late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=1, longest_s=0.03)
     run(replace(in_way(tmp_path, "deferred", copy_bytes=10**9), say=said.append))
@@ -256,7 +256,7 @@ def test_a_checkpoint_gets_its_name_once_its_step_is_logged(tmp_path, monkeypatc
     logged, permit = list[int](), saver.Saver._permit
 
     def late(self, step):
-        time.sleep(0.05)  # the files are on disk long before
+        time.sleep(0.05)  # the files are already on disk
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
         assert step in logged or step not in steps_of(tmp_path)
         logged.append(step)
@@ -335,12 +335,12 @@ def test_a_run_that_fails_still_ends_the_checkpoint_it_writes(tmp_path, monkeypa
 
 def test_an_interrupt_waits_for_nothing_and_leaves_nothing(tmp_path, monkeypatch):
     may_write, snapshots = held_writer(monkeypatch), noticed(monkeypatch)
-    others, lanes_ended = set(threading.enumerate()), []  # a machine of another test may still have its own
+    others, lanes_ended = set(threading.enumerate()), []  # a machine of another test may still have threads
 
     def lanes():
         return [t for t in set(threading.enumerate()) - others if t.name.startswith("lane")]
 
-    def let_go():  # the thread that writes is in the midst of a tensor until then
+    def let_go():  # the writer thread is inside a tensor until then
         until_s = time.perf_counter() + 20
         while lanes() and time.perf_counter() < until_s:
             time.sleep(0.002)
@@ -348,7 +348,7 @@ def test_an_interrupt_waits_for_nothing_and_leaves_nothing(tmp_path, monkeypatch
         may_write.set()
 
     def interrupt(metrics):
-        while not snapshots[0].n_waited_for:  # a lane waits for what the thread has in hand
+        while not snapshots[0].n_waited_for:  # a lane waits for the writer thread's block
             time.sleep(0.001)
         threading.Thread(target=let_go, daemon=True).start()
         raise KeyboardInterrupt

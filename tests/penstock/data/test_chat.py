@@ -1,4 +1,4 @@
-"""Chat templates: what the assistant says is learned, with the token that ends it, and nothing else."""
+"""Chat templates: only the assistant's turns and their end tokens are learned."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +32,7 @@ FILES = DataFiles(Path("data"), (DataFile(Path("data.jsonl"), "data.jsonl", "lin
 
 @dataclass(frozen=True)
 class Talker:
-    """A model's folder, and what conversations become with it."""
+    """Folder of a model, and the tokens of conversations under its template."""
 
     folder: Path | None
 
@@ -41,7 +41,7 @@ class Talker:
         return ChatTemplate(read_tokenizer(self.folder))
 
     def encode(self, messages: Any, tools: Any = None) -> list[tuple[list[int], list[list[int]]]]:
-        """The documents of a conversation: ids, and first and one past the last of each run that is learned."""
+        """Return the documents of a conversation: ids, and [start, end) of each learned run."""
         reader = Reader(FILES, {}, "messages", self.template, 2**32, False)
         made = reader({"file": [0], "row": [7], "value": [{"messages": list(messages), "tools": tools}]})
         if made["problem"][0] is not None:
@@ -49,7 +49,7 @@ class Talker:
         return [(ids.tolist(), runs.reshape(-1, 2).tolist()) for ids, runs in zip(made["ids"], made["learned"], strict=True)]
 
     def learned(self, messages: Any, tools: Any = None) -> list[list[str]]:
-        """What is learned of each document, run by run, special tokens and all."""
+        """Decode the learned runs of each document, with special tokens."""
         return [[self.shown(ids[first:stop]) for first, stop in runs] for ids, runs in self.encode(messages, tools)]
 
     def shown(self, ids: list[int]) -> str:
@@ -58,7 +58,7 @@ class Talker:
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    """The model of a style, made once; None: one that reads bytes, without a template."""
+    """Return the cached model of a style; None is a model of bytes without a template."""
     return cache(lambda style: Talker(None) if style is None else talker_in(tmp_path_factory.mktemp("model"), style))
 
 
@@ -110,7 +110,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(talker, style):
 
 
 CALL, RESULT = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, {"role": "tool", "content": "4"}
-APART = {  # what is learned of each answer
+APART = {  # learned part of each answer
     "reasoning, and a question without an answer": (
         "qwen 3",
         (ASKED, {**SAID, "reasoning_content": "Who asks?"}, AGAIN, THEN, ASKED),
@@ -204,7 +204,7 @@ def test_a_model_without_a_template_begins_once(tmp_path):
 
 
 def test_roles_that_the_template_drops_are_named(tmp_path):
-    """Before the first step: by what the text is without them, not by whether their words are found in it."""
+    """Dropped roles are found before the first step, by rendering without them; a search for their words would err."""
     template = "{% for m in messages if m.role != 'developer' %}" + LLAMA3.replace("message[", "m[").partition("%}")[2]
     size = write_talker(tmp_path / "model", "llama 3", template.replace("| trim", "| upper"))
     told = {"role": "developer", "content": "Be a river."}

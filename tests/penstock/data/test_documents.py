@@ -1,4 +1,4 @@
-"""Documents: tokens are made once and kept, as they were made, until what decides them changes."""
+"""Documents: the token cache is written once and remains valid until its inputs change."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def lines(tmp_path):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The rows that were tokenised, by their number."""
+    """Record the indices of tokenised rows."""
     rows: list[int] = []
     read_row = room.Reader._read
     monkeypatch.setattr(room.Reader, "_read", lambda reader, value, f, row: rows.append(row) or read_row(reader, value, f, row))
@@ -108,7 +108,7 @@ def test_runs_that_begin_together_make_tokens_once(lines, made):
 
 
 def test_bad_rows_are_listed_counted_and_left_out_up_to_a_share(lines, made):
-    """Tokens are made once, whatever share is asked for; without the bad rows the sequences are those of the others alone."""
+    """Tokens do not depend on the accepted share; sequences equal those of the good rows alone."""
     good = read(lines)
     bad = ['{"text": 3}\n', "{\n"] * 12
     lines.write_text(bad[0] + lines.read_text() + "".join(bad[1:]))

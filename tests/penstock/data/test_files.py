@@ -1,4 +1,4 @@
-"""Files: every kind gives the same rows, damage is named by file and line, splits are told apart, nothing outside is read."""
+"""Files: equal rows from every format, errors with file and line, splits, no access outside the folder."""
 
 import csv
 import gzip
@@ -45,7 +45,7 @@ FILES = {
     "a.jsonl": LINES.encode(),
     "a.json": json.dumps(ROWS, indent=1).encode("utf-8-sig"),
     "b.json": LINES.encode(),
-    "a.jsonl.gz": gzip.compress(LINES.encode(), mtime=0),  # the same bytes, and so the same name of a test, in every process
+    "a.jsonl.gz": gzip.compress(LINES.encode(), mtime=0),  # equal bytes, and so equal test names, in every process
     "a.jsonl.zst": zst(LINES.encode()),
     "a.json.gz": gzip.compress(json.dumps(ROWS).encode(), mtime=0),
     "a.csv": as_csv(","),
@@ -64,7 +64,7 @@ def test_every_kind_of_file_gives_its_rows_as_written(tmp_path, name):
 
 
 def test_arguments_of_a_tool_are_not_filled_from_other_rows(tmp_path):
-    """As a schema for a whole file would."""
+    """A schema for a whole file would fill them."""
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls])
     found = [rows.parse_line(row, "") for _, row in rows.rows_of(path, "lines")]
@@ -114,7 +114,7 @@ def test_a_mapped_column_is_not_read_under_its_own_name_too(tmp_path):
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
-    """Without hidden files and pipes; what is no text teaches nothing."""
+    """Hidden files, pipes and files other than text are skipped."""
     texts = {"b.txt": "B", "a/z.py": "Z", "a/b/c.md": "\ufeffC\r\n", "a.txt": "", "Ω": "ω", ".hidden": "no", ".git/config": "no"}
     for name, text in texts.items():
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ HUB = ["README.md", *(f"data/{s}-0000{i}-of-00002-9a.parquet" for s in ("train_s
         (["train.jsonl", "validation.jsonl", "test.jsonl"], None, ["train.jsonl"], "leaving out test, validation"),
         (["dev/a.jsonl", *IN_FOLDERS], None, IN_FOLDERS, "leaving out dev"),
         (["train.txt", "test.txt", "notes.txt"], None, ["train.txt"], "1 file of no split"),
-        # Where nothing is to be told apart, nothing is left out.
+        # Without several splits no file is left out.
         (["test_me.py", "train.py", "a test.md", "training.jsonl", "attest.jsonl"], None, None, ""),
     ],
 )

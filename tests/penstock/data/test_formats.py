@@ -1,4 +1,4 @@
-"""Formats: a row is understood as what it is, or refused with its place."""
+"""Formats: detection of a row's format, and errors with its location."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Map-style data: every token once an epoch, each set its share, in an order that seed and step decide."""
+"""Map-style data: every token once an epoch, weights of sets, order by seed and step."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ lengths, batches, seeds = st.integers(2, 9), st.integers(1, 5), st.none() | st.i
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory):
-    """Texts, joined; in the order of the files if there is no seed."""
+    """Return joined texts, in the order of the files without a seed."""
 
     def read_texts(documents, seq_len, batch_size, seed):
         path = write_lines(tmp_path_factory.mktemp("data") / "a.jsonl", ({"text": text} for text in documents))
@@ -33,7 +33,7 @@ def joined(tmp_path_factory):
 
 
 def rows_of(data, n_steps):
-    """The sequences of some steps without their padding, recovered from inputs and targets."""
+    """Recover the unpadded sequences of some steps from inputs and targets."""
     rows = []
     for step in range(n_steps):
         batch = data.batch(step)
@@ -106,7 +106,7 @@ def mixed(folder, weights, seed=7, **fields):
 
 
 def seen(data, first, stop):
-    """The texts of the samples of some steps."""
+    """Decode the samples of some steps."""
     ids = torch.cat([data.batch(step).input_ids for step in range(first, stop)])
     return [bytes(i for i in row if i < END).decode() for row in ids.tolist()]
 

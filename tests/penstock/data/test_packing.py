@@ -1,4 +1,4 @@
-"""Packing: every token to be learned is a target once, after its own document alone where that was asked."""
+"""Packing: every learned token is a target once; with isolation its context is its own document."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ PAD = 9999
 
 @dataclass
 class Listed:
-    """Documents as lists: (id, whether it is to be learned) of each token."""
+    """Documents as lists of (token id, True if learned)."""
 
     tokens: list[list[tuple[int, bool]]]
     problems: tuple[()] = ()
@@ -48,7 +48,7 @@ class Listed:
 
 @st.composite
 def listed(draw):
-    """Documents whose every token has an id of its own, so that it can be found again."""
+    """Make documents with unique token ids, to find each token after packing."""
     masks = draw(st.lists(st.lists(st.booleans(), max_size=24) | st.integers(0, 24).map(lambda n: [True] * n), max_size=9))
     ids = iter(range(10**6))
     return Listed([[(next(ids), learn) for learn in mask] for mask in masks])
@@ -59,7 +59,7 @@ ways = st.sampled_from(["cut", "split", "skip"])
 
 
 def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised="skip"):
-    """Sequences, their rows, and what became of documents."""
+    """Return packed sequences, their rows, and counts of documents."""
     shape = Shape(packing, seq_len, PAD, too_long, unsupervised)
     order = range(len(documents.tokens)) if order is None else order
     sequences, counts = pack(documents, np.array(order, dtype=np.int64), shape)
@@ -69,7 +69,7 @@ def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised
 
 
 def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
-    """Each token that is learned, but for the first of each piece."""
+    """Return the learned tokens except the first of each piece."""
     return sorted(i for piece in pieces for i, learn in piece[1:] if learn)
 
 
@@ -107,7 +107,7 @@ def test_a_pair_with_a_half_that_teaches_nothing_is_left_out():
 
 
 def obvious_first_fit(lengths: list[int], seq_len: int, n_open: int) -> list[list[int]]:
-    """Documents to sequences, by looking at all sequences each time."""
+    """Reference implementation: first fit over all open sequences."""
     sequences: list[list[int]] = []
     is_open: list[bool] = []
     for n in lengths:
@@ -165,7 +165,7 @@ def test_what_is_refused_is_named(packing):
 
 
 def test_whole_documents_fill_most_of_every_sequence():
-    """What the window of open sequences is for: with one open sequence a fifth would be padding."""
+    """With one open sequence instead of a window, a fifth would be padding."""
     ns = np.random.RandomState(0).geometric(1 / 200, 3000).clip(2, 1024)
     sequences, _, _ = packed(Listed([[(i, True) for i in range(n)] for n in ns.tolist()]), "documents", 1024)
     assert ns.sum() / (len(sequences) * 1024) > 0.97

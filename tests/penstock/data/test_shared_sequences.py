@@ -1,4 +1,4 @@
-"""Answers that share sequences: the numbers of answers that have a sequence each, of less padding."""
+"""Answers packed into shared sequences: same losses as with one sequence per answer, less padding."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.training import semantics_of
 
 SEQ_LEN, N = 48, 24
 PAIRS = [{"prompt": f"tea {'x' * (n % 3)}? ", "chosen": "yes" * (1 + n % 4), "rejected": "no" * (1 + n % 5)} for n in range(N)]
-PAIRS[5] |= {"rejected": "never" * 8}  # of a sequence of its own
+PAIRS[5] |= {"rejected": "never" * 8}  # in a sequence without other answers
 ANSWERS = [{"prompt": f"tea {'x' * (n % 5)}? ", "completion": "yes" * (1 + n % 4), "label": n % 3 > 0} for n in range(N)]
 TEXTS = [{"text": "good " * (1 + n % 3) + "tea", "label": n % 2} for n in range(N)]
 GROUPS = [
@@ -29,7 +29,7 @@ OF = {"kto:group=3": ANSWERS, "classify": TEXTS, **dict.fromkeys(("grpo", "dapo"
 
 
 def read(tmp_path, loss, **how):
-    """All rows in one batch; with `by_document` they share sequences."""
+    """Return all rows in one batch; with `by_document` they share sequences."""
     objective = parse_objective(loss)
     path = write_lines(tmp_path / "a.jsonl", OF.get(loss, PAIRS))
     of = lambda n: read_data(  # noqa: E731
@@ -39,12 +39,12 @@ def read(tmp_path, loss, **how):
 
 
 def by_text(batch, value):
-    """A number of each position that is of its document alone, by the document's own tokens."""
+    """Group per-position values by the tokens of their document."""
     found = {}
     for ids, of, lengths in zip(batch.input_ids, value, batch.document_tokens or [None] * len(value), strict=True):
         at = 0
         for n in lengths or [SEQ_LEN]:
-            document = tuple(token for token in ids[at : at + n].tolist() if token != 256)  # not what fills a sequence up
+            document = tuple(token for token in ids[at : at + n].tolist() if token != 256)  # without padding
             found.setdefault(document, []).append(of[at : at + len(document)].tolist())
             at += n
     found.pop((), None)
@@ -56,7 +56,7 @@ def by_text(batch, value):
     "loss", ["dpo", "ipo", "orpo", "simpo", "kto:group=3", "grpo", "dapo", "dr-grpo", "reward:center=0.1", "classify"]
 )
 def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
-    """To the last bit where sums are of one answer; of fewer sequences, none longer than a plan's."""
+    """Sums over one answer are bitwise identical; fewer sequences, none longer than the plan's."""
     objective = parse_objective(loss)
     alone, shared = (read(tmp_path, loss, by_document=by) for by in (False, True))
     both = [data.batch(0) for data in (alone, shared)]
@@ -71,7 +71,7 @@ def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
         torch.manual_seed(4)
         weights = {p.name: torch.randn(p.shape) * 0.2 for p in templates.workload.blocks[-1].parameters}
         table, at = torch.randn(997, 32), torch.arange(SEQ_LEN)
-        starts = torch.zeros(n, SEQ_LEN).long()  # what a token is in its document decides its hidden state, as with attention
+        starts = torch.zeros(n, SEQ_LEN).long()  # hidden states depend on the token and its document, as with attention
         for row, lengths in enumerate(batch.document_tokens or [(SEQ_LEN,)] * n):
             starts[row] = torch.cat([torch.full((length,), sum(lengths[:i])) for i, length in enumerate(lengths)])
         hidden = table[(batch.input_ids * 31 + (at - starts) * 7) % 997]
@@ -91,7 +91,7 @@ def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
 
 
 def test_a_pair_stays_in_two_sequences_that_follow_each_other(tmp_path):
-    """Whatever lies beside it, so that any micro-batch of whole units has both halves; a reference and a file say as many."""
+    """Any micro-batch of whole units then has both halves; counts agree with the reference file."""
     batch = read(tmp_path, "dpo", by_document=True).batch(0)
     spans = batch.extras["answer"]
     sizes = (spans[..., 1] - spans[..., 0]).view(-1, 2, spans.shape[1])

@@ -1,4 +1,4 @@
-"""Streamed data: every document once an epoch, and exact resume wherever a run was left."""
+"""Streamed data: every document once an epoch, and exact resume at any step."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ files = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
 
 def write_sets(folder: Path, ns: list[int]) -> Path:
-    """Files of every kind; each document is told from all others by its text."""
+    """Write files of every kind; documents have distinct texts."""
     texts = (f"{i:03d}" + "x" * (i % 7) for i in count())
     for f, n in enumerate(ns):
         own = [{"text": next(texts)} for _ in range(n)]
@@ -43,7 +43,7 @@ def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **
 
 
 def documents_of(batch: Batch) -> list[bytes]:
-    """The documents in a batch, padding left out."""
+    """Return the documents in a batch, without padding."""
     found = []
     for ids, lengths in zip(batch.input_ids.tolist(), batch.document_tokens, strict=True):
         ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
@@ -53,7 +53,7 @@ def documents_of(batch: Batch) -> list[bytes]:
 
 
 def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:
-    """The documents of each sequence of some epochs, batches being a sequence each."""
+    """Return the documents of each sequence of some epochs, with one sequence per batch."""
     epochs: list[list[list[bytes]]] = [[] for _ in range(n)]
     for step in count():
         documents = documents_of(data.batch(step))
@@ -124,7 +124,7 @@ def test_what_is_wrong_with_a_row_is_said_when_its_step_comes(tmp_path):
 
 
 def test_conversations_in_several_documents_are_resumed_within(tmp_path):
-    """A template that rewrites earlier turns makes a document of each answer."""
+    """A template that rewrites earlier turns makes one document per answer."""
     roles = ("user", "assistant")
     turns = [[{"role": role, "content": f"{role[0]}{i}.{k}"} for k in range(i % 3 + 1) for role in roles] for i in range(9)]
     path = write_lines(tmp_path / "data" / "a.jsonl", ({"messages": messages} for messages in turns))

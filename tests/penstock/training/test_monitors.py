@@ -1,4 +1,4 @@
-"""Monitors: what TensorBoard, W&B and MLflow are told, and a run that goes on when they fail."""
+"""Monitors: values sent to TensorBoard, W&B and MLflow, and runs that continue after their errors."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ def never(words):
 
 
 def told(tmp_path, *names, first_step=0, steps=(1,), values={"loss": 1.5}, say=never):  # noqa: B006
-    """Open monitors, tell them values and a text at each step, and close them."""
+    """Open monitors, log values and a text at each step, and close them."""
     monitors = Monitors(names, (tmp_path, SETTINGS, first_step), say)
     with monitors:
         for step in steps:
@@ -30,7 +30,7 @@ def events_of(folder):
 
 
 def test_tensorboard_reads_back_what_a_run_logged(tmp_path):
-    """Of a run that resumed, without what was logged after the checkpoint."""
+    """A resumed run, without the log after its checkpoint."""
     told(tmp_path, "tensorboard", steps=range(1, 6), values={"loss": 1.0, "eval_loss": math.nan})
     told(tmp_path, "tensorboard", first_step=3, steps=range(4, 8), values={"loss": 2.0})
     events = events_of(tmp_path)
@@ -50,7 +50,7 @@ def test_a_monitor_that_cannot_begin_is_said_and_left_out(tmp_path):
     assert said[0].endswith("; the run continues without it")
 
 
-# -- clients that need not be installed: stand-ins that remember what they were told
+# -- clients that need not be installed: stand-ins that record their calls
 
 
 def stand_in(monkeypatch, name):

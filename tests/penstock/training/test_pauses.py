@@ -1,4 +1,4 @@
-"""Pauses of training: validations are made when they are due, made up for after a resume, and cost no step."""
+"""Pauses of training: validations run on schedule, or after a resume, and cost no step."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from tests.sessions import evaluating, lines, resumed, session_of, steps_of, tra
 
 
 class Looks:
-    """A validation that notes the steps after which it was made, and asserts that no lane is at work."""
+    """Validation that records its steps and asserts that lanes are idle."""
 
     def __init__(self, session: Session, **fields) -> None:
         self.session, self.steps, self.others = session, [], set(threading.enumerate())
@@ -32,7 +32,7 @@ class Looks:
 
 
 def looked(session: Session, n_steps: int, every: int | None = None, on_step=lambda metrics: None, **fields) -> list[int]:
-    """Train with a validation; the steps after which it was made."""
+    """Train with a validation; return its steps."""
     looks = Looks(session := evaluating(session, every), **fields)
     train(session, n_steps, on_step, [looks.validation])
     return looks.steps
@@ -55,7 +55,7 @@ def test_a_run_asked_to_end_makes_up_for_its_validation_later(tmp_path):
 
 @pytest.mark.parametrize("background", [True, False])
 def test_the_last_checkpoint_precedes_the_last_validation(tmp_path, background):
-    """A run that is killed while it validates loses no step. On the way that is so where lanes are drained to save."""
+    """A run killed during the validation loses no step. Earlier validations have this order if lanes are drained to save."""
     named = {}
     session = evaluating(session_of(tmp_path, every=2, background=background), 2)
     note = Validation("metrics.jsonl", "eval_loss", lambda step: named.update({step: (tmp_path / f"checkpoint-{step}").exists()}))
@@ -66,7 +66,7 @@ def test_the_last_checkpoint_precedes_the_last_validation(tmp_path, background):
 
 
 def test_a_validation_before_the_first_step_changes_no_bit(tmp_path):
-    """Also where a run of another model left its log in the folder; a resumed run has it already."""
+    """Includes a folder with the log of another model; a resumed run already has the validation."""
     train(session_of(tmp_path / "without"), 2)
     session = session_of(tmp_path / "with", every=1)
     (tmp_path / "with" / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 1.0}\n')

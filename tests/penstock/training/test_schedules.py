@@ -1,4 +1,4 @@
-"""Learning rate schedules: each step has the rate that transformers' own scheduler would set."""
+"""Learning rate schedules: same rates as transformers' schedulers."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SCHEDULES = [
 
 
 def stepped(make, n_steps):
-    """The learning rates that a loop of torch would use, step by step."""
+    """Return the learning rate of each step of a PyTorch training loop."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
     scheduler, found = make(optimizer), []
     for _ in range(n_steps):

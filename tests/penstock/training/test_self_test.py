@@ -1,4 +1,4 @@
-"""The self-test of a model at its first run: what passes, what is refused, and what is remembered."""
+"""Self-test of a model at its first run: passes, rejections, and cached results."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SHIPPED = ["llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3-671b", "gemma3-1b", "
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A memory of its own, which begins empty, for the command, too."""
+    """Empty cache folder for tests and their commands."""
     module._tried.cache_clear()
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     token = trace_cache.folder.set(tmp_path / "kept")
@@ -51,7 +51,7 @@ def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
 
 
 def test_a_length_at_which_windows_hide_something_is_tried_apart(cache):
-    """What is cut down keeps a layer of each kind, and by then there are more of them."""
+    """The reduced model has one layer of each kind; at this length it has more kinds."""
     for seq_len, n_tried in ((8, 1), (9, 2), (10, 2), (7, 2)):
         semantics = semantics_of("gemma2", seq_len=seq_len)
         module.self_test(plan_of(tiny_config("gemma2"), semantics, Policy()), lambda _: None)

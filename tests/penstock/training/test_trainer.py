@@ -1,4 +1,4 @@
-"""The training loop: what is counted, logged and saved between steps, and the same bits after a resume."""
+"""Training loop: counts, logs and checkpoints between steps, and bitwise resume."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.training import LEAN, state_of
 
 
 class Infinite(CpuMachine):
-    """The gradient of the embedding, the last to arrive, is infinite in the second step."""
+    """Makes the embedding gradient, the last to arrive, infinite in the second step."""
 
     def perform(self, index, op, step):
         super().perform(index, op, step)
@@ -40,7 +40,7 @@ def test_a_skipped_step_is_logged_as_json(tmp_path):
 
 
 def test_a_nonfinite_step_leaves_the_state_before_it(tmp_path):
-    """Also under a deferred update: what was deferred is done by then, and nothing of the bad step is."""
+    """Deferred updates of the previous step are applied, none of the non-finite step."""
     session = session_of(tmp_path, Policy(accumulation_group=4, update=Update.DEFERRED), Infinite, every=1)
     with pytest.raises(ValueError, match=r"step 2: the gradient of model.embed_tokens.weight is not finite"):
         train(session, 3)
@@ -69,7 +69,7 @@ def test_a_run_resumed_under_another_plan_is_the_unbroken_one(tmp_path, every, k
 
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_weight_decay_spares_what_transformers_spares(model_type):
-    """And the attention sinks of gpt_oss, which have one dimension like a bias; there it would pull them towards zero."""
+    """Includes attention sinks of gpt_oss, one-dimensional like a bias; decay would pull them towards zero."""
     config = tiny_config(model_type, **({"attention_bias": True} if model_type in ("llama", "qwen3", "qwen3_moe") else {}))
     with torch.device("meta"):
         model = hf_model(config)
@@ -80,7 +80,7 @@ def test_weight_decay_spares_what_transformers_spares(model_type):
 
 def test_each_step_logs_busy_lanes_and_its_prediction(tmp_path):
     told = []
-    session = replace(session_of(tmp_path), n_steps=3, device="cuda")  # of the kind that the plan is for
+    session = replace(session_of(tmp_path), n_steps=3, device="cuda")  # same kind as in the plan
     trainer = Trainer(session, validations=())
     trainer.monitors.log = lambda step, values: told.append((step, values))
     trainer.train()

@@ -1,4 +1,4 @@
-"""The loss on held-out data: that of transformers, and without a trace in the training around it."""
+"""Loss on held-out data: equal to transformers, without effect on training."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ LAW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_the_loss_is_that_of_transformers_without_dropout(model_type):
-    """Nine sequences on arenas for two micro-batches of two: a micro-batch that is half padding, and one that is nothing else."""
+    """Nine sequences in arenas for two micro-batches of two: one is half padding, another is padding only."""
     semantics, config = exact(model_type, micro_batch=2), tiny_config(model_type, attention_dropout=0.5)
     machine = machine_of(config, semantics, Policy(accumulation_group=2), delay_seed=1)
     held_out = sequences(config["vocab_size"], 9)
@@ -49,7 +49,7 @@ def test_the_loss_is_that_of_transformers_without_dropout(model_type):
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, policy):
-    """To the bit; also where MLPs are computed by tiles."""
+    """Bitwise identical, with tiled MLPs, too."""
     if model_type == "gpt_oss" and policy.device_blocks:
         pytest.skip("parameters of four elements, whose state stays on the host")
     tiles = {"mlp_tile_tokens": 5} if model_type == "llama" else {}
@@ -113,7 +113,7 @@ def test_late_streams_evaluate_and_train_the_same(model_type):
 
 
 def test_a_failed_evaluation_leaves_nothing_in_the_layers():
-    """Neither masks of another length, nor graphs, results or modes."""
+    """Masks of another length, graphs, results and modes are removed."""
     semantics, config = semantics_of("gemma2"), tiny_config("gemma2")
     machine = machine_of(config, semantics, Policy(accumulation_group=4))
     execute(machine.plan, machine, 1)
@@ -170,7 +170,7 @@ def test_held_out_data_without_a_supervised_token_is_refused():
 
 
 class _AfterSomePasses(Stop):
-    """Asked to end while a pass goes on; counts how many begin."""
+    """Stop request during a pass; counts the passes that begin."""
 
     def __init__(self, machine, n: int) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_an_evaluation_asked_to_end_ends_after_its_pass():
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_a_forward_needs_no_more_of_the_device_than_a_step(model_type):
-    """Memory of the allocator, arenas apart. What layers are passed with their input is there in training too."""
+    """Compares allocator memory without arenas. Extra arguments of layers exist in training, too."""
     semantics = exact(model_type, seq_len=96, micro_batch=2, loss_tile_tokens=64)
     config = tiny_config(model_type, hidden_size=128, intermediate_size=352)
     machine = machine_of(config, semantics, Policy(), CpuMachine)
