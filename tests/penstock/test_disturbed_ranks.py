@@ -21,10 +21,10 @@ def test_a_full_disk_ends_all_ranks_in_one_line(home):
     wait_for(lambda: step_of(home / "out"), running)
     pids = [pid_of(running, rank) for rank in (0, 1)]
     resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (20_000, 20_000))  # limit of the file size
-    said = said_by(running)
-    assert running.returncode == 2, said
-    assert re.fullmatch(r"error: .*checkpoint-\d+.*: cannot be written \(File too large\); make room, .*", said.splitlines()[-1])
-    assert said.count("error") == 1
+    outputs = said_by(running)
+    assert running.returncode == 2, outputs
+    assert re.fullmatch(r"error: .*checkpoint-\d+.*: cannot be written \(File too large\); make room, .*", outputs.splitlines()[-1])
+    assert outputs.count("error") == 1
     assert not any(map(is_alive, pids))
     assert not list((home / "out").glob("*.partial"))
     n = step_of(home / "out") + 1
@@ -41,10 +41,10 @@ def test_ranks_that_are_told_to_end_leave_a_long_evaluation(home):
     wait_for(lambda: step_of(home / "out") == 2, running)
     time.sleep(0.5)  # during an evaluation
     running.send_signal(signal.SIGTERM)
-    said = said_by(running)
-    assert running.returncode == 0, said
-    assert "terminated: stopped after step 2 of 2" in said
-    assert "evaluation after" not in said, "not to its end"
+    outputs = said_by(running)
+    assert running.returncode == 0, outputs
+    assert "terminated: stopped after step 2 of 2" in outputs
+    assert "evaluation after" not in outputs, "not to its end"
 
 
 @pytest.mark.soak
@@ -63,8 +63,8 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
             time.sleep(rng.uniform(0.1, 0.9))
             os.kill(victim, signal.SIGCONT)
             n_stops += 1
-    said = said_by(running)
-    assert running.returncode == 0, said
+    outputs = said_by(running)
+    assert running.returncode == 0, outputs
     assert n_stops >= 3
     assert is_that_of_one(home, 12, *looks)
 

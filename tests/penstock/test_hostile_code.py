@@ -36,46 +36,46 @@ ALLOWED = {
 def dangers(name: str, tree: ast.Module) -> Iterator[str]:
     """Return the lines of a source file that could run code shipped with data."""
     for node in ast.walk(tree):
-        found = None
+        danger = None
         match node:
             case ast.Import(names=names):
-                found = next((a.name for a in names if a.name.partition(".")[0] in MODULES), None)
+                danger = next((a.name for a in names if a.name.partition(".")[0] in MODULES), None)
             case ast.ImportFrom(module=str(module), names=names):
-                found = next((f"{module}.{a.name}" for a in names if f"{module}.{a.name}" in FUNCTIONS), None)
-                found = module if module.partition(".")[0] in MODULES else found
+                danger = next((f"{module}.{a.name}" for a in names if f"{module}.{a.name}" in FUNCTIONS), None)
+                danger = module if module.partition(".")[0] in MODULES else danger
             case ast.Call(func=ast.Name(id=called)) if called in BUILTINS:
-                found = called
+                danger = called
             case ast.Call(func=ast.Name(id="load_dataset") | ast.Attribute(attr="load_dataset"), args=args) if not (
                 args and isinstance(args[0], ast.Constant) and args[0].value in BUILDERS
             ):
-                found = "a data set that may bring its own code"
+                danger = "a data set that may bring its own code"
             case ast.Attribute() if (dotted := ast.unparse(node)) in FUNCTIONS:
-                found = dotted
+                danger = dotted
             case ast.keyword(arg="trust_remote_code", value=value) if ast.unparse(value) != "False":
-                found = "trust_remote_code"
+                danger = "trust_remote_code"
             case ast.keyword(arg="weights_only" | "allow_pickle", value=ast.Constant(value=bool())):
-                found = "a loader that can unpickle"
-        if found is not None and (name, found) not in ALLOWED:
-            yield f"{getattr(node, 'lineno', 0)}: {found}"
+                danger = "a loader that can unpickle"
+        if danger is not None and (name, danger) not in ALLOWED:
+            yield f"{getattr(node, 'lineno', 0)}: {danger}"
 
 
 @pytest.mark.parametrize("room", PACKAGES)
 def test_no_file_of_ours_can_run_what_a_file_brings(room):
     files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / room).rglob("*.py") if "out" not in path.parts}
     assert files
-    assert {name: found for name, path in files.items() if (found := list(dangers(name, ast.parse(path.read_text()))))} == {}
+    assert {name: lines for name, path in files.items() if (lines := list(dangers(name, ast.parse(path.read_text()))))} == {}
 
 
 def test_code_that_could_run_a_file_is_seen():
-    def seen(code):
+    def dangers_in(code):
         return bool(list(dangers("penstock/data/files.py", ast.parse(code))))
 
     for code in ("import pickle", "from pickle import loads", "torch.load(path)", "from torch import load", "eval(text)"):
-        assert seen(code)
+        assert dangers_in(code)
     for code in ("yaml.load(text)", "f(trust_remote_code=trust)", "np.load(path, allow_pickle=True)", "load_dataset(path)"):
-        assert seen(code)
+        assert dangers_in(code)
     for code in ("f(trust_remote_code=False)", "model.eval()", "yaml.safe_load(text)", 'load_dataset("json")'):
-        assert not seen(code)
+        assert not dangers_in(code)
 
 
 NAMES_CODE = {
@@ -113,8 +113,8 @@ def test_a_data_set_with_a_loading_script_is_read_as_files(house):
     (folder / "dataset_infos.json").write_text(json.dumps({"default": {"builder_name": "evil", "download_checksums": {}}}))
     (folder / "state.pkl").write_bytes(pickle.dumps(print))
     assert judged(house, ["data", "dataset"]) == 0
-    said = penstock("data", "dataset", "--samples", 20).stdout
-    assert "To be" in said
+    output = penstock("data", "dataset", "--samples", 20).stdout
+    assert "To be" in output
     (folder / "link.jsonl").symlink_to(house.parent / "outside" / "secret.jsonl")
     assert judged(house, ["data", "dataset"]) == 2
 

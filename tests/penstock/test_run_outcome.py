@@ -42,17 +42,17 @@ def test_a_lost_run_is_said_so_once_and_ends_where_asked(home, monkeypatch, loss
     """No checkpoint is written at its end."""
 
     def look(self, metrics):
-        at = min(metrics.step, 4) - 1
-        return looked(self, replace(metrics, loss=losses[at], grad_norm=norms[at]))
+        index = min(metrics.step, 4) - 1
+        return looked(self, replace(metrics, loss=losses[index], grad_norm=norms[index]))
 
     looked = trainer.Watch.look
     monkeypatch.setattr(trainer.Watch, "look", look)
-    done = train(home, plan_in(home), *["--stop-if-lost"] * ends, steps=12)
+    result = train(home, plan_in(home), *["--stop-if-lost"] * ends, steps=12)
     if ends and words:
-        one_line(done, 4, words, "lower --lr")
+        one_line(result, 4, words, "lower --lr")
     else:
-        assert succeeded(done).stderr.count("the run is lost") == bool(words)
-        assert words is None or f"{words}; the run is lost: lower --lr" in done.stderr
+        assert succeeded(result).stderr.count("the run is lost") == bool(words)
+        assert words is None or f"{words}; the run is lost: lower --lr" in result.stderr
     is_whole = not ends or words is None
     assert (home / "out" / "checkpoint-12").exists() == (len(lines_of(home, "out")) == 12) == is_whole
 

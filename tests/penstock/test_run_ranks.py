@@ -57,10 +57,10 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
         time.sleep(rng.random() / 2)
         os.kill(pid_of(running, victim), signal.SIGKILL)
         began_s = time.monotonic()
-        said = said_by(running)
+        outputs = said_by(running)
         assert time.monotonic() - began_s < 30
         assert running.returncode == 128 + signal.SIGKILL
-        assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in said
+        assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in outputs
         last = step_of(home / "out")
     n = last + 3
     succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n)))
@@ -92,17 +92,17 @@ def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
     write_lines(home / "held-out.jsonl", rows[8:])
-    of = ("--loss", "dpo", "--train", train, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
-    program, said = [sys.executable, "-c", LOOP], []
+    options = ("--loss", "dpo", "--train", train, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
+    program, outputs = [sys.executable, "-c", LOOP], []
     for n in (1, 2):
-        plan = plan_in(home, *of, "--gpus", n, name=f"{n}.json")
+        plan = plan_in(home, *options, "--gpus", n, name=f"{n}.json")
         words = [str(word) for word in (home / str(n), plan, home / "data", home / "held-out.jsonl")]
-        found = by_hand([words] * n, commands=[program] * n)
-        assert [code for _, code in found] == [0] * n, found
-        assert not any(out for (out, _), _ in found[1:])
-        said.append(found[0][0][0])
-    assert said[0] == said[1]
-    assert said[0].splitlines()[-1] == "the loop is over"
+        outcomes = by_hand([words] * n, commands=[program] * n)
+        assert [code for _, code in outcomes] == [0] * n, outcomes
+        assert not any(out for (out, _), _ in outcomes[1:])
+        outputs.append(outcomes[0][0][0])
+    assert outputs[0] == outputs[1]
+    assert outputs[0].splitlines()[-1] == "the loop is over"
     assert contents(home / "1" / "checkpoint-6") == contents(home / "2" / "checkpoint-6")
     references = {(home / n / "reference.safetensors").read_bytes() for n in ("1", "2")}
     assert len(references) == 1
@@ -115,9 +115,9 @@ def test_a_signal_ends_the_step_of_all_ranks(home):
     running = begun(words(home, planned(home, 2), "--save-every", 2, "--keep", 1, out="long", steps=10**6))
     wait_for(lambda: step_of(home / "long"), running)
     running.send_signal(signal.SIGTERM)
-    said = said_by(running)
-    assert running.returncode == 0, said
-    assert "terminated: stopped after step" in said
+    outputs = said_by(running)
+    assert running.returncode == 0, outputs
+    assert "terminated: stopped after step" in outputs
     assert latest(home / "long") is not None
 
 
@@ -135,23 +135,23 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
 def test_ranks_share_a_packed_base_and_a_kill_costs_no_bit(home):
     """Adapters of attention and of published MXFP4 experts: two ranks, one of them killed, then one process."""
     published(home, "gpt_oss")
-    of = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", "--policy", "megatrain", *rank_runs.BATCH)
-    plans = {n: plan_in(home, *of, "--gpus", n, name=f"{n}.json", model="few") for n in (1, 2)}
+    options = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", "--policy", "megatrain", *rank_runs.BATCH)
+    plans = {n: plan_in(home, *options, "--gpus", n, name=f"{n}.json", model="few") for n in (1, 2)}
     shared = host_needs(PlanFile.read(plans[2]).plan, 2)["state"]
     assert shared < 0.6 * host_needs(PlanFile.read(plans[1]).plan)["state"], "of the base a host has one copy"
 
-    def asked(n, out, steps):
+    def run_words(n, out, steps):
         run = ["run", plans[n], "--data", home / "data", "--out", home / out, "--steps", steps, "--save-every", 1, "--keep", 2]
         return [str(word) for word in [*run, "--tokenizer", "bytes", "--lr", "1e-3", "--resume"]]
 
-    running = begun(asked(2, "out", 10**5))
+    running = begun(run_words(2, "out", 10**5))
     wait_for(lambda: step_of(home / "out") > 1, running)
     os.kill(pid_of(running, 1), signal.SIGKILL)
     said_by(running)
     n = step_of(home / "out") + 1
     for out in ("out", "alone"):
-        succeeded(penstock(*asked(1, out, n)))
-    found = home / "out" / f"checkpoint-{n}"
-    assert contents(found) == contents(home / "alone" / f"checkpoint-{n}")
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), found)
+        succeeded(penstock(*run_words(1, out, n)))
+    checkpoint = home / "out" / f"checkpoint-{n}"
+    assert contents(checkpoint) == contents(home / "alone" / f"checkpoint-{n}")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), checkpoint)
     assert all(weight.abs().sum() > 0 for name, weight in loaded.named_parameters() if "lora_B" in name)

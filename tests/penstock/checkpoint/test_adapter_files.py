@@ -144,7 +144,7 @@ def put(key: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({key: torch.ones(shape)})
 
 
-def without(part: str) -> Callable[[dict[str, Tensor]], object]:
+def lacking_part(part: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name]
 
 
@@ -153,7 +153,7 @@ KEYS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "an-adapter's-name": (put(f"{Q0}.lora_A.default.weight", 4, 32), "lora_A.default.weight"),
     "the-head": (put(f"{PREFIX}lm_head.lora_A.weight", 4, 32), "lm_head"),
     "a-path": (put(f"{PREFIX}../../etc\n/passwd", 1), "passwd"),
-    "no-b": (without("0.self_attn.q_proj.lora_B"), f"no tensor {Q0}.lora_B.weight"),
+    "no-b": (lacking_part("0.self_attn.q_proj.lora_B"), f"no tensor {Q0}.lora_B.weight"),
     "nothing": (dict.clear, "no tensor "),
     "turned": (put(f"{Q0}.lora_A.weight", 32, 4), f"{Q0}.lora_A.weight is (32, 4)"),
 }
@@ -163,9 +163,9 @@ KEYS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 def test_a_tensor_missing_or_left_over_is_refused(folder: Path, edit: Callable[[dict[str, Tensor]], object], expected: str) -> None:
     edit(tensors := load_file(folder / TENSOR_FILE))
     save_file(tensors, folder / TENSOR_FILE)
-    said = refused(folder)
-    assert expected in said
-    assert TENSOR_FILE in said
+    message = refused(folder)
+    assert expected in message
+    assert TENSOR_FILE in message
 
 
 def test_the_adapter_of_another_model_is_refused(folder: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_shipped_model_is_the_published_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "said"),
+    ("name", "changes", "expected"),
     [
         ("qwen2.5-0.5b", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, not 1e-06"),
         ("qwen2.5-0.5b", {"rope_theta": 10000.0}, "rope_parameters.rope_theta is 10000.0, not 1000000.0"),
@@ -55,10 +55,10 @@ def test_a_shipped_model_is_the_published_one(name: str) -> None:
         ("gpt-oss-120b", {"max_position_embeddings": 4096}, "max_position_embeddings is 4096, not 131072"),  # YaRN may depend on it
     ],
 )
-def test_another_model_is_named_by_the_first_difference(name: str, other: dict[str, Any], said: str) -> None:
-    found = difference(shipped(name) | other, shipped(name))
-    assert found is not None
-    assert found.startswith(said)
+def test_another_model_is_named_by_the_first_difference(name: str, changes: dict[str, Any], expected: str) -> None:
+    message = difference(shipped(name) | changes, shipped(name))
+    assert message is not None
+    assert message.startswith(expected)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -50,17 +50,17 @@ def test_a_run_killed_while_it_deletes_leaves_nothing_half(tmp_path, n_removed):
 
 
 def test_leftovers_of_killed_runs_are_deleted_and_nothing_else(tmp_path):
-    kept = small(tmp_path, 3)
+    retained = small(tmp_path, 3)
     for name in ("checkpoint-4.partial", "checkpoint-1.removed"):
-        shutil.copytree(kept, tmp_path / name)
-    others = ["checkpoint-x.partial", "my.removed", "checkpoint-4.partial.txt", "metrics.jsonl.partial"]
-    for name in others:
+        shutil.copytree(retained, tmp_path / name)
+    unrelated = ["checkpoint-x.partial", "my.removed", "checkpoint-4.partial.txt", "metrics.jsonl.partial"]
+    for name in unrelated:
         (tmp_path / name).mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("")
     (tmp_path / "checkpoint-9.removed").symlink_to(tmp_path / "elsewhere")
     clean(tmp_path)
-    assert names(tmp_path) == sorted(["checkpoint-3", "elsewhere", *others])
+    assert names(tmp_path) == sorted(["checkpoint-3", "elsewhere", *unrelated])
     assert (tmp_path / "elsewhere" / "precious").exists()
     clean(tmp_path / "nowhere")
 

@@ -77,13 +77,13 @@ def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
 def test_every_learned_token_is_a_target_once_after_its_own(documents, seq_len, way, packing, data):
     order = data.draw(st.permutations(range(len(documents.tokens))))
     _, rows, counts = packed(documents, packing, seq_len, order, way)
-    found = sorted(target for _, targets, _ in rows for target in targets if target != UNSUPERVISED)
-    kept = {
+    learned = sorted(target for _, targets, _ in rows for target in targets if target != UNSUPERVISED)
+    packed_ids = {
         "cut": [document[:seq_len] for document in documents.tokens],
         "split": documents.tokens,
         "skip": [document for document in documents.tokens if len(document) <= seq_len],
     }[way]
-    assert found == obvious_targets(kept)
+    assert learned == obvious_targets(packed_ids)
     for ids, targets, spans in rows:
         assert sum(spans) == seq_len
         assert any(target != UNSUPERVISED for target in targets), "a sequence without a target"
@@ -126,14 +126,14 @@ def obvious_first_fit(lengths: list[int], seq_len: int, n_open: int) -> list[lis
 @given(ns=st.lists(st.integers(2, 12), max_size=60), seq_len=st.integers(12, 40), n_open=st.integers(1, 5))
 def test_documents_are_packed_as_the_obvious_packer_does(ns, seq_len, n_open):
     documents = Listed([[(i, True) for i in range(n)] for n in ns])
-    kept, room.OPEN_SEQUENCES = room.OPEN_SEQUENCES, n_open
+    default_open, room.OPEN_SEQUENCES = room.OPEN_SEQUENCES, n_open
     try:
         sequences, _, _ = packed(documents, "documents", seq_len, too_long="refuse", unsupervised="refuse")
     finally:
-        room.OPEN_SEQUENCES = kept
-    found = [[stop - start for _, start, stop in sequences[i]] for i in range(len(sequences))]
-    assert found == obvious_first_fit(ns, seq_len, n_open)
-    assert all(sum(held) <= seq_len for held in found)
+        room.OPEN_SEQUENCES = default_open
+    sizes = [[stop - start for _, start, stop in sequences[i]] for i in range(len(sequences))]
+    assert sizes == obvious_first_fit(ns, seq_len, n_open)
+    assert all(sum(held) <= seq_len for held in sizes)
 
 
 @given(documents=listed(), seq_len=lengths, data=st.data())

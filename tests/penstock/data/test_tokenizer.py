@@ -40,8 +40,8 @@ def test_the_tokenizer_of_the_model_is_used_whole(tmp_path):
     texts = ["the river runs down the river", "down", "down </s>"]  # the last token ends the text
     expected = [[0, 3, 4, 5, 6, 3, 4, 1], [0, 6, 1], [0, 6, 1]]
     assert ids_of(tmp_path, texts) == expected
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert [[*theirs(text)["input_ids"], theirs.eos_token_id] for text in texts[:2]] == expected[:2]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts[:2]] == expected[:2]
 
 
 @given(text=st.text())

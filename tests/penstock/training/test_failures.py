@@ -96,10 +96,10 @@ def test_an_exception_anywhere_is_named_and_the_run_goes_on(tmp_path_factory, da
     every, background = data.draw(st.integers(1, 2), label="every"), data.draw(st.booleans(), label="background")
     folder = tmp_path_factory.mktemp("struck")
     session = session_of(folder, plan.policy, Breaks, every=every, background=background)
-    before = threading.active_count()
+    n_threads = threading.active_count()
     with pytest.raises((OpError, DataError)) as caught:
         in_time(lambda: train(session))
-    assert threading.active_count() == before, "a lane was left running"
+    assert threading.active_count() == n_threads, "a lane was left running"
     if isinstance(Breaks.error, PenstockError):
         assert caught.value is Breaks.error
     else:
@@ -187,22 +187,22 @@ def test_nan_that_skips_a_step_touches_no_state(tmp_path_factory, data):
 def home(tmp_path_factory):
     """Folder with text, and three plans of one model with different policies."""
     home = make_home(tmp_path_factory.mktemp("home"))
-    asked = [
+    policies = [
         {"accumulation_group": 1},
         {"accumulation_group": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "save": {"all": [1]}},
         {"accumulation_group": 4, "update": "deferred", "spill_blocks": [0, 1]},
     ]
-    for i, policy in enumerate(asked):
+    for i, policy in enumerate(policies):
         (home / "policy.json").write_text(json.dumps(policy))
         plan_in(home, "--micro-batch", 1, "--policy", home / "policy.json", name=f"plan-{i}.json")
     return home
 
 
-def befallen(home: Path, folder: Path, what: str, n_trials: int, seed: int, *before: str) -> str:
+def befallen(home: Path, folder: Path, accident: str, n_trials: int, seed: int, *prefix: str) -> str:
     """Run a failure of `accidents` in a separate process, in a copy of the home folder."""
     shutil.copytree(home, folder, dirs_exist_ok=True)
-    command = [*before, sys.executable, "-m", "tests.accidents", what, str(folder), str(seed), str(n_trials)]
-    process = (subprocess.Popen if before else Forked)(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True)
+    command = [*prefix, sys.executable, "-m", "tests.accidents", accident, str(folder), str(seed), str(n_trials)]
+    process = (subprocess.Popen if prefix else Forked)(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True)
     out, errors = process.communicate(timeout=ENDED_S)
     assert process.returncode == 0, out + errors
     print(out)

@@ -74,8 +74,8 @@ def test_a_sequence_ends_where_the_plans_sequences_end():
 def test_prompts_and_weights_that_cannot_be_used_are_refused():
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
     long = "prompt 1 has 1,600 tokens, and a sequence .* holds 16; "
-    for prompts, said in (([[1], []], "prompt 2 is empty; "), ([[1] * 1600], long)):
-        with pytest.raises(DataError, match=f"^{said}"):
+    for prompts, message in (([[1], []], "prompt 2 is empty; "), ([[1] * 1600], long)):
+        with pytest.raises(DataError, match=f"^{message}"):
             check_prompts(prompts, 16)
     for p in machine.host.owned[1]:
         machine.host.set_weight(p, torch.full(p.shape, torch.nan))

@@ -48,9 +48,9 @@ def test_validations_come_every_n_steps_and_at_the_end(tmp_path, every, expected
 def test_a_run_asked_to_end_makes_up_for_its_validation_later(tmp_path):
     session = session_of(tmp_path, every=1)
     assert looked(session, 6, 2, lambda metrics: session.stop.request() if metrics.step == 2 else None) == []
-    done = len(lines(tmp_path))
-    seen = [step for n_steps in (6, 8) for step in looked(resumed(session_of(tmp_path, every=1)), n_steps, done)]
-    assert seen == sorted({done, *(n for n in range(done, 9, done)), 6, 8}), "each step once"
+    n_done = len(lines(tmp_path))
+    validated = [step for n_steps in (6, 8) for step in looked(resumed(session_of(tmp_path, every=1)), n_steps, n_done)]
+    assert validated == sorted({n_done, *(n for n in range(n_done, 9, n_done)), 6, 8}), "each step once"
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -98,22 +98,22 @@ def test_a_run_that_broke_in_its_last_validation_lacks_only_that(tmp_path, how):
         Trainer(replace(again, n_steps=3), validations=[Looks(again).validation])
 
 
-@pytest.mark.parametrize(("background", "at", "every"), [(True, 2, None), (False, 4, 2)])
-def test_a_validation_that_is_abandoned_leaves_its_state_saved(tmp_path, background, at, every):
+@pytest.mark.parametrize(("background", "stop_step", "every"), [(True, 2, None), (False, 4, 2)])
+def test_a_validation_that_is_abandoned_leaves_its_state_saved(tmp_path, background, stop_step, every):
     session = evaluating(session_of(tmp_path, every=every, background=background), 2)
-    looks, others = Looks(session), []
+    looks, samples = Looks(session), []
 
     def abandon(step: int) -> None:
-        if step == at:
+        if step == stop_step:
             session.stop.request()
             raise Abandoned
         looks.perform(step)
 
-    other = Validation("samples.jsonl", "prompt", others.append)
-    train(session, 4, validations=[replace(looks.validation, perform=abandon), other])
-    assert others == looks.steps == ([2] if at == 4 else [])
-    assert latest(tmp_path).name == f"checkpoint-{at}"
-    assert looked(resumed(session_of(tmp_path, background=background)), 4, 2) == sorted({at, 4})
+    sampling = Validation("samples.jsonl", "prompt", samples.append)
+    train(session, 4, validations=[replace(looks.validation, perform=abandon), sampling])
+    assert samples == looks.steps == ([2] if stop_step == 4 else [])
+    assert latest(tmp_path).name == f"checkpoint-{stop_step}"
+    assert looked(resumed(session_of(tmp_path, background=background)), 4, 2) == sorted({stop_step, 4})
 
 
 def test_no_line_of_a_later_step_is_left_on_resume(tmp_path):
