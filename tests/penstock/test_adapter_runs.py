@@ -180,7 +180,7 @@ def test_experts_that_are_not_in_an_mlp_have_adapters_too(home):
     assert adapter_config["target_parameters"] == [f"block_sparse_moe.experts.{stack}" for stack in ("gate_up_proj", "down_proj")]
     assert adapter_config["use_rslora"]
     succeeded(penstock("merge", home / "granite", adapter, "--out", home / "merged"))
-    merged, base = (AutoModelForCausalLM.from_pretrained(home / of, dtype=torch.float32) for of in ("merged", "granite"))
+    merged, base = (AutoModelForCausalLM.from_pretrained(home / name, dtype=torch.float32) for name in ("merged", "granite"))
     reference = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(weight, reference[name], atol=1e-6, rtol=2**-8)  # the run's weights are bf16

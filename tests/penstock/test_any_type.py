@@ -118,7 +118,7 @@ def test_weights_named_one_by_one_are_the_files_of_transformers(model_type):
     config = tiny(model_type)
     model = hf_model(config)
     weights, conversion = dict(model.named_parameters()), Conversion(config)
-    written = {name: tensor for own, weight in weights.items() for name, tensor in conversion.published(own, weight)}
+    written = {name: tensor for key, weight in weights.items() for name, tensor in conversion.published(key, weight)}
     reference = revert_weight_conversion(model, dict(weights))
     assert written.keys() == reference.keys()
     assert all(torch.equal(written[name], reference[name]) for name in reference)

@@ -166,7 +166,7 @@ def test_bad_rows_are_a_line_each_and_left_out_by_share(home, given):
     one_line(refused, 2, "dirty.jsonl:1: ", "3 of 15 rows are bad; mend them, or skip them with --bad-rows 20%")
     assert [line.split(": ")[0] for line in refused.stderr.splitlines()[-3:-1]] == [f"  {home}/dirty.jsonl:{n}" for n in (14, 15)]
     stderr = succeeded(penstock(*words, "--bad-rows", "20%", "--eval-data", home / "dirty.jsonl")).stderr
-    assert all(f"bad rows{of} 3 of 15, left out: " in stderr for of in (":", "")), "of the held-out data, too"
+    assert all(f"bad rows{infix} 3 of 15, left out: " in stderr for infix in (":", "")), "of the held-out data, too"
     assert "bad rows\t3" in succeeded(penstock("data", home / "dirty.jsonl", "--bad-rows", 0.2)).stdout
 
 

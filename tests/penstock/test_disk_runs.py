@@ -38,7 +38,7 @@ def test_checkpoints_are_those_of_a_run_in_memory(home, base):
     written = file.stat().st_mtime_ns
     shutil.rmtree(on_disk)
     assert files(trained(home, plan, "--resume", "--disk", home / "disk", out="of-disk")) == files(in_memory)
-    assert [(found, found.stat().st_mtime_ns) for found in (home / "disk").iterdir()] == [(file, written)]
+    assert [(path, path.stat().st_mtime_ns) for path in (home / "disk").iterdir()] == [(file, written)]
 
 
 def test_another_model_or_form_has_another_file(home):

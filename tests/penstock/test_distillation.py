@@ -51,7 +51,7 @@ def written(home, *options, plan="teacher.json", scratch=BYTES):
 
 def test_a_teachers_file_is_what_transformers_says(school):
     succeeded(written(school))
-    held = next(of for name, of in load_file(school / "top").items() if name.startswith("logps"))
+    held = next(tensor for name, tensor in load_file(school / "top").items() if name.startswith("logps"))
     ids, logps = held[..., :10].contiguous().view(torch.int32), held[..., 10:16].contiguous().view(torch.float16)
     data = read_data(DataSettings(str(school / "data")), None, 272, 32, 4, 0, school / "run" / "tokens")
     teacher = AutoModelForCausalLM.from_pretrained(school / "teacher", dtype=torch.float32)

@@ -47,15 +47,15 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(width, capsys, 
 def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
     monkeypatch.setattr(
-        "penstock.planner.show.compare.search_machine", lambda *of: search_machine(*of[:3], Policy(), *of[4:])
+        "penstock.planner.show.compare.search_machine", lambda *args: search_machine(*args[:3], Policy(), *args[4:])
     )  # it needs no search
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
     result = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
-    assert {of["machine"] for of in json.loads(result.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
+    assert {row["machine"] for row in json.loads(result.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
     assert result.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is planned with that\n"
     for args, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
         fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *args])
-        assert [of["machine"] for of in json.loads(fewer.stdout)["machines"]] == [name]
+        assert [row["machine"] for row in json.loads(fewer.stdout)["machines"]] == [name]
         assert fewer.stderr == f"8xrtx4090: {n} of its 8 GPUs\n"
 
 
@@ -101,7 +101,7 @@ def test_a_master_and_an_optimizer_that_contradict_are_refused(command: tuple[st
 
 def test_less_state_has_a_row_where_a_larger_model_fits() -> None:
     free = hourly(read_profile("rtx4090-desktop"))
-    fits = [Fit("rtx4090", "m", gb, "f", free, True, of, n_params=n) for of, gb, n in FITS]
+    fits = [Fit("rtx4090", "m", gb, "f", free, True, optimizer, n_params=n) for optimizer, gb, n in FITS]
     assert [(fit.optimizer, fit.host_memory_bytes) for fit in _larger(fits)] == [("a", 1), ("a", 2), ("b", 2), ("c", 1)]
 
 

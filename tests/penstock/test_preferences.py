@@ -85,7 +85,7 @@ def test_pairs_are_streamed_whole_and_resumed(tmp_path, loss):
 
     def pairs(batches):
         tensors = ([batch.input_ids, batch.targets, *batch.extras.values()] for batch in batches)
-        return [[of[i : i + 2].tolist() for of in each] for each in tensors for i in (0, 2)]
+        return [[tensor[i : i + 2].tolist() for tensor in batch] for batch in tensors for i in (0, 2)]
 
     streamed_pairs = pairs(map(streamed.batch, range(7)))
     assert sorted(streamed_pairs[:7]) == sorted(streamed_pairs[7:]) == sorted(pairs(map(map_style.batch, range(7)))[:7])
@@ -152,7 +152,7 @@ def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     paths = tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", [row] * 4)
     actual, expected = (read(path, loss).batch(0) for path in paths)
     assert torch.equal(actual.input_ids, expected.input_ids)
-    assert {name: of.tolist() for name, of in actual.extras.items()} == {name: of.tolist() for name, of in expected.extras.items()}
+    assert {name: t.tolist() for name, t in actual.extras.items()} == {name: t.tolist() for name, t in expected.extras.items()}
     assert required_format(replace(parse_objective(loss), name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
 
 
@@ -259,7 +259,7 @@ def test_pairs_that_share_sequences_are_the_same_pairs(tea, loss):
     alone, shared = lines.values()
     assert len(alone) == len(shared)
     for names in (("loss", "grad_norm"), ("eval_loss", "eval_accuracy", "eval_pairs")):
-        values = [[[line[name] for name in names] for line in each if names[0] in line] for each in (alone, shared)]
+        values = [[[line[name] for name in names] for line in log if names[0] in line] for log in (alone, shared)]
         assert values[0]
         torch.testing.assert_close(torch.tensor(values[1]), torch.tensor(values[0]), rtol=5e-5, atol=1e-6)
 

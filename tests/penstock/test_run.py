@@ -56,8 +56,8 @@ LION = "lion:moments=bf16"
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(("optimizer", "numba", "line"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
-def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, line):
+@pytest.mark.parametrize(("optimizer", "numba", "value"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
+def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, value):
     """The mode is printed in one line."""
     plan = plan_in(home, "--optimizer", optimizer)
     words = [numba, "run", plan, "--data", home / "data", "--out", home / "out", "--steps", 1, *SCRATCH]
@@ -65,7 +65,7 @@ def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba
     start = subprocess.Popen if numba == "hidden" else Forked  # about modules that are not imported
     result = start(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     printed, errors = result.communicate()
-    assert f"compiled: {line}" in printed
+    assert f"compiled: {value}" in printed
     assert (errors.count("times slower: numba is not installed"), result.returncode) == (int(numba == "hidden"), 0)
 
 

@@ -53,7 +53,7 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
     plan, last = planned(home, 2), 0
     for victim in (0, 1):
         running = begun(words(home, plan, "--resume", "--save-every", 5, "--keep", 2, steps=10**5))
-        wait_for(lambda after=last: step_of(home / "out") > after, running)
+        wait_for(lambda step=last: step_of(home / "out") > step, running)
         time.sleep(rng.random() / 2)
         os.kill(pid_of(running, victim), signal.SIGKILL)
         began_s = time.monotonic()

@@ -78,7 +78,7 @@ def test_a_run_from_a_file_does_all_that_it_says(home):
 def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
     answer = {"role": "assistant"}
     conversations = [("A number." * (n % 3 + 1), {"role": "user", "content": f"What is {n}?"}) for n in range(12)]
-    chats = [{"messages": [asked, answer | {"content": content}]} for content, asked in conversations]
+    chats = [{"messages": [question, answer | {"content": content}]} for content, question in conversations]
     (home / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     plan = plan_in(home, "--seq-len", 96)
     flags = ["--packing", "documents", "--prompt", "What is 3?", "--eval-data", home / "chats.jsonl", "--schedule", "cosine"]

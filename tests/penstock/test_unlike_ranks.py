@@ -19,7 +19,7 @@ def refused_by_the_first(outcomes, line, code=2):
     assert first[1] == code, first
     assert first[0][1].splitlines()[-1].startswith(f"error: {line}")
     assert "Traceback" not in first[0][1]
-    assert all(code in (1, 2) and "rror" not in said[1] for said, code in followers), followers
+    assert all(code in (1, 2) and "rror" not in output[1] for output, code in followers), followers
 
 
 @pytest.mark.soak_cases("plan", "version")

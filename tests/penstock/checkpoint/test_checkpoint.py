@@ -54,7 +54,7 @@ def test_transformers_loads_the_checkpoint_of_every_type(tmp_path: Path, model_t
     assert written.keys() == reference.keys()
     assert all(torch.equal(written[name], reference[name]) for name in written)
     loaded, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert {what: names for what, names in report.items() if names} == {}
+    assert {key: names for key, names in report.items() if names} == {}
     assert loaded.dtype == dtype
     for (name, expected), (found_name, tensor) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert name == found_name
@@ -223,8 +223,8 @@ def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path) -> None:
     path = small(tmp_path) / "trainer_state.json"
     fields = json.loads(path.read_text())
     files = (None, {"../up": {"n_bytes": 3, "sha256": ""}}, {"config.json": {"n_bytes": "3", "sha256": ""}})
-    changed = [fields | {"files": of and fields["files"] | of} for of in files]
-    for wrong in ([], fields | {"state": {"seed": 2}}, *(of | {"sha256": sum_of(of)} for of in changed)):
+    changed = [fields | {"files": entry and fields["files"] | entry} for entry in files]
+    for wrong in ([], fields | {"state": {"seed": 2}}, *(entry | {"sha256": sum_of(entry)} for entry in changed)):
         path.write_text(json.dumps(wrong))
         refused(lambda: load_state(path.parent))
 

@@ -138,7 +138,7 @@ def test_shards_configuration_and_tokenizer_stay_as_they_were(tmp_path: Path, sh
     assert {p.name for p in out.iterdir()} == {p.name for p in base.iterdir()} - {"training_args.bin", "secrets.txt"}
     for path in out.iterdir():
         if path.suffix == ".safetensors":
-            shapes = [{name: tensor.shape for name, tensor in load_file(of).items()} for of in (path, base / path.name)]
+            shapes = [{name: tensor.shape for name, tensor in load_file(file).items()} for file in (path, base / path.name)]
             assert shapes[0] == shapes[1]
         else:
             assert path.name == INDEX_FILE or path.read_bytes() == (base / path.name).read_bytes()

@@ -49,7 +49,7 @@ def rows_of(data, n_steps):
 @given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds)
 def test_every_epoch_holds_every_sequence_once(joined, documents, seq_len, batch_size, seed):
     ids = [i for text in documents for i in (*text.encode(), END)]
-    expected = [ids[at : at + seq_len] for at in range(0, len(ids), seq_len)]
+    expected = [ids[i : i + seq_len] for i in range(0, len(ids), seq_len)]
     expected = [sequence for sequence in expected if len(sequence) > 1]
     data = joined(documents, seq_len, batch_size, seed)
     assert data.n_steps == -(-len(expected) // batch_size)
@@ -72,9 +72,9 @@ def test_a_step_sees_the_same_whatever_was_asked_before(joined, documents, seq_l
 
 def test_epochs_and_seeds_have_orders_of_their_own(joined):
     data = {seed: joined([chr(65 + i) * 3 for i in range(24)], 4, 24, seed) for seed in (None, 0, 1, 2**32)}
-    assert len({str(of.batch(step).input_ids.tolist()) for seed, of in data.items() for step in (0, 1)}) == 7
+    assert len({str(dataset.batch(step).input_ids.tolist()) for seed, dataset in data.items() for step in (0, 1)}) == 7
     assert same(data[None].batch(0), data[None].batch(1))
-    assert len({of.fingerprint for of in data.values()}) == 4
+    assert len({dataset.fingerprint for dataset in data.values()}) == 4
 
 
 def test_the_loss_is_the_one_transformers_computes_from_labels(joined):
@@ -130,7 +130,7 @@ def test_weights_are_shares_and_a_set_begins_anew_when_through(tmp_path):
         assert abs(counts["a"] - 10) + abs(counts["b"] - 4) + abs(counts["c"] - 6) <= 3, "in any stretch"
     for name, n in SIZES.items():
         set_texts = [text for text in texts if text[0] == name]
-        epochs = [tuple(set_texts[at : at + n]) for at in range(0, len(set_texts) - n, n)]
+        epochs = [tuple(set_texts[i : i + n]) for i in range(0, len(set_texts) - n, n)]
         assert all(len(set(epoch)) == n for epoch in epochs)
         assert len(set(epochs)) > 1, "each in an order of its own"
     assert data.words()["data 1"].endswith("a.jsonl: text")
@@ -147,7 +147,7 @@ def test_a_mix_is_resumed_at_any_step(tmp_path, weights):
     assert not again.resume(30, unbroken.position(31))
     variants = [mixed(tmp_path, weights, 8), mixed(tmp_path, (0.5, 0.3, 0.2)), unbroken]
     assert again.fingerprint == unbroken.fingerprint
-    assert len({other.fingerprint for other in variants}) == 3
+    assert len({variant.fingerprint for variant in variants}) == 3
 
 
 def test_texts_and_chats_mix_and_chats_see_themselves_alone(tmp_path):

@@ -64,8 +64,8 @@ def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised
     order = range(len(documents.tokens)) if order is None else order
     sequences, counts = pack(documents, np.array(order, dtype=np.int64), shape)
     rows = [row for i in range(len(sequences)) for row in rows_of(documents, sequences[i], shape)]
-    lengths = batch_of(rows, replace(shape, packing="documents"), (), (), None).document_tokens if rows else ()
-    return sequences, [(ids.tolist(), targets.tolist(), of) for (ids, targets, _), of in zip(rows, lengths, strict=True)], counts
+    sizes = batch_of(rows, replace(shape, packing="documents"), (), (), None).document_tokens if rows else ()
+    return sequences, [(ids.tolist(), targets.tolist(), size) for (ids, targets, _), size in zip(rows, sizes, strict=True)], counts
 
 
 def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
@@ -142,7 +142,7 @@ def test_joined_documents_are_one_row_that_is_cut(documents, seq_len, data):
     _, rows, counts = packed(documents, "joined", seq_len, order, "refuse")
     learns = [d for d in order if any(learn for _, learn in documents.tokens[d])]
     row = [token for d in learns for token in documents.tokens[d]]
-    pieces = [row[at : at + seq_len] for at in range(0, len(row), seq_len)]
+    pieces = [row[i : i + seq_len] for i in range(0, len(row), seq_len)]
     pieces = [piece for piece in pieces if any(learn for _, learn in piece[1:])]
     expected = []
     for piece in pieces:

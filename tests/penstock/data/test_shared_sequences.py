@@ -58,7 +58,7 @@ def by_text(batch, value):
 def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
     """Sums over one answer are bitwise identical; fewer sequences, none longer than the plan's."""
     objective = parse_objective(loss)
-    alone, shared = (read(tmp_path, loss, by_document=by) for by in (False, True))
+    alone, shared = (read(tmp_path, loss, by_document=flag) for flag in (False, True))
     both = [data.batch(0) for data in (alone, shared)]
     assert len(both[1].input_ids) <= 0.75 * len(both[0].input_ids)
     losses = []
@@ -86,7 +86,7 @@ def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
     torch.testing.assert_close(total_shared, total, rtol=1e-4, atol=1e-6)
     assert towards.keys() == towards_shared.keys()
     for key, values in towards.items():
-        both_ways = [torch.tensor(sorted(each)) for each in (values, towards_shared[key])]
+        both_ways = [torch.tensor(sorted(gradients)) for gradients in (values, towards_shared[key])]
         torch.testing.assert_close(both_ways[1], both_ways[0], rtol=1e-5, atol=1e-7)
 
 

@@ -169,4 +169,4 @@ def test_a_changed_stream_has_another_fingerprint(tmp_path):
         ends.append(stream(path).fingerprint)
     (path / "long.txt").unlink()
     variants = [{"seed": 4}, {"seq_len": 25}, {"batch_size": 1}, {"shuffle_buffer": 6}, {"packing": "one"}, {"too_long": "split"}]
-    assert len({initial, *ends, *(stream(path, **other).fingerprint for other in variants)}) == 3 + len(variants)
+    assert len({initial, *ends, *(stream(path, **variant).fingerprint for variant in variants)}) == 3 + len(variants)

@@ -69,7 +69,7 @@ def test_a_run_whose_stream_computes_something_else_is_refused(tmp_path, monkeyp
     home, allocations, original = make_home(tmp_path), list[int](), Templates.layer
     plan = plan_in(home)
     monkeypatch.setattr("penstock.training.session.machine_of", lambda *_: allocations.append(1))
-    monkeypatch.setattr(Templates, "layer", lambda *of, **how: original(*of, **how) * (0.999 if of[1] == 2 else 1))
+    monkeypatch.setattr(Templates, "layer", lambda *args, **how: original(*args, **how) * (0.999 if args[1] == 2 else 1))
     one_line(train(home, plan), 2, "self-test failed: a streamed step is not transformers' own (loss")
     assert not allocations, "nothing was allocated"
 

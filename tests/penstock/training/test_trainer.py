@@ -48,7 +48,7 @@ def test_a_nonfinite_step_leaves_the_state_before_it(tmp_path):
 
 
 STATES: dict[str, dict] = {"fp32": {}, "bf16": {"master_dtype": "bf16"}} | LEAN
-SAVED = [(kept, every) for kept in STATES for every in (1, 2, 5) if every == 2 or kept in ("fp32", "bf16", "adamw:moments=bf16")]
+SAVED = [(state, every) for state in STATES for every in (1, 2, 5) if every == 2 or state in ("fp32", "bf16", "adamw:moments=bf16")]
 
 
 @pytest.mark.fast("some")
