@@ -132,7 +132,7 @@ def test_an_adapter_of_another_kind_or_base_is_refused(home):
 
 
 def test_an_adapter_is_taken_on_its_own_base_and_as_it_was_saved(home):
-    """The checkpoint records base and precision; PEFT's two files alone record neither."""
+    """The checkpoint records hashes of base weights and adapter; PEFT's two files alone record neither."""
     plan = plan_in(home, *LORA)
     first = trained(home, plan, steps=1)
     with_weights(home / "other", "qwen3", seed=4)

@@ -197,7 +197,7 @@ def test_a_state_of_another_optimizer_is_refused_or_converted(target: str, tmp_p
             assert all(torch.equal(again[name], converted[name].float()) for name in converted)
 
 
-# -- what is refused
+# -- rejected states
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "optimizer-000.safetensors", "optimizer-001.safetensors"])

@@ -162,7 +162,7 @@ def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8, k
     layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, **how).to("cpu")
     tensors = {name.removesuffix("weight") + key: tensor.detach().clone() for key, tensor in layer.state_dict().items()}
     state = layer.weight.quant_state
-    state.shape = torch.Size((1, weight.numel()))  # bitsandbytes on the CPU requires blocks to end within a row
+    state.shape = torch.Size((1, weight.numel()))  # the CPU kernel assumes that blocks end within a row
     return tensors, bnb.functional.dequantize_4bit(layer.weight.data.view(torch.uint8), state).view(weight.shape)
 
 
@@ -271,7 +271,7 @@ def test_mxfp4_experts_unpack_to_the_bits_of_transformers(tmp_path):
     assert "plan with --base mxfp4" in refused(lambda: packed_base(tmp_path / "model", config, {GATE_UP: shape}, "nf4", tmp_path))
 
 
-# -- what is not read -------------------------------------------------------------------------------------------------
+# -- rejected files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

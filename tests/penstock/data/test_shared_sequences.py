@@ -91,7 +91,7 @@ def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
 
 
 def test_a_pair_stays_in_two_sequences_that_follow_each_other(tmp_path):
-    """Any micro-batch of whole units then has both halves; counts agree with the reference file."""
+    """Any micro-batch of whole units then has both halves."""
     batch = read(tmp_path, "dpo", by_document=True).batch(0)
     spans = batch.extras["answer"]
     sizes = (spans[..., 1] - spans[..., 0]).view(-1, 2, spans.shape[1])
