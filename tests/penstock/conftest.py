@@ -1,4 +1,4 @@
-"""Folders that the tests of commands share."""
+"""Folders shared by the tests of commands."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs that train adapters, or some of the weights: their files are loaded by PEFT and transformers."""
+"""Runs that train adapters or some weights; PEFT and transformers load the files."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ BYTES = ["--tokenizer", "bytes"]
 
 @pytest.fixture
 def home(tmp_path):
-    """A model with weights of its own, and some text."""
+    """Folder of a model with weights, and some text."""
     home = make_home(tmp_path)
     with_weights(home / "model", "qwen3")
     return home
@@ -41,12 +41,12 @@ def trained(home, plan, *extra, out="out", steps=4):
 
 
 def resumed_alike(home, plan):
-    """The checkpoint of a run, which is also that of one that resumed from its middle."""
-    whole = trained(home, plan, "--save-every", 2)
+    """Return a run's checkpoint, after asserting that a resumed run writes an identical one."""
+    unbroken = trained(home, plan, "--save-every", 2)
     shutil.copytree(home / "out", home / "again")
     shutil.rmtree(home / "again" / "checkpoint-4")
-    assert files(trained(home, plan, "--save-every", 2, "--resume", out="again")) == files(whole)
-    return whole
+    assert files(trained(home, plan, "--save-every", 2, "--resume", out="again")) == files(unbroken)
+    return unbroken
 
 
 def files(folder):
@@ -70,17 +70,17 @@ def test_adapters_have_a_default_learning_rate_of_their_own(home, trains, lr):
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_an_adapter_resumes_to_the_same_bits_and_merges(home, base):
     plan = plan_in(home, *LORA, "--base", base)
-    whole = resumed_alike(home, plan)
-    assert {path.name for path in whole.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert not list(whole.glob("model*.safetensors"))
-    before = load_file(home / "model" / "model.safetensors")
-    succeeded(penstock("merge", home / "model", whole, "--out", home / "merged"))
+    unbroken = resumed_alike(home, plan)
+    assert {path.name for path in unbroken.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert not list(unbroken.glob("model*.safetensors"))
+    initial = load_file(home / "model" / "model.safetensors")
+    succeeded(penstock("merge", home / "model", unbroken, "--out", home / "merged"))
     merged, report = AutoModelForCausalLM.from_pretrained(home / "merged", output_loading_info=True, dtype="auto")
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    changed = {name for name, weight in load_file(home / "merged" / "model.safetensors").items() if not weight.equal(before[name])}
+    changed = {name for name, weight in load_file(home / "merged" / "model.safetensors").items() if not weight.equal(initial[name])}
     assert {name.split(".")[-2] for name in changed} == {*TARGETS}
-    unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32), whole)
+    unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32), unbroken)
     torch.testing.assert_close(logits_of(merged.float()), logits_of(unmerged), atol=2e-2, rtol=2e-2)  # merged weights are bf16
 
 
@@ -104,10 +104,10 @@ def test_an_evaluation_shows_the_model_without_its_adapter(home):
 
 
 def test_trained_layers_leave_the_bits_of_all_others(home):
-    whole = resumed_alike(home, plan_in(home, "--train", "layers:1-2"))
-    before, after = (weights_in(folder) for folder in (home / "model", whole))
-    assert before.keys() == after.keys()
-    changed = {name for name in before if not before[name].equal(after[name])}
+    unbroken = resumed_alike(home, plan_in(home, "--train", "layers:1-2"))
+    initial, final = (weights_in(folder) for folder in (home / "model", unbroken))
+    assert initial.keys() == final.keys()
+    changed = {name for name in initial if not initial[name].equal(final[name])}
     assert changed
     assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in changed)
 
@@ -122,9 +122,9 @@ def test_a_base_that_changed_is_not_resumed_on(home):
 def test_an_adapter_of_another_kind_or_base_is_refused(home):
     plan = plan_in(home, *LORA)
     first = trained(home, plan, steps=1)
-    wider, whole = plan_in(home, "--train", "lora:r=8", name="wider.json"), plan_in(home, name="whole.json")
+    wider, full_plan = plan_in(home, "--train", "lora:r=8", name="wider.json"), plan_in(home, name="whole.json")
     one_line(train(home, wider, "--adapter", first, out="a", scratch=BYTES), 2, "another adapter than the plan's", "lora:r=4")
-    one_line(train(home, whole, "--adapter", first, out="b", scratch=BYTES), 2, "the plan trains none", "--train lora:r=4")
+    one_line(train(home, full_plan, "--adapter", first, out="b", scratch=BYTES), 2, "the plan trains none", "--train lora:r=4")
     with_weights(home / "deeper", "qwen3", num_hidden_layers=4)
     deeper = plan_in(home, *LORA, name="deeper.json", model="deeper")
     shutil.copytree(first, home / "bare", ignore=shutil.ignore_patterns("trainer_state.json"))
@@ -132,7 +132,7 @@ def test_an_adapter_of_another_kind_or_base_is_refused(home):
 
 
 def test_an_adapter_is_taken_on_its_own_base_and_as_it_was_saved(home):
-    """As the checkpoint says; of its two files alone, as PEFT saves them, nothing is known."""
+    """The checkpoint records hashes of base weights and adapter; PEFT's two files alone record neither."""
     plan = plan_in(home, *LORA)
     first = trained(home, plan, steps=1)
     with_weights(home / "other", "qwen3", seed=4)
@@ -146,28 +146,28 @@ def test_an_adapter_is_taken_on_its_own_base_and_as_it_was_saved(home):
         yield penstock("merge", home / base, adapter, "--out", home / f"merged-{number}")
         yield train(home, plan, "--model", home / base, "--adapter", adapter, out=f"on-{number}", steps=1, scratch=BYTES)
 
-    for done in outcomes(first, "other"):
-        one_line(done, 2, f"{first}: trained on another base model: its weights differ from these; give that one")
-    for done in outcomes(home / "changed", "model"):
-        one_line(done, 2, "changed/adapter_model.safetensors: its content has changed (SHA-256)")
-    for done in (*outcomes(first, "model"), *outcomes(home / "bare", "other")):
-        succeeded(done)
+    for result in outcomes(first, "other"):
+        one_line(result, 2, f"{first}: trained on another base model: its weights differ from these; give that one")
+    for result in outcomes(home / "changed", "model"):
+        one_line(result, 2, "changed/adapter_model.safetensors: its content has changed (SHA-256)")
+    for result in (*outcomes(first, "model"), *outcomes(home / "bare", "other")):
+        succeeded(result)
 
 
 def test_packed_weights_that_were_cut_are_packed_again_or_named(home):
     plan = plan_in(home, *LORA, "--base", "fp8")
     first = trained(home, plan, "--packed", home / "kept", steps=2)
     (packed,) = (home / "kept").glob("base-*/packed.safetensors")
-    whole = packed.read_bytes()
-    packed.write_bytes(whole[: len(whole) // 2])
+    content = packed.read_bytes()
+    packed.write_bytes(content[: len(content) // 2])
     assert files(trained(home, plan, "--packed", home / "kept", out="again", steps=2)) == files(first)
-    assert next((home / "kept").glob("base-*/packed.safetensors")).read_bytes() == whole
+    assert next((home / "kept").glob("base-*/packed.safetensors")).read_bytes() == content
 
 
 def test_experts_are_refused_and_attention_is_not(home):
     with_weights(home / "experts", "qwen3_moe")
-    done = penstock("plan", home / "experts", "--machine", "cpu-2core", "--train", "lora:targets=gate_proj")
-    assert (done.exit_code, "outside experts (target name: experts)" in done.stderr) == (2, True)
+    result = penstock("plan", home / "experts", "--machine", "cpu-2core", "--train", "lora:targets=gate_proj")
+    assert (result.exit_code, "outside experts (target name: experts)" in result.stderr) == (2, True)
     leaves = load_file(trained(home, plan_in(home, *LORA, model="experts"), steps=2) / "adapter_model.safetensors")
     assert {name.split(".")[-3] for name in leaves} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -176,18 +176,18 @@ def test_experts_that_are_not_in_an_mlp_have_adapters_too(home):
     hf_model(tiny("granitemoe") | {"vocab_size": 272}, dtype=torch.bfloat16).save_pretrained(home / "granite")
     plan = plan_in(home, "--train", "lora:r=8,targets=q_proj+experts,rslora", model="granite")
     adapter = trained(home, plan, steps=2)
-    said = json.loads((adapter / "adapter_config.json").read_text())
-    assert said["target_parameters"] == [f"block_sparse_moe.experts.{stack}" for stack in ("gate_up_proj", "down_proj")]
-    assert said["use_rslora"]
+    adapter_config = json.loads((adapter / "adapter_config.json").read_text())
+    assert adapter_config["target_parameters"] == [f"block_sparse_moe.experts.{stack}" for stack in ("gate_up_proj", "down_proj")]
+    assert adapter_config["use_rslora"]
     succeeded(penstock("merge", home / "granite", adapter, "--out", home / "merged"))
-    merged, base = (AutoModelForCausalLM.from_pretrained(home / of, dtype=torch.float32) for of in ("merged", "granite"))
-    theirs = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    merged, base = (AutoModelForCausalLM.from_pretrained(home / name, dtype=torch.float32) for name in ("merged", "granite"))
+    reference = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
     for name, weight in merged.state_dict().items():
-        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=2**-8)  # ours is bf16
+        torch.testing.assert_close(weight, reference[name], atol=1e-6, rtol=2**-8)  # the run's weights are bf16
 
 
 def test_a_model_published_in_4_bits_is_trained_as_it_is(home):
-    """Its projections as bitsandbytes stores them; what is packed here from the same weights trains the same bits."""
+    """Training on bitsandbytes projections is bitwise identical to packing the same weights at load time."""
     weights = load_file(home / "model" / "model.safetensors")
     shutil.copytree(home / "model", home / "packed")
     stored = {}
@@ -202,33 +202,33 @@ def test_a_model_published_in_4_bits_is_trained_as_it_is(home):
     how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     (home / "packed" / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
     plans = [plan_in(home, *LORA, "--base", "nf4", name=f"{model}.json", model=model) for model in ("packed", "model")]
-    found = [files(trained(home, plan, out=str(i), steps=2)) for i, plan in enumerate(plans)]
-    assert found[0] == found[1]
-    said = penstock("plan", home / "packed", "--machine", "cpu-2core", "--batch-size", "1", "--seq-len", "32", *LORA).stderr
-    assert "train adapters on them with --train lora --base nf4" in said
+    outputs = [files(trained(home, plan, out=str(i), steps=2)) for i, plan in enumerate(plans)]
+    assert outputs[0] == outputs[1]
+    planned = penstock("plan", home / "packed", "--machine", "cpu-2core", "--batch-size", "1", "--seq-len", "32", *LORA).stderr
+    assert "train adapters on them with --train lora --base nf4" in planned
 
 
 def test_gpt_oss_in_mxfp4_trains_as_a_bf16_copy_of_it(home):
-    """Its experts are streamed as they are published, and have adapters; transformers and PEFT load what comes of them."""
+    """Published MXFP4 experts are streamed with adapters; transformers and PEFT load the results."""
     published(home, "gpt_oss")
-    found, merged = {}, {}
+    outputs, merged = {}, {}
     for model, base in (("few", "mxfp4"), ("bf16", "bf16")):
         plan = plan_in(home, "--train", "lora:r=8,targets=q_proj+experts", "--base", base, name=f"{model}.json", model=model)
         assert ("dequantise" in plan.read_text()) == (model == "few")
-        found[model] = resumed_alike(home, plan) if model == "few" else trained(home, plan, out="copy")
-        succeeded(penstock("merge", home / model, found[model], "--out", home / f"merged-{model}"))
+        outputs[model] = resumed_alike(home, plan) if model == "few" else trained(home, plan, out="copy")
+        succeeded(penstock("merge", home / model, outputs[model], "--out", home / f"merged-{model}"))
         merged[model] = weights_in(home / f"merged-{model}")
     name = "adapter_model.safetensors"
-    assert files(found["few"])[name] == files(found["bf16"])[name]
+    assert files(outputs["few"])[name] == files(outputs["bf16"])[name]
     assert merged["few"].keys() == merged["bf16"].keys()
     assert all(weight.equal(merged["bf16"][name]) for name, weight in merged["few"].items())
-    before = weights_in(home / "bf16")
-    changed = {name.split(".layers.")[1].split(".", 1)[1] for name in before if not before[name].equal(merged["few"][name])}
+    initial = weights_in(home / "bf16")
+    changed = {name.split(".layers.")[1].split(".", 1)[1] for name in initial if not initial[name].equal(merged["few"][name])}
     assert changed == {"self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
     loaded, report = AutoModelForCausalLM.from_pretrained(home / "merged-few", output_loading_info=True, dtype=torch.float32)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), found["few"])
-    theirs = theirs.merge_and_unload().state_dict()
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), outputs["few"])
+    reference = reference.merge_and_unload().state_dict()
     for name, weight in loaded.state_dict().items():
-        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=2**-8)  # ours is bf16
+        torch.testing.assert_close(weight, reference[name], atol=1e-6, rtol=2**-8)  # the run's weights are bf16

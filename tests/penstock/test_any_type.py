@@ -1,4 +1,4 @@
-"""Models that nothing was written for: trained from published files, resumed to the same bytes, and loaded by transformers."""
+"""Model types without special code: trained from published files, resumed bitwise, loaded by transformers."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ SAYS = ("--tokenizer", "bytes", "--save-every", 2)
 
 
 def published(home, model_type):
-    """A folder of the type as transformers saves it: experts one by one, and what is no weight in its own precision."""
+    """Save a model of the type by transformers: separate experts, and buffers in their own precision."""
     torch.manual_seed(0)
     config = tiny(model_type)
     model = loader(config).from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
@@ -41,30 +41,30 @@ def loader(config):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_type):
     home = make_home(tmp_path)
-    before = published(home, model_type)
+    initial = published(home, model_type)
     plan = home / "plan.json"
     succeeded(penstock("plan", home / model_type, *SIZES, *UNSEARCHED, "-o", plan))
-    said = succeeded(train(home, plan, *SAYS, scratch=())).output
+    output = succeeded(train(home, plan, *SAYS, scratch=())).output
     last = home / "out" / "checkpoint-4"
     held = sum(tensor.nbytes for path in last.glob("*.safetensors") for tensor in load_file(path).values())
-    assert f"{show_bytes(held)} each, " in said, "what is asked of the disk before the first step, towers among it"
-    whole = weights_sha(last)
+    assert f"{show_bytes(held)} each, " in output, "what is asked of the disk before the first step, towers among it"
+    unbroken = weights_sha(last)
     shutil.rmtree(last)
     succeeded(train(home, plan, *SAYS, "--resume", scratch=()))
-    assert weights_sha(last) == whole, "a resumed run comes to the same bytes"
-    model, told = loader(tiny(model_type)).from_pretrained(last, output_loading_info=True)
-    assert not any(told.values()), told
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    kept = {name for name in before if any(part in name for part in ("correction_bias", "visual", "vision", "multi_modal"))}
-    assert all(torch.equal(after[name], before[name]) for name in kept), "what is no weight stays, and so do towers"
-    changed = [name for name in before if not torch.equal(after[name], before[name])]
-    assert len(changed) > 0.8 * len(before.keys() - kept)
+    assert weights_sha(last) == unbroken, "a resumed run comes to the same bytes"
+    model, report = loader(tiny(model_type)).from_pretrained(last, output_loading_info=True)
+    assert not any(report.values()), report
+    final = model.state_dict()
+    assert final.keys() == initial.keys()
+    frozen = {name for name in initial if any(part in name for part in ("correction_bias", "visual", "vision", "multi_modal"))}
+    assert all(torch.equal(final[name], initial[name]) for name in frozen), "what is no weight stays, and so do towers"
+    changed = [name for name in initial if not torch.equal(final[name], initial[name])]
+    assert len(changed) > 0.8 * len(initial.keys() - frozen)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.soak)])
 def test_adapters_of_the_text_leave_towers_alone(tmp_path, model_type):
-    """Whose projections have the same names: PEFT finds those of the decoder alone."""
+    """Projections of towers have the same names; PEFT finds only those of the decoder."""
     home = make_home(tmp_path)
     published(home, model_type)
     plan = plan_in(home, "--train", "lora:r=4,alpha=8", model=model_type)
@@ -72,18 +72,18 @@ def test_adapters_of_the_text_leave_towers_alone(tmp_path, model_type):
     last, kind = home / "out" / "checkpoint-2", loader(tiny(model_type))
     assert not list(last.glob("model*")), "no weights, and no towers"
     base = kind.from_pretrained(home / model_type, dtype=torch.float32)
-    in_peft, before = PeftModel.from_pretrained(base, last), kind.from_pretrained(home / model_type).state_dict()
-    ours = load_file(last / "adapter_model.safetensors")
-    theirs = {name.replace(".default.", "."): p for name, p in in_peft.named_parameters() if "lora_" in name}
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[name], factor) for name, factor in ours.items())
+    in_peft, initial = PeftModel.from_pretrained(base, last), kind.from_pretrained(home / model_type).state_dict()
+    actual = load_file(last / "adapter_model.safetensors")
+    reference = {name.replace(".default.", "."): p for name, p in in_peft.named_parameters() if "lora_" in name}
+    assert reference.keys() == actual.keys()
+    assert all(torch.equal(reference[name], factor) for name, factor in actual.items())
     succeeded(penstock("merge", home / model_type, last, "--out", home / "merged"))
-    merged, told = kind.from_pretrained(home / "merged", output_loading_info=True)
-    assert not any(told.values()), told
-    after, by_peft = merged.state_dict(), in_peft.merge_and_unload().state_dict()
-    changed = {f"base_model.model.{name}" for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {f"{name.rpartition('.lora_')[0]}.weight" for name in ours}
-    assert all(torch.equal(after[name], weight.bfloat16()) for name, weight in by_peft.items())
+    merged, report = kind.from_pretrained(home / "merged", output_loading_info=True)
+    assert not any(report.values()), report
+    final, by_peft = merged.state_dict(), in_peft.merge_and_unload().state_dict()
+    changed = {f"base_model.model.{name}" for name in initial if not torch.equal(initial[name], final[name])}
+    assert changed == {f"{name.rpartition('.lora_')[0]}.weight" for name in actual}
+    assert all(torch.equal(final[name], weight.bfloat16()) for name, weight in by_peft.items())
 
 
 def test_what_is_not_there_for_towers_is_refused_in_one_line(tmp_path):
@@ -107,20 +107,20 @@ def test_accepted_types_have_transformers_loss_and_gradients(model_type):
 
 
 def test_a_type_that_is_not_read_as_it_is_saved_is_not_accepted():
-    """Its step has the bits of transformers' own; its checkpoints would not hold its weights."""
+    """Its step is bitwise identical to transformers, but it saves a weight under a name that is not read back."""
     assert "saved under a name that is not read as that weight" in verdict("shieldgemma2")
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral", "jamba", "nemotron_h", "kimi_linear", "gpt_oss"])
 def test_weights_named_one_by_one_are_the_files_of_transformers(model_type):
-    """And are read back: no type is written whose files hold several weights of a module in one tensor."""
+    """Checkpoints are read back; types with several weights of a module in one tensor are not written."""
     config = tiny(model_type)
     model = hf_model(config)
     weights, conversion = dict(model.named_parameters()), Conversion(config)
-    ours = {name: tensor for own, weight in weights.items() for name, tensor in conversion.published(own, weight)}
-    theirs = revert_weight_conversion(model, dict(weights))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    sources = conversion.sources(ours)
-    assert all(torch.equal(conversion.read(name, sources[name], ours.__getitem__), weight) for name, weight in weights.items())
+    written = {name: tensor for key, weight in weights.items() for name, tensor in conversion.published(key, weight)}
+    reference = revert_weight_conversion(model, dict(weights))
+    assert written.keys() == reference.keys()
+    assert all(torch.equal(written[name], reference[name]) for name in reference)
+    sources = conversion.sources(written)
+    assert all(torch.equal(conversion.read(name, sources[name], written.__getitem__), weight) for name, weight in weights.items())

@@ -1,4 +1,4 @@
-"""The functions of `penstock`: from a model to a checkpoint, as the commands do it."""
+"""Python functions of `penstock`, from a model to a checkpoint, compared with the commands."""
 
 import json
 import math
@@ -30,7 +30,7 @@ DEFERRED = json.loads(Path(UNSEARCHED[1]).read_text())
 
 
 class Batches:
-    """Random batches, a function of the step, perhaps with wrong targets or documents."""
+    """Random batches by step, optionally with wrong targets or documents."""
 
     def __init__(self, first_target: int = 0, documents: tuple[tuple[int, ...], ...] | None = None) -> None:
         self.first_target, self.documents = first_target, documents
@@ -46,7 +46,7 @@ def planned(home: Path, policy: dict[str, Any] | None = DEFERRED) -> "penstock.r
 
 
 def train_new(plan: Any, data: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Train random weights, on bytes."""
+    """Train random weights on bytes."""
     return penstock.train(plan, data, from_scratch=True, settings={"tokenizer": "bytes"} | (settings or {}), **options)
 
 
@@ -72,14 +72,14 @@ def test_the_names_are_these_and_planning_imports_no_torch() -> None:
 
 
 def test_a_plan_is_the_commands_in_words_and_in_its_file(home: Path) -> None:
-    found = planned(home, policy=None)
-    done = command("plan", home / "model", *FLAGS[:-2], "-o", home / "a")
-    assert str(found) == done.stdout.rstrip()
-    assert found.save(home / "b").read_bytes() == (home / "a").read_bytes()
-    assert penstock.predict(home / "b").step_s == found.step_s
-    assert penstock.predict(home / "b", "h100-sxm").step_s < found.step_s
-    assert penstock.check(home / "b") == penstock.check(found)
-    assert 'sandbox="allow-scripts"' in found._repr_html_()
+    plan = planned(home, policy=None)
+    result = command("plan", home / "model", *FLAGS[:-2], "-o", home / "a")
+    assert str(plan) == result.stdout.rstrip()
+    assert plan.save(home / "b").read_bytes() == (home / "a").read_bytes()
+    assert penstock.predict(home / "b").step_s == plan.step_s
+    assert penstock.predict(home / "b", "h100-sxm").step_s < plan.step_s
+    assert penstock.check(home / "b") == penstock.check(plan)
+    assert 'sandbox="allow-scripts"' in plan._repr_html_()
     fields = json.loads((home / "b").read_text())
     fields["claim"]["prediction"]["step_s"] /= 2
     (home / "b").write_text(json.dumps(fields))
@@ -88,24 +88,24 @@ def test_a_plan_is_the_commands_in_words_and_in_its_file(home: Path) -> None:
 
 
 def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path) -> None:
-    for name, wrong, said in (
+    for name, wrong, message in (
         ("micro_batch", 8, "a micro-batch of 8 is more than the batch of 4"),
         ("dtype", "bf16", "semantics: dtype: "),
         ("policy", penstock.Policy(prefetch_depth=-1), "policy: prefetch_depth: "),
     ):
-        with pytest.raises(penstock.PenstockError, match=said) as refused:
+        with pytest.raises(penstock.PenstockError, match=message) as refused:
             penstock.plan(home / "model", "cpu-2core", **(SIZES | {name: wrong}))
         assert "\n" not in str(refused.value)
 
 
 def test_training_leaves_the_bytes_of_the_command(home: Path) -> None:
-    found, seen = planned(home), list[int]()
-    trained = train_new(found, home / "data", out=home / "a", steps=3, lr=1e-3, on_step=lambda metrics: seen.append(metrics.step))
-    assert seen == [1, 2, 3] == [metrics.step for metrics in trained.metrics]
-    succeeded(train(home, found.save(home / "plan.json"), out="b", steps=3))
+    plan, steps = planned(home), list[int]()
+    trained = train_new(plan, home / "data", out=home / "a", steps=3, lr=1e-3, on_step=lambda metrics: steps.append(metrics.step))
+    assert steps == [1, 2, 3] == [metrics.step for metrics in trained.metrics]
+    succeeded(train(home, plan.save(home / "plan.json"), out="b", steps=3))
     assert weights_sha(trained.checkpoint) == weights_sha(home / "b" / "checkpoint-3")
-    given = read_data(DataSettings(str(home / "data")), None, 272, 32, 4, 0, home / "cache")
-    of_batches = train_new(found, SimpleNamespace(batch=given.batch), out=home / "c", steps=3, lr=1e-3)
+    dataset = read_data(DataSettings(str(home / "data")), None, 272, 32, 4, 0, home / "cache")
+    of_batches = train_new(plan, SimpleNamespace(batch=dataset.batch), out=home / "c", steps=3, lr=1e-3)
     assert weights_sha(of_batches.checkpoint) == weights_sha(trained.checkpoint)
     assert command("report", home / "plan.json", home / "b", "-o", home / "b.html").exit_code == 0
     for page in (trained.page(), (home / "b.html").read_text()):
@@ -114,32 +114,32 @@ def test_training_leaves_the_bytes_of_the_command(home: Path) -> None:
 
 
 def test_a_stopped_run_on_own_batches_resumes_to_the_bits(home: Path) -> None:
-    found, stop = planned(home), penstock.Stop()
-    whole = train_new(found, Batches(), out=home / "whole", steps=4, lr=1e-3)
-    part = train_new(found, Batches(), out=home / "part", steps=4, lr=1e-3, on_step=lambda _: stop.request(), stop=stop)
+    plan, stop = planned(home), penstock.Stop()
+    unbroken = train_new(plan, Batches(), out=home / "whole", steps=4, lr=1e-3)
+    part = train_new(plan, Batches(), out=home / "part", steps=4, lr=1e-3, on_step=lambda _: stop.request(), stop=stop)
     assert 1 <= part.n_done < 4
-    rest = train_new(found, Batches(), out=home / "part", steps=4, lr=1e-3, resume=True)
+    rest = train_new(plan, Batches(), out=home / "part", steps=4, lr=1e-3, resume=True)
     assert rest.n_done == 4
-    assert weights_sha(rest.checkpoint) == weights_sha(whole.checkpoint)
+    assert weights_sha(rest.checkpoint) == weights_sha(unbroken.checkpoint)
     assert losses(home / "part") == losses(home / "whole")
 
 
 def test_a_command_goes_on_with_a_programs_run(home: Path) -> None:
-    found = planned(home)
-    whole = train_new(found, home / "data", out=home / "whole", steps=4)
-    train_new(found, home / "data", out=home / "part", steps=2)
+    plan = planned(home)
+    unbroken = train_new(plan, home / "data", out=home / "whole", steps=4)
+    train_new(plan, home / "data", out=home / "part", steps=2)
     succeeded(command("run", "--config", home / "part" / "run.yaml", "--resume", "--steps", 4))
-    assert weights_sha(home / "part" / "checkpoint-4") == weights_sha(whole.checkpoint)
+    assert weights_sha(home / "part" / "checkpoint-4") == weights_sha(unbroken.checkpoint)
     (home / "out").mkdir()
     (home / "out" / "run-plan.json").write_text("mine")
     with pytest.raises(CheckpointError, match="not written by a run"):
-        train_new(found, home / "data", out=home / "out", steps=1)
+        train_new(plan, home / "data", out=home / "out", steps=1)
     assert (home / "out" / "run-plan.json").read_text() == "mine"
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
-    ("batches", "said"),
+    ("batches", "message"),
     [
         (Batches(300), "the model has ids 0 to 271"),
         (type("Short", (), {"batch": lambda self, step: (torch.zeros(4, 8).long(),) * 2})(), r"are \(4, 8\) torch.int64"),
@@ -147,8 +147,8 @@ def test_a_command_goes_on_with_a_programs_run(home: Path) -> None:
         (type("Texts", (), {"batch": lambda self, step: ["a", "b"]})(), "gave a list; give a Batch, or input ids and targets"),
     ],
 )
-def test_a_wrong_batch_is_refused_by_its_step(home: Path, batches: penstock.Batches, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_wrong_batch_is_refused_by_its_step(home: Path, batches: penstock.Batches, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         train_new(planned(home), batches, out=home / "out", steps=2)
 
 
@@ -175,25 +175,25 @@ def test_batches_are_refused_where_they_cannot_be_used(home: Path) -> None:
 
 
 def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
-    """Looked at, evaluated and saved after every step, whatever the plan defers; and another rate holds from the next step on."""
-    found = penstock.plan(home / "model", "cpu-2core", **SIZES, policy={"update": "deferred", "accumulation_group": 2})
+    """Inspect, evaluate and save after every step under deferred updates; a new rate applies from the next step."""
+    plan = penstock.plan(home / "model", "cpu-2core", **SIZES, policy={"update": "deferred", "accumulation_group": 2})
     how = {"from_scratch": True, "settings": {"tokenizer": "bytes", "evaluation.data": str(home / "data")}, "lr": 1e-2}
-    done = penstock.train(found, home / "data", out=home / "train", steps=5, **how)
+    session = penstock.train(plan, home / "data", out=home / "train", steps=5, **how)
     weights, loss = dict[str, torch.Tensor](), 0.0
-    turns, seen = penstock.stream(found, home / "data", out=home / "stream", steps=9, every=2, **how), list[dict[str, Any]]()
+    turns, logged = penstock.stream(plan, home / "data", out=home / "stream", steps=9, every=2, **how), list[dict[str, Any]]()
     for turn in turns:
-        seen += [asdict(metrics) for metrics in turn.metrics]
+        logged += [asdict(metrics) for metrics in turn.metrics]
         evaluated = turn.evaluate()
         if turn.step == 2:
-            kept = dict(turn.weights())
+            held_weights = dict(turn.weights())
             saved = AutoModelForCausalLM.from_pretrained(turn.save()).state_dict()
-            assert kept
-            assert all(torch.equal(weight, saved[name]) for name, weight in kept.items())
+            assert held_weights
+            assert all(torch.equal(weight, saved[name]) for name, weight in held_weights.items())
             first = turn
             norms, by_view = turn.gradient_norms(), turn.weights(copy=False)
             assert math.hypot(*norms.values()) == pytest.approx(turn.metrics[-1].grad_norm, rel=1e-9)
-            assert norms.keys() == kept.keys()
-            assert all(torch.equal(weight, kept[name]) for name, weight in turn.weights(copy=False))
+            assert norms.keys() == held_weights.keys()
+            assert all(torch.equal(weight, held_weights[name]) for name, weight in turn.weights(copy=False))
             next(by_view)[1].mul_(1.0)
             with pytest.raises(RunConfigError, match="was written to: weights are views"):
                 next(by_view)
@@ -208,14 +208,14 @@ def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
             assert evaluated["eval_loss"] == loss
             turn.stop()
         weights, loss = dict(turn.weights()), evaluated["eval_loss"]
-    assert [line["loss"] for line in seen[:5]] == [line.loss for line in done.metrics]
-    assert (len(seen), [line["lr"] for line in seen]) == (6, [1e-2] * 4 + [0.0] * 2)
+    assert [line["loss"] for line in logged[:5]] == [line.loss for line in session.metrics]
+    assert (len(logged), [line["lr"] for line in logged]) == (6, [1e-2] * 4 + [0.0] * 2)
     assert {path.name for path in (home / "stream").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
     looks = dict(how["settings"]) | {"evaluation.every": 7}
-    more = penstock.stream(found, home / "data", out=home / "stream", steps=9, every=2, **how | {"resume": True, "settings": looks})
-    assert [(turn.step, len(turn.metrics)) for turn in more] == [(8, 2), (9, 1)]
+    later = penstock.stream(plan, home / "data", out=home / "stream", steps=9, every=2, **how | {"resume": True, "settings": looks})
+    assert [(turn.step, len(turn.metrics)) for turn in later] == [(8, 2), (9, 1)]
     background = {"settings": {"checkpoint.background": True}}
     odd = {"every is 0": {"every": 0}, "every is 2.5": {"every": 2.5}, "argument 'step'": {"step": 1}, "between steps": background}
-    for said, asked in odd.items():
-        with pytest.raises(PlanError, match=said):
-            next(penstock.stream(found, home / "data", **asked))
+    for message, request in odd.items():
+        with pytest.raises(PlanError, match=message):
+            next(penstock.stream(plan, home / "data", **request))

@@ -1,4 +1,4 @@
-"""`plan`, `check` and `report`: the contract that scripts rely on."""
+"""Commands `plan`, `check` and `report`: the interface that scripts rely on."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from penstock.runtime.plan import PlanFile
 from tests.running import one_line
 from tests.running import penstock as invoke
 
-# With a micro-batch that is named: a search in half the time
+# A fixed micro-batch halves the search time
 SMALL = ["plan", "qwen2.5-0.5b", "--machine", "rtx4090-desktop", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4"]
 GPT_OSS = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", "64", "--seq-len", "1024", "--json"]
 NEXT = "penstock run {} --data FOLDER --model Qwen2.5-0.5B-Instruct, after"
@@ -20,13 +20,13 @@ NEXT = "penstock run {} --data FOLDER --model Qwen2.5-0.5B-Instruct, after"
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """The answer to the small question with `--json -o`, and the file: one search for all tests that do not change it."""
+    """Result of the small search with `--json -o`, and its plan file; shared by tests that do not modify it."""
     path = tmp_path_factory.mktemp("small") / "p.json"
     return invoke(*SMALL, "--json", "-o", path), path
 
 
 def changed(path, plan, change):
-    """A copy of a plan file with its fields changed."""
+    """Copy a plan file with other field values."""
     fields = json.loads(plan.read_text())
     change(fields)
     path.write_text(json.dumps(fields))
@@ -34,27 +34,27 @@ def changed(path, plan, change):
 
 
 def test_json_has_the_keys_of_the_contract(answered):
-    said = json.loads(answered[0].stdout)
-    assert set(said) == {
+    answer = json.loads(answered[0].stdout)
+    assert set(answer) == {
         *("semantics", "policy", "prediction", "certificate", "baselines", "next_best"),
         *("usd_per_million_tokens", "bought_usd_per_million_tokens", "rests_on"),
     }
-    assert said["next_best"]["step_s"] >= said["prediction"]["step_s"]
-    assert set(said["prediction"]) == {
+    assert answer["next_best"]["step_s"] >= answer["prediction"]["step_s"]
+    assert set(answer["prediction"]) == {
         "step_s", "p10_step_s", "p90_step_s", "tokens_per_s", "model_flop_per_s", "device_peak_bytes", "host_peak_bytes", "busy_s",
     }  # fmt: skip
-    assert set(said["prediction"]["busy_s"]) == {"gpu", "h2d", "d2h", "cpu"}
-    assert set(said["certificate"]) >= {"policy_bound_s", "machine_bound_s", "gap_fraction", "binding"}
-    assert set(said["baselines"]) == {*BASELINES, "resident"}
-    assert all(set(baseline) in ({"step_s"}, {"does_not_fit"}) for baseline in said["baselines"].values())
-    assert said["prediction"]["tokens_per_s"] == pytest.approx(4 * 512 / said["prediction"]["step_s"])
+    assert set(answer["prediction"]["busy_s"]) == {"gpu", "h2d", "d2h", "cpu"}
+    assert set(answer["certificate"]) >= {"policy_bound_s", "machine_bound_s", "gap_fraction", "binding"}
+    assert set(answer["baselines"]) == {*BASELINES, "resident"}
+    assert all(set(baseline) in ({"step_s"}, {"does_not_fit"}) for baseline in answer["baselines"].values())
+    assert answer["prediction"]["tokens_per_s"] == pytest.approx(4 * 512 / answer["prediction"]["step_s"])
 
 
 def test_the_plan_file_holds_the_claim_and_passes_the_check(answered):
     result, path = answered
-    said, file = json.loads(result.stdout), PlanFile.read(path)
+    answer, file = json.loads(result.stdout), PlanFile.read(path)
     check(file.plan)
-    assert file.claim == {"prediction": said["prediction"], "certificate": said["certificate"]}
+    assert file.claim == {"prediction": answer["prediction"], "certificate": answer["certificate"]}
     assert [p.name for p in path.parent.iterdir()] == ["p.json"]
     assert result.stderr.count("\n") == 1
     assert f"next: penstock check {path}, then {NEXT.format(path)}" in result.stderr
@@ -63,9 +63,9 @@ def test_the_plan_file_holds_the_claim_and_passes_the_check(answered):
 
 
 def test_the_same_question_gives_the_same_file(tmp_path, answered):
-    """In words: the answer in a dozen lines; all that a reader may want, on demand."""
+    """Default text output is a dozen lines; details are printed on demand."""
     short = invoke(*SMALL, "-o", tmp_path / "b.json", "--tokens", "1B").stdout
-    words = invoke(*SMALL, "--policy", tmp_path / "b.json", "-v").stdout  # as what was found needs no search
+    words = invoke(*SMALL, "--policy", tmp_path / "b.json", "-v").stdout  # because a found plan needs no search
     assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
     assert len(short.splitlines()) <= 12
     assert all(word in short for word in ("tokens/s", "(gap ", "it fits: device", "USD rented", "plan -v"))
@@ -76,14 +76,14 @@ def test_the_same_question_gives_the_same_file(tmp_path, answered):
 def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
     result = invoke(*GPT_OSS, "--host-memory", "1.5TB", "-o", tmp_path / "p.json")
     assert result.exit_code == 3
-    said = json.loads(result.stdout)
-    assert said["fits"] is False
-    # 116.8 G parameters: master 4, the weight in it, moments 8, gradient 2 bytes each; 6 GB for the process. The device holds some.
-    most = 116.83e9 * 14 + 6e9 - 1.5e12
-    assert most - 141e9 < said["short_bytes"]["host"] < most - 70e9
-    assert "--optimizer adamw:moments=bf16 (10 bytes a parameter" in said["smallest_change"]
-    assert "--host-memory 15" in said["smallest_change"]
-    assert said["smallest_change"] in result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["fits"] is False
+    # 116.8 G parameters: 4 bytes of master (includes the weight), 8 of moments, 2 of gradient; process 6 GB; part on the GPU
+    n_bytes = 116.83e9 * 14 + 6e9 - 1.5e12
+    assert n_bytes - 141e9 < answer["short_bytes"]["host"] < n_bytes - 70e9
+    assert "--optimizer adamw:moments=bf16 (10 bytes a parameter" in answer["smallest_change"]
+    assert "--host-memory 15" in answer["smallest_change"]
+    assert answer["smallest_change"] in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
@@ -115,8 +115,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, needle):
 
 def test_a_wrong_plan_or_claim_is_exit_code_1(tmp_path, answered):
     def without_wait(fields):
-        at = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward") and "^" in op)
-        fields["ops"][at] = fields["ops"][at].split(" ^ ")[0]
+        index = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward") and "^" in op)
+        fields["ops"][index] = fields["ops"][index].split(" ^ ")[0]
 
     one_line(invoke("check", changed(tmp_path / "a.json", answered[1], without_wait)), 1)
     faster = changed(tmp_path / "b.json", answered[1], lambda fields: fields["claim"]["prediction"].update(step_s=1e-3))
@@ -141,7 +141,7 @@ def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(tmp_path, answered, text, words):
-    """From a file of its own, and what is wrong with `save` from a plan too."""
+    """Policies are read from a policy file; a wrong `save` is tested in a plan, too."""
     (tmp_path / "policy.json").write_text(text)
     refused = invoke(*SMALL, "--policy", tmp_path / "policy.json")
     one_line(refused, 2, words)
@@ -164,7 +164,7 @@ def test_help_names_every_command_and_imports_nothing_heavy():
         "import json, sys; from click.testing import CliRunner; from penstock.cli.main import cli\n"
         "print(json.dumps([CliRunner().invoke(cli, ['--help']).output, sorted(sys.modules)]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    text, modules = json.loads(done.stdout)
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    text, modules = json.loads(result.stdout)
     assert all(f"\n  {name} " in text for name in ("plan", "check", "run", "probe", "report"))
     assert not {"torch", "transformers", "scipy", "networkx", "pydantic", "rich"} & set(modules)

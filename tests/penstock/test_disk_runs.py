@@ -1,4 +1,4 @@
-"""Runs whose frozen layers are on a disk: the files of a run in memory, made again by none, and what is said where that fails."""
+"""Runs with NVMe offload of frozen layers: same files as in host memory, and error messages."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ def test_checkpoints_are_those_of_a_run_in_memory(home, base):
     written = file.stat().st_mtime_ns
     shutil.rmtree(on_disk)
     assert files(trained(home, plan, "--resume", "--disk", home / "disk", out="of-disk")) == files(in_memory)
-    assert [(found, found.stat().st_mtime_ns) for found in (home / "disk").iterdir()] == [(file, written)]
+    assert [(path, path.stat().st_mtime_ns) for path in (home / "disk").iterdir()] == [(file, written)]
 
 
 def test_another_model_or_form_has_another_file(home):
@@ -49,55 +49,55 @@ def test_another_model_or_form_has_another_file(home):
 
 
 def test_a_run_asks_for_the_disk_of_its_plan_in_one_line(home):
-    said = "the plan reads frozen weights from a disk: name a folder there with --disk"
-    one_line(train(home, planned(home), scratch=BYTES), 2, said)
+    message = "the plan reads frozen weights from a disk: name a folder there with --disk"
+    one_line(train(home, planned(home), scratch=BYTES), 2, message)
     (home / "file").write_text("no folder")
     one_line(train(home, planned(home), "--disk", home / "file", scratch=BYTES), 2, "file", "cannot be opened (File exists)")
 
 
 def test_a_plan_says_how_it_is_run(home):
     words = (*LORA, "--disk-read", "1GB", "--policy", home / "policy.json", "-o", home / "plan.json")
-    done = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, *words)
-    assert "plan.json --data FOLDER --disk FOLDER" in done.stderr
+    result = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, *words)
+    assert "plan.json --data FOLDER --disk FOLDER" in result.stderr
 
 
 def test_a_plan_needs_the_rate_of_its_disk(home):
-    found = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, *LORA, "--policy", home / "policy.json")
-    one_line(found, 2, "cpu-2core: its profile has no disk; say how fast its disk is read with --disk-read")
+    result = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, *LORA, "--policy", home / "policy.json")
+    one_line(result, 2, "cpu-2core: its profile has no disk; say how fast its disk is read with --disk-read")
 
 
 def test_a_disk_pulled_out_in_mid_run_leaves_the_last_checkpoint(home, monkeypatch):
     plan = planned(home)
-    whole = trained(home, plan, "--save-every", 1, "--disk", home / "disk")
-    real, seen = os.preadv, []
+    unbroken = trained(home, plan, "--save-every", 1, "--disk", home / "disk")
+    real, calls = os.preadv, []
 
-    def preadv(*of):
-        seen.append(of)
-        if len(seen) > 5:  # a page at first, then two a step
+    def preadv(*args):
+        calls.append(args)
+        if len(calls) > 5:  # one page at the start, then two per step
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(*of)
+        return real(*args)
 
     with monkeypatch.context() as patched:
         patched.setattr(base_file.os, "preadv", preadv)
-        done = train(home, plan, "--save-every", 1, "--disk", home / "disk", out="lost", scratch=BYTES)
-    one_line(done, 2, "cannot be read at byte", "(Input/output error)", "--resume")
+        result = train(home, plan, "--save-every", 1, "--disk", home / "disk", out="lost", scratch=BYTES)
+    one_line(result, 2, "cannot be read at byte", "(Input/output error)", "--resume")
     assert [path.name for path in (home / "lost").glob("checkpoint-*")], "a checkpoint stands"
     assert not (home / "lost" / "checkpoint-4").exists()
-    assert files(trained(home, plan, "--resume", "--disk", home / "disk", out="lost")) == files(whole)
+    assert files(trained(home, plan, "--resume", "--disk", home / "disk", out="lost")) == files(unbroken)
 
 
 def test_an_emulated_run_reads_a_stand_in(home):
-    done = train(home, planned(home), "--disk", home / "disk", "--device", "emulated", "--time-scale", "1", scratch=())
-    assert done.exit_code == 0, done.output
+    result = train(home, planned(home), "--disk", home / "disk", "--device", "emulated", "--time-scale", "1", scratch=())
+    assert result.exit_code == 0, result.output
 
 
 def test_a_plan_says_what_masters_on_its_disk_would_take(home):
-    """12 bytes of each parameter, read at 1 GB/s and written at half of that."""
+    """12 bytes per parameter, read at 1 GB/s and written at 0.5 GB/s."""
     disk = ("--disk-read", "1GB", "--disk-write", "500MB", "--disk-endurance", "1TB")
-    asked = ("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--policy", "megatrain")
-    line = next(line for line in penstock(*asked, *disk).stdout.splitlines() if line.startswith("masters"))
+    arguments = ("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--policy", "megatrain")
+    line = next(line for line in penstock(*arguments, *disk).stdout.splitlines() if line.startswith("masters"))
     n_bytes = 12 * sum(weight.numel() for weight in weights_in(home / "model").values())
     assert f"{n_bytes / 1e3:.0f} KB would be read and written in every step" in line
     assert f"{n_bytes / 1e9 * 3 * 1e3:.4g} ms at its rates" in line
-    assert "masters" not in penstock(*asked, "--disk-read", "1GB").stdout
-    one_line(penstock(*asked, *disk[2:]), 2, "its profile has no disk; say how fast it is read with --disk-read, too")
+    assert "masters" not in penstock(*arguments, "--disk-read", "1GB").stdout
+    one_line(penstock(*arguments, *disk[2:]), 2, "its profile has no disk; say how fast it is read with --disk-read, too")

@@ -1,4 +1,4 @@
-"""Distillation: what a teacher writes of data, what a student learns from it, and files that are refused."""
+"""Distillation: teacher files, training of a student, and rejected files."""
 
 import json
 import math
@@ -30,7 +30,7 @@ LOSS = ("--loss", "distill:k=5,temperature=2", "--compute", "fp32")
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """A teacher that was trained."""
+    """Train a teacher."""
     home = make_home(tmp_path_factory.mktemp("taught"))
     (home / "model" / "config.json").write_text(json.dumps(tiny_config("llama", vocab_size=272, hidden_size=64)))
     succeeded(train(home, plan_in(home), steps=2))
@@ -39,19 +39,19 @@ def taught(tmp_path_factory):
 
 @pytest.fixture
 def school(home, taught):
-    """The teacher, and a smaller student that knows nothing."""
+    """Folder with the teacher and a smaller student with random weights."""
     shutil.copytree(taught, home / "teacher")
     plan_in(home, *LOSS, model="teacher", name="teacher.json")
     return home
 
 
-def written(home, *more, plan="teacher.json", scratch=BYTES):
-    return command("forward", home / plan, "--data", home / "data", "--out", home / "top", *scratch, *more)
+def written(home, *options, plan="teacher.json", scratch=BYTES):
+    return command("forward", home / plan, "--data", home / "data", "--out", home / "top", *scratch, *options)
 
 
 def test_a_teachers_file_is_what_transformers_says(school):
     succeeded(written(school))
-    held = next(of for name, of in load_file(school / "top").items() if name.startswith("logps"))
+    held = next(tensor for name, tensor in load_file(school / "top").items() if name.startswith("logps"))
     ids, logps = held[..., :10].contiguous().view(torch.int32), held[..., 10:16].contiguous().view(torch.float16)
     data = read_data(DataSettings(str(school / "data")), None, 272, 32, 4, 0, school / "run" / "tokens")
     teacher = AutoModelForCausalLM.from_pretrained(school / "teacher", dtype=torch.float32)
@@ -68,22 +68,22 @@ def test_a_student_comes_nearer_to_its_teacher_and_resumes(school):
     succeeded(written(school))
     (school / "held-out.txt").write_text("Of which the teacher says nothing. " * 4)
     looks = ("--eval-data", school / "held-out.txt")
-    plan, more = plan_in(school, *LOSS), ("--reference", school / "top", "--save-every", 3, "--save-minutes", 0, *looks)
-    succeeded(train(school, plan, *more, steps=6))
+    plan, options = plan_in(school, *LOSS), ("--reference", school / "top", "--save-every", 3, "--save-minutes", 0, *looks)
+    succeeded(train(school, plan, *options, steps=6))
     assert not any("eval_divergence" in line for line in lines_of(school, "out"))
     losses = [line["loss"] for line in lines_of(school, "out") if "loss" in line]
     assert 0 < losses[-1] < losses[0] / 3
     shutil.copytree(school / "out", school / "again")
     shutil.rmtree(school / "again" / "checkpoint-6")
-    succeeded(train(school, plan, *more, "--resume", out="again", steps=6))
+    succeeded(train(school, plan, *options, "--resume", out="again", steps=6))
     assert weights_sha(school / "again" / "checkpoint-6") == weights_sha(school / "out" / "checkpoint-6")
     shutil.rmtree(school / "again" / "checkpoint-6")
-    succeeded(written(school, "--from-scratch", "--seed", 0))  # of other weights
-    one_line(train(school, plan, *more, "--resume", out="again", steps=6), 2, "of another set of data")
+    succeeded(written(school, "--from-scratch", "--seed", 0))  # from other weights
+    one_line(train(school, plan, *options, "--resume", out="again", steps=6), 2, "of another set of data")
 
 
 def plain_divergence(student, teacher, targets, beta, temperature):
-    """Over whole logits; the mean over supervised tokens."""
+    """Compute the divergence over whole logits, mean over supervised tokens."""
     q, p = ((logits.double() / temperature).log_softmax(-1)[targets != -100] for logits in (student, teacher))
     kl = lambda p, q: (p.exp() * (p - q)).sum(-1).mean()  # noqa: E731
     if beta in (0, 1):
@@ -95,7 +95,7 @@ def plain_divergence(student, teacher, targets, beta, temperature):
 @pytest.mark.soak_cases("0", "1")
 @pytest.mark.parametrize("beta", [0, 0.4, 1])
 def test_a_student_of_all_logits_learns_as_by_a_plain_loop(school, beta):
-    """Loss, gradient's norm and held-out divergence, of whole logits by transformers; the file's fp16 is in the tolerance."""
+    """Loss, gradient norm and held-out divergence, from transformers' full logits; the tolerance covers the file's fp16."""
     loss = ("--loss", f"distill:k=272,temperature=0.25,beta={beta}", "--compute", "fp32", "--master", "fp32", "--clip-norm", "none")
     plan_in(school, *loss, model="teacher", name="teacher.json")
     held_out = ("--eval-data", school / "data" / "b.txt")
@@ -105,22 +105,22 @@ def test_a_student_of_all_logits_learns_as_by_a_plain_loop(school, beta):
     folders = school / "out" / "checkpoint-1", school / "teacher"
     student, teacher = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
     read = lambda path, n: read_data(DataSettings(str(path), shuffle=n > 1), None, 272, 32, n, 0, school / "t")  # noqa: E731
-    of = lambda batch: [model(batch.input_ids).logits for model in (student, teacher)] + [batch.targets, beta, 0.25]  # noqa: E731
-    wanted = plain_divergence(*of(read(school / "data", 4).batch(0)))
+    args = lambda batch: [model(batch.input_ids).logits for model in (student, teacher)] + [batch.targets, beta, 0.25]  # noqa: E731
+    wanted = plain_divergence(*args(read(school / "data", 4).batch(0)))
     wanted.backward()
     norm = math.hypot(*(float(p.grad.norm()) for p in student.parameters()))
     assert (step["loss"], step["grad_norm"]) == (pytest.approx(wanted.item(), rel=5e-5), pytest.approx(norm, rel=2e-4))
-    other = read(school / "data" / "b.txt", 1)
+    data = read(school / "data" / "b.txt", 1)
     with torch.no_grad():
-        each = [(plain_divergence(*of(batch)).item(), batch.n_supervised) for batch in map(other.batch, range(other.n_sequences))]
-    mean = sum(loss * n for loss, n in each) / sum(n for _, n in each)
+        terms = [(plain_divergence(*args(batch)).item(), batch.n_supervised) for batch in map(data.batch, range(data.n_sequences))]
+    mean = sum(loss * n for loss, n in terms) / sum(n for _, n in terms)
     assert first["eval_divergence"] == last["eval_divergence"] == pytest.approx(mean, rel=2e-5)
 
 
 def test_two_ranks_learn_what_one_learns(school):
     succeeded(written(school))
-    more = ("--policy", "megatrain", "--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4)
-    plans = [plan_in(school, *LOSS, *more, "--gpus", n, name=f"{n}.json") for n in (1, 2)]
+    options = ("--policy", "megatrain", "--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4)
+    plans = [plan_in(school, *LOSS, *options, "--gpus", n, name=f"{n}.json") for n in (1, 2)]
     succeeded(command(*run_words(school, plans[0], "--reference", school / "top", out="alone", steps=2)))
     shared = run_to_end(run_words(school, plans[1], "--reference", school / "top", out="both", steps=2), is_forked=True)
     assert shared.returncode == 0, shared.stderr
@@ -133,8 +133,8 @@ def test_a_teacher_of_something_else_is_refused(school):
     one_line(train(school, plan), 2, "learns from a teacher's file", "--reference FILE")
     one_line(command("plan", school / "model", "--machine", "cpu-2core", "--loss", "distill:k=273"), 2, "model has 272 token ids")
     one_line(train(school, plan, "--reference", top, "--packing", "one"), 2, "another --seq-len, --packing or --seed")
-    other = plan_in(school, "--loss", "distill:k=6", name="other.json")
-    one_line(train(school, other, "--reference", top), 2, "another kind (the 5 likeliest ids at temperature 2, and here", "the 6")
+    wrong = plan_in(school, "--loss", "distill:k=6", name="other.json")
+    one_line(train(school, wrong, "--reference", top), 2, "another kind (the 5 likeliest ids at temperature 2, and here", "the 6")
     (school / "data" / "c.txt").write_text("Another text.")
     one_line(train(school, plan, "--reference", top), 2, "holds nothing of this data")
     (school / "data" / "c.txt").unlink()
@@ -142,10 +142,10 @@ def test_a_teacher_of_something_else_is_refused(school):
     (school / "small" / "config.json").write_text(json.dumps(tiny_config("llama", vocab_size=258)))
     small = plan_in(school, *LOSS, model="small", name="small.json")
     one_line(train(school, small, "--reference", top), 2, "this model has 258 ids")
-    whole = top.read_bytes()
-    top.write_bytes(whole[:-9])
+    content = top.read_bytes()
+    top.write_bytes(content[:-9])
     one_line(train(school, plan, "--reference", top), 2, "not a whole safetensors file")
-    top.write_bytes(whole[:-99] + bytes([whole[-99] ^ 1]) + whole[-98:])
+    top.write_bytes(content[:-99] + bytes([content[-99] ^ 1]) + content[-98:])
     one_line(train(school, plan, "--reference", top), 2, "damaged")
     assert not (school / "out").exists() or not os.listdir(school / "out")
 
@@ -165,8 +165,8 @@ def test_a_forward_that_is_stopped_leaves_no_file(school, monkeypatch):
 def test_a_forward_pass_takes_as_long_as_its_busiest_lane(school):
     plan = PlanFile.read(school / "teacher.json").plan
     profile = Profile.from_json(plan.profile)
-    found = forward_pass(plan, CostModel(profile), region_of(profile))
-    assert found.n_sequences == most_micro_batches(plan) * plan.semantics.micro_batch
-    assert found.bound_s <= found.seconds <= 3 * found.bound_s
+    timing = forward_pass(plan, CostModel(profile), region_of(profile))
+    assert timing.n_sequences == most_micro_batches(plan) * plan.semantics.micro_batch
+    assert timing.bound_s <= timing.seconds <= 3 * timing.bound_s
     shown = succeeded(command("plan", school / "teacher", "--machine", "cpu-2core", *LOSS)).output
     assert "a pass that writes log-probabilities" in shown

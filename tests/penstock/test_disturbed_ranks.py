@@ -1,4 +1,4 @@
-"""Disturbed ranks: a run by several loses nothing."""
+"""Faults in runs on several ranks: no progress is lost."""
 
 import os
 import random
@@ -16,15 +16,15 @@ from tests.running import lines_of, penstock, succeeded
 
 
 def test_a_full_disk_ends_all_ranks_in_one_line(home):
-    """The checkpoint before stands, and one rank goes on from it to the bits of one alone."""
+    """The previous checkpoint remains valid; one rank resumes from it, bitwise identical to a single-rank run."""
     running = begun(words(home, planned(home, 2), "--save-every", 2, steps=10**3))
     wait_for(lambda: step_of(home / "out"), running)
     pids = [pid_of(running, rank) for rank in (0, 1)]
-    resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (20_000, 20_000))  # larger files it may not write
-    said = said_by(running)
-    assert running.returncode == 2, said
-    assert re.fullmatch(r"error: .*checkpoint-\d+.*: cannot be written \(File too large\); make room, .*", said.splitlines()[-1])
-    assert said.count("error") == 1
+    resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (20_000, 20_000))  # limit of the file size
+    outputs = said_by(running)
+    assert running.returncode == 2, outputs
+    assert re.fullmatch(r"error: .*checkpoint-\d+.*: cannot be written \(File too large\); make room, .*", outputs.splitlines()[-1])
+    assert outputs.count("error") == 1
     assert not any(map(is_alive, pids))
     assert not list((home / "out").glob("*.partial"))
     n = step_of(home / "out") + 1
@@ -39,17 +39,17 @@ def test_ranks_that_are_told_to_end_leave_a_long_evaluation(home):
     looks = ["--eval-data", home / "held-out.txt", "--config", home / "many.yaml"]
     running = begun(words(home, planned(home, 2), *looks, steps=2))
     wait_for(lambda: step_of(home / "out") == 2, running)
-    time.sleep(0.5)  # it is being evaluated
+    time.sleep(0.5)  # during an evaluation
     running.send_signal(signal.SIGTERM)
-    said = said_by(running)
-    assert running.returncode == 0, said
-    assert "terminated: stopped after step 2 of 2" in said
-    assert "evaluation after" not in said, "not to its end"
+    outputs = said_by(running)
+    assert running.returncode == 0, outputs
+    assert "terminated: stopped after step 2 of 2" in outputs
+    assert "evaluation after" not in outputs, "not to its end"
 
 
 @pytest.mark.soak
 def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
-    """Each in turn, at any moment: the others wait for it."""
+    """Pause one rank at a time; the others wait for it."""
     rng, n_stops = random.Random(3), 0
     looks = ["--save-every", 4, "--eval-data", home / "data" / "b.txt", "--eval-every", 6]
     running = begun(words(home, planned(home, 2), *looks, steps=12))
@@ -63,15 +63,15 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
             time.sleep(rng.uniform(0.1, 0.9))
             os.kill(victim, signal.SIGCONT)
             n_stops += 1
-    said = said_by(running)
-    assert running.returncode == 0, said
+    outputs = said_by(running)
+    assert running.returncode == 0, outputs
     assert n_stops >= 3
     assert is_that_of_one(home, 12, *looks)
 
 
 @pytest.mark.soak
 def test_half_a_checkpoint_of_two_ranks_is_not_resumed(home):
-    """Killed while it was written."""
+    """The run is killed during the write."""
     out = home / "out"
     running = begun(words(home, planned(home, 2), "--save-every", 1, "--keep", 3, steps=10**5))
     wait_for(lambda: step_of(out), running)

@@ -1,4 +1,4 @@
-"""Examples: each script of `examples/` runs on a tiny model."""
+"""Example scripts in `examples/` run on a tiny model."""
 
 import json
 import subprocess
@@ -40,6 +40,6 @@ def test_an_example_runs_on_a_tiny_model(name: str, tmp_path: Path) -> None:
         (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments, printed = ARGUMENTS[name]
     command = [sys.executable, ROOT / "examples" / f"{name}.py", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert printed in done.stdout
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert printed in result.stdout

@@ -1,4 +1,4 @@
-"""`machines`, `compare` and `fits`: names stay whole on narrow terminals, and a plan has one price everywhere."""
+"""Commands `machines`, `compare` and `fits`: full names on narrow terminals, equal prices in all outputs."""
 
 import json
 import re
@@ -24,10 +24,10 @@ from tests.running import one_line, penstock
 SMALL = ["qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "2", "--tokens", "3M", "--usd-per-hour", "0.5", "--usd", "4000"]
 
 
-def said(*words: str) -> str:
-    done = CliRunner().invoke(cli, list(words))
-    assert done.exit_code == 0, done.output
-    return done.stdout
+def output_of(*words: str) -> str:
+    result = CliRunner().invoke(cli, list(words))
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.mark.parametrize("width", [60, 250])
@@ -47,15 +47,15 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(width, capsys, 
 def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
     monkeypatch.setattr(
-        "penstock.planner.show.compare.search_machine", lambda *of: search_machine(*of[:3], Policy(), *of[4:])
+        "penstock.planner.show.compare.search_machine", lambda *args: search_machine(*args[:3], Policy(), *args[4:])
     )  # it needs no search
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
-    found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
-    assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
-    assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is planned with that\n"
-    for more, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
-        fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *more])
-        assert [of["machine"] for of in json.loads(fewer.stdout)["machines"]] == [name]
+    result = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
+    assert {row["machine"] for row in json.loads(result.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
+    assert result.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is planned with that\n"
+    for args, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
+        fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *args])
+        assert [row["machine"] for row in json.loads(fewer.stdout)["machines"]] == [name]
         assert fewer.stderr == f"8xrtx4090: {n} of its 8 GPUs\n"
 
 
@@ -65,14 +65,14 @@ def test_results_of_processes_come_in_the_order_of_the_tasks() -> None:
 
 @pytest.mark.soak
 def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> None:
-    """And what was given on the command line stays with the plan."""
+    """Prices from the command line are stored in the plan."""
     plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    planned = json.loads(said("plan", *SMALL, "--machine", "rtx4090-desktop", "-o", str(plan), "--json"))
-    (compared,) = json.loads(said("compare", *SMALL, "--machines", "rtx4090-desktop", "--json"))["machines"]
+    planned = json.loads(output_of("plan", *SMALL, "--machine", "rtx4090-desktop", "-o", str(plan), "--json"))
+    (compared,) = json.loads(output_of("compare", *SMALL, "--machines", "rtx4090-desktop", "--json"))["machines"]
     for key in ("usd_per_million_tokens", "bought_usd_per_million_tokens", "job"):
         assert planned[key] == compared[key], key
     assert compared["usd_per_million_tokens"] == pytest.approx(0.5 / 3600 / compared["tokens_per_s"] * 1e6)
-    said("report", str(plan), "-o", str(page))
+    output_of("report", str(plan), "-o", str(page))
     text = page.read_text()
     assert f"rented: {compared['usd_per_million_tokens']:.3g} USD per million tokens, at 0.5 USD an hour" in text
     assert f"bought: {compared['bought_usd_per_million_tokens']:.3g} USD per million tokens" in text
@@ -80,11 +80,11 @@ def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> Non
 
 
 def test_machines_are_listed_with_the_sources_of_their_numbers() -> None:
-    found = {m["name"]: m for m in json.loads(said("machines", "--json"))["machines"]}
-    assert list(found) == shipped_profiles()
-    assert (found["rtx4090-desktop"]["most_host_bytes"], found["h100-sxm"]["most_host_bytes"]) == (253 * 10**9, None)
-    assert [name for name, m in found.items() if m["numbers"]["measured"]] == ["cpu-2core", "h100-16core", "h200-16core"]
-    assert len(said("machines").splitlines()) == len(found) + 1
+    machines = {m["name"]: m for m in json.loads(output_of("machines", "--json"))["machines"]}
+    assert list(machines) == shipped_profiles()
+    assert (machines["rtx4090-desktop"]["most_host_bytes"], machines["h100-sxm"]["most_host_bytes"]) == (253 * 10**9, None)
+    assert [name for name, m in machines.items() if m["numbers"]["measured"]] == ["cpu-2core", "h100-16core", "h200-16core"]
+    assert len(output_of("machines").splitlines()) == len(machines) + 1
 
 
 def test_counts_of_tokens_are_read_or_refused_in_one_line() -> None:
@@ -101,9 +101,9 @@ def test_a_master_and_an_optimizer_that_contradict_are_refused(command: tuple[st
 
 def test_less_state_has_a_row_where_a_larger_model_fits() -> None:
     free = hourly(read_profile("rtx4090-desktop"))
-    fits = [Fit("rtx4090", "m", gb, "f", free, True, of, n_params=n) for of, gb, n in FOUND]
+    fits = [Fit("rtx4090", "m", gb, "f", free, True, optimizer, n_params=n) for optimizer, gb, n in FITS]
     assert [(fit.optimizer, fit.host_memory_bytes) for fit in _larger(fits)] == [("a", 1), ("a", 2), ("b", 2), ("c", 1)]
 
 
 # Optimizer, memory, parameters of the largest model that fits
-FOUND = [("a", 1, None), ("a", 2, 4), ("b", 1, None), ("b", 2, 8), ("c", 1, 3), ("c", 2, 8)]
+FITS = [("a", 1, None), ("a", 2, 4), ("b", 1, None), ("b", 2, 8), ("c", 1, 3), ("c", 2, 8)]

@@ -1,4 +1,4 @@
-"""Heads of one's own: a run that scores texts or answers, as transformers loads it."""
+"""Classification heads: runs that score texts or answers, loaded by transformers."""
 
 import shutil
 import warnings
@@ -23,10 +23,10 @@ PAIRS = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} ne
 
 
 def loaded(folder):
-    model, told = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
-    assert not told["mismatched_keys"]
+    model, report = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
     return model.eval()
 
 
@@ -43,8 +43,8 @@ def test_transformers_loads_a_head_and_scores_as_the_run_does(home, loss, rows):
     assert last["eval_accuracy"] == 1
     model = loaded(home / "out" / "checkpoint-12")
     assert model.config.num_labels == (2 if loss == "classify" else 1)
-    objective, asked = parse_objective(loss), DataSettings(str(home / "data"), shuffle=False)
-    batch = read_data(asked, None, 272, 32, 16, 0, home / "run" / "tokens", objective=objective).batch(0)
+    objective, settings = parse_objective(loss), DataSettings(str(home / "data"), shuffle=False)
+    batch = read_data(settings, None, 272, 32, 16, 0, home / "run" / "tokens", objective=objective).batch(0)
     with torch.no_grad():
         if objective.numbers["mean"]:
             hidden, last_B = model.model(batch.input_ids).last_hidden_state, batch.extras["last"]
@@ -76,8 +76,8 @@ def test_a_model_of_tokens_gets_a_head_and_keeps_its_weights(home):
     onwards = plan_in(home, "--loss", "classify", model="out/checkpoint-2", name="on.json")
     succeeded(train(home, onwards, scratch=SCRATCH[1:], out="on", steps=1))
     three = plan_in(home, "--loss", "classify:3", model="out/checkpoint-2", name="three.json")
-    done = train(home, three, scratch=SCRATCH[1:], out="t")
-    one_line(done, 2, "score.weight is (2, ", "the configuration requires (3, ")
+    result = train(home, three, scratch=SCRATCH[1:], out="t")
+    one_line(result, 2, "score.weight is (2, ", "the configuration requires (3, ")
 
 
 def loaded_base(folder):
@@ -93,16 +93,16 @@ def loaded_base(folder):
     ],
 )
 def test_a_label_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, says):
-    asked = DataSettings(str(write_lines(tmp_path / "a.jsonl", [TEXTS[0], TEXTS[0] | row])))
+    settings = DataSettings(str(write_lines(tmp_path / "a.jsonl", [TEXTS[0], TEXTS[0] | row])))
     with pytest.raises(DataError) as error:
-        read_data(asked, None, 272, 32, 4, 0, tmp_path / "run" / "tokens", objective=parse_objective("classify"))
+        read_data(settings, None, 272, 32, 4, 0, tmp_path / "run" / "tokens", objective=parse_objective("classify"))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_plan_that_trains_no_head_is_refused(home):
-    asked = ("plan", home / "model", "--machine", "cpu-2core", "--loss", "reward", "--seq-len", "32", "--train", "layers:1-2")
-    one_line(penstock(*asked), 2, "nothing would train its new head")
+    arguments = ("plan", home / "model", "--machine", "cpu-2core", "--loss", "reward", "--seq-len", "32", "--train", "layers:1-2")
+    one_line(penstock(*arguments), 2, "nothing would train its new head")
 
 
 @pytest.mark.fast("some")
@@ -111,23 +111,23 @@ def test_peft_loads_adapters_with_a_head_and_scores_alike(home, base):
     succeeded(train(home, plan_in(home, name="tokens.json"), out="base", steps=1))
     shutil.rmtree(home / "data")
     write_lines(home / "data" / "rows.jsonl", TEXTS)
-    of = ("--loss", "classify", "--compute", "fp32", "--master", "fp32", "--train", "lora:r=4", "--base", base)
-    plan, more = plan_in(home, *of, model="base/checkpoint-1"), ("--lr", "1e-2", "--save-every", 6, "--eval-data", home / "data")
-    succeeded(train(home, plan, *more, scratch=SCRATCH[1:], steps=12))
+    task = ("--loss", "classify", "--compute", "fp32", "--master", "fp32", "--train", "lora:r=4", "--base", base)
+    plan, flags = plan_in(home, *task, model="base/checkpoint-1"), ("--lr", "1e-2", "--save-every", 6, "--eval-data", home / "data")
+    succeeded(train(home, plan, *flags, scratch=SCRATCH[1:], steps=12))
     first, last = [line for line in lines_of(home, "out") if "eval_loss" in line]
     assert last["eval_loss"] < 0.2 * first["eval_loss"]
     if base == "bf16":
         folder = home / "base" / "checkpoint-1"
         scoring = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=2, pad_token_id=256)
-        with warnings.catch_warnings(action="error", category=UserWarning):  # of keys that are missing
+        with warnings.catch_warnings(action="error", category=UserWarning):  # about missing keys
             model = PeftModel.from_pretrained(scoring, home / "out" / "checkpoint-12").eval()
-        asked = DataSettings(str(home / "data"), shuffle=False)
-        batch = read_data(asked, None, 272, 32, 16, 0, home / "t", objective=parse_objective("classify")).batch(0)
+        settings = DataSettings(str(home / "data"), shuffle=False)
+        batch = read_data(settings, None, 272, 32, 16, 0, home / "t", objective=parse_objective("classify")).batch(0)
         with torch.no_grad():
             wanted = F.cross_entropy(model(batch.input_ids).logits, batch.extras["label"].long())
         assert last["eval_loss"] == pytest.approx(float(wanted), rel=1e-4)
         model.save_pretrained(home / "again")
-        again = ("--adapter", home / "again", *more)
+        again = ("--adapter", home / "again", *flags)
         succeeded(train(home, plan, *again, scratch=SCRATCH[1:], out="more", steps=1))
         assert lines_of(home, "more")[0]["eval_loss"] == last["eval_loss"]
         merged = succeeded(penstock("merge", folder, home / "again", "--out", home / "merged"))
@@ -141,5 +141,5 @@ def test_peft_loads_adapters_with_a_head_and_scores_alike(home, base):
             torch.testing.assert_close(weight, exact[name].bfloat16().float(), rtol=0, atol=2**-7 * float(weight.abs().max()))
     shutil.copytree(home / "out", home / "resumed")
     shutil.rmtree(home / "resumed" / "checkpoint-12")
-    succeeded(train(home, plan, *more, "--resume", scratch=SCRATCH[1:], out="resumed", steps=12))
+    succeeded(train(home, plan, *flags, "--resume", scratch=SCRATCH[1:], out="resumed", steps=12))
     assert contents(home / "resumed" / "checkpoint-12") == contents(home / "out" / "checkpoint-12")

@@ -1,4 +1,4 @@
-"""Damaged files, pipes, full disks, odd names: a command does its work or refuses in one line, and nothing hangs."""
+"""Damaged files, pipes, full disks, odd names: commands succeed or fail with one line, and never hang."""
 
 import json
 import os
@@ -16,15 +16,15 @@ from tests.hostile import ENDED_S, FORMATS, PLAN, RUN, SCRATCH, answered, judged
 from tests.running import penstock, succeeded
 
 
-def refused(done, code=2):
-    """The one line of a command that ended with this exit code."""
-    exit_code = done.returncode if isinstance(done, subprocess.CompletedProcess) else done.exit_code
-    assert exit_code == code, (exit_code, done.stdout, done.stderr)
-    assert not done.stdout
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert len(done.stderr) < 600
-    return done.stderr
+def refused(result, code=2):
+    """Return the only error line of a command that ended with this exit code."""
+    exit_code = result.returncode if isinstance(result, subprocess.CompletedProcess) else result.exit_code
+    assert exit_code == code, (exit_code, result.stdout, result.stderr)
+    assert not result.stdout
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert len(result.stderr) < 600
+    return result.stderr
 
 
 # -- content ------------------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def refused(done, code=2):
 def test_a_good_file_is_taken_and_half_of_one_is_judged(house, name):
     file, words = FORMATS[name]
     content = (house / file).read_bytes()
-    if name not in ("tokenizer.json", "published runs"):  # slow, and taken in tests of their own
+    if name not in ("tokenizer.json", "published runs"):  # slow, tested separately
         shutil.copytree(house.parent, house.parent.parent / "second")
         assert judged(house.parent.parent / "second" / "house", words) == 0
     (house / file).write_bytes(content[: len(content) // 2])
@@ -81,13 +81,13 @@ def test_a_plan_of_more_parts_than_any_model_is_refused(house, part):
 
 
 def test_a_tokenizer_on_which_its_library_panics_is_refused(house):
-    """Below what the library prints of its panic."""
+    """The line follows the library's panic output."""
     fields = {"version": "1.0", "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "added_tokens": []}
     fields |= {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]], "byte_fallback": False}}
     (house / "model" / "tokenizer.json").write_text(json.dumps(fields))
-    done = answered("data", "chats.jsonl", "--model", "model")
-    assert done.exit_code == 2
-    assert done.stderr.splitlines()[-1].startswith("error: model: its tokenizer.json cannot be used")
+    result = answered("data", "chats.jsonl", "--model", "model")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: model: its tokenizer.json cannot be used")
 
 
 # -- pipes, devices and links -------------------------------------------------------------------------------------------------
@@ -133,22 +133,22 @@ def test_links_lead_no_output_elsewhere(house, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_half_written(house):
-    before = sorted(house.iterdir())
+    initial = sorted(house.iterdir())
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
     limit += "; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))"
     code = f"{limit}; from penstock.cli.main import cli; cli({[*PLAN, 'megatrain', '-o', 'x.json']!r})"
-    done = Forked([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, errors = done.communicate(timeout=ENDED_S)
-    assert "cannot be written" in refused(subprocess.CompletedProcess([], done.returncode, out, errors))
-    assert sorted(house.iterdir()) == before
+    result = Forked([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, errors = result.communicate(timeout=ENDED_S)
+    assert "cannot be written" in refused(subprocess.CompletedProcess([], result.returncode, out, errors))
+    assert sorted(house.iterdir()) == initial
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a device that is always full")
 def test_a_full_standard_output_is_one_line(house):
     with open("/dev/full", "w") as full:
-        done = Forked([sys.executable, "-m", "penstock", *PLAN, "megatrain", "--json"], stdout=full, stderr=subprocess.PIPE)
-    _, errors = done.communicate(timeout=ENDED_S)
-    assert (done.returncode, errors.count("\n")) == (2, 1)
+        result = Forked([sys.executable, "-m", "penstock", *PLAN, "megatrain", "--json"], stdout=full, stderr=subprocess.PIPE)
+    _, errors = result.communicate(timeout=ENDED_S)
+    assert (result.returncode, errors.count("\n")) == (2, 1)
     assert errors.startswith("error: ")
 
 
@@ -158,10 +158,10 @@ def test_odd_names_stay_on_one_line(house):
     out = os.fsdecode(os.fsencode(house) + b"/\xff.json")
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "penstock", "plan", "qwen2.5-0.5b", *PLAN[2:], "megatrain", "-o", out]
-    done = subprocess.run(command, env=environment, timeout=ENDED_S, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "it fits" in done.stdout
-    assert done.stderr.count("\n") == 1
+    result = subprocess.run(command, env=environment, timeout=ENDED_S, check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "it fits" in result.stdout
+    assert result.stderr.count("\n") == 1
     succeeded(penstock("check", out))
     (house / "texts").mkdir()
     (house / "texts" / "a\x1b[2J\nb.jsonl").write_text("{broken\n")

@@ -1,4 +1,4 @@
-"""Code in files: weights are not unpickled, no object is made from YAML, and code next to a model or data set is not run."""
+"""Code in files: no unpickling of weights, no objects from YAML, no code next to a model or data set."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from tests.tiny import tiny_config
 from tests.tour import ROOT
 
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles", "demo")
-# What runs what it is given, or makes objects of any class.
+# Functions that run code or construct objects of any class.
 MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp", "runpy", "code", "subprocess")
 BUILTINS = ("eval", "exec", "__import__", "execfile")
 FUNCTIONS = (
@@ -21,64 +21,61 @@ FUNCTIONS = (
     *("yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all", "pandas.read_pickle", "jinja2.Environment"),
     *("os.system", "os.popen", "os.execv", "os.fork", "importlib.import_module", "importlib.util.module_from_spec"),
 )
-BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, which ship with it
+BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # shipped with `datasets`
 ALLOWED = {
-    ("penstock/cli/main.py", "importlib.import_module"),  # of our own commands, by a table of constants
+    ("penstock/cli/main.py", "importlib.import_module"),  # modules of commands, from a table of constants
     ("penstock/__init__.py", "importlib.import_module"),
     ("penstock/ranks.py", "subprocess"),
-    (
-        "penstock/user_loss.py",
-        "importlib.util.module_from_spec",
-    ),  # of the file that a user names on the command line, and of no plan's
+    ("penstock/user_loss.py", "importlib.util.module_from_spec"),  # file named on the command line, not by a plan
     ("penstock/user_loss.py", "exec"),
-    ("runtime/layers/kernels.py", "importlib.import_module"),  # of packages by a table of constants
-    ("planner/show/page.py", "jinja2.Environment"),  # of our own template
+    ("runtime/layers/kernels.py", "importlib.import_module"),  # packages, from a table of constants
+    ("planner/show/page.py", "jinja2.Environment"),  # template of this package
 }
 
 
 def dangers(name: str, tree: ast.Module) -> Iterator[str]:
-    """The places of a file that could run code that came with data."""
+    """Return the lines of a source file that could run code shipped with data."""
     for node in ast.walk(tree):
-        found = None
+        danger = None
         match node:
             case ast.Import(names=names):
-                found = next((a.name for a in names if a.name.partition(".")[0] in MODULES), None)
+                danger = next((a.name for a in names if a.name.partition(".")[0] in MODULES), None)
             case ast.ImportFrom(module=str(module), names=names):
-                found = next((f"{module}.{a.name}" for a in names if f"{module}.{a.name}" in FUNCTIONS), None)
-                found = module if module.partition(".")[0] in MODULES else found
+                danger = next((f"{module}.{a.name}" for a in names if f"{module}.{a.name}" in FUNCTIONS), None)
+                danger = module if module.partition(".")[0] in MODULES else danger
             case ast.Call(func=ast.Name(id=called)) if called in BUILTINS:
-                found = called
+                danger = called
             case ast.Call(func=ast.Name(id="load_dataset") | ast.Attribute(attr="load_dataset"), args=args) if not (
                 args and isinstance(args[0], ast.Constant) and args[0].value in BUILDERS
             ):
-                found = "a data set that may bring its own code"
+                danger = "a data set that may bring its own code"
             case ast.Attribute() if (dotted := ast.unparse(node)) in FUNCTIONS:
-                found = dotted
+                danger = dotted
             case ast.keyword(arg="trust_remote_code", value=value) if ast.unparse(value) != "False":
-                found = "trust_remote_code"
+                danger = "trust_remote_code"
             case ast.keyword(arg="weights_only" | "allow_pickle", value=ast.Constant(value=bool())):
-                found = "a loader that can unpickle"
-        if found is not None and (name, found) not in ALLOWED:
-            yield f"{getattr(node, 'lineno', 0)}: {found}"
+                danger = "a loader that can unpickle"
+        if danger is not None and (name, danger) not in ALLOWED:
+            yield f"{getattr(node, 'lineno', 0)}: {danger}"
 
 
 @pytest.mark.parametrize("room", PACKAGES)
 def test_no_file_of_ours_can_run_what_a_file_brings(room):
     files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / room).rglob("*.py") if "out" not in path.parts}
     assert files
-    assert {name: found for name, path in files.items() if (found := list(dangers(name, ast.parse(path.read_text()))))} == {}
+    assert {name: lines for name, path in files.items() if (lines := list(dangers(name, ast.parse(path.read_text()))))} == {}
 
 
 def test_code_that_could_run_a_file_is_seen():
-    def seen(code):
+    def dangers_in(code):
         return bool(list(dangers("penstock/data/files.py", ast.parse(code))))
 
     for code in ("import pickle", "from pickle import loads", "torch.load(path)", "from torch import load", "eval(text)"):
-        assert seen(code)
+        assert dangers_in(code)
     for code in ("yaml.load(text)", "f(trust_remote_code=trust)", "np.load(path, allow_pickle=True)", "load_dataset(path)"):
-        assert seen(code)
+        assert dangers_in(code)
     for code in ("f(trust_remote_code=False)", "model.eval()", "yaml.safe_load(text)", 'load_dataset("json")'):
-        assert not seen(code)
+        assert not dangers_in(code)
 
 
 NAMES_CODE = {
@@ -116,8 +113,8 @@ def test_a_data_set_with_a_loading_script_is_read_as_files(house):
     (folder / "dataset_infos.json").write_text(json.dumps({"default": {"builder_name": "evil", "download_checksums": {}}}))
     (folder / "state.pkl").write_bytes(pickle.dumps(print))
     assert judged(house, ["data", "dataset"]) == 0
-    said = penstock("data", "dataset", "--samples", 20).stdout
-    assert "To be" in said
+    output = penstock("data", "dataset", "--samples", 20).stdout
+    assert "To be" in output
     (folder / "link.jsonl").symlink_to(house.parent / "outside" / "secret.jsonl")
     assert judged(house, ["data", "dataset"]) == 2
 

@@ -1,4 +1,4 @@
-"""Every kind of loss on two ranks, one of them killed: the bytes of one process alone."""
+"""Loss functions on two ranks, one of them killed: bitwise identical to a single process."""
 
 import os
 import shutil
@@ -21,12 +21,12 @@ CASES += [("dpo", PAIRS, ()), ("orpo", PAIRS, LORA), ("z-loss", TEXTS, ())]
 
 
 @pytest.mark.soak_cases(*(loss for loss, _, _ in CASES[1:]))
-@pytest.mark.parametrize(("loss", "rows", "more"), CASES, ids=[loss for loss, _, _ in CASES])
-def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, more):
+@pytest.mark.parametrize(("loss", "rows", "extra"), CASES, ids=[loss for loss, _, _ in CASES])
+def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, extra):
     shutil.rmtree(home / "data")
     write_lines(home / "data" / "rows.jsonl", rows)
-    of = ("--loss", loss, *more, "--policy", "megatrain", "--batch-size", 8, "--micro-batch", 4, "--sum-groups", 2)
-    plans, victim = [plan_in(home, *of, "--gpus", n, name=f"{n}.json") for n in (1, 2)], len(loss) % 2
+    options = ("--loss", loss, *extra, "--policy", "megatrain", "--batch-size", 8, "--micro-batch", 4, "--sum-groups", 2)
+    plans, victim = [plan_in(home, *options, "--gpus", n, name=f"{n}.json") for n in (1, 2)], len(loss) % 2
     running = begun(words(home, plans[1], "--save-every", 1, "--keep", 2, steps=10**5))
     wait_for(lambda: step_of(home / "out") > 1, running)
     os.kill(pid_of(running, victim), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Preferences and references: rows of chosen and rejected answers, what is refused of them, and runs from the command line."""
+"""Preference losses and reference models: rows of chosen and rejected answers, errors, and runs."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from tests.bytes_of_files import write_lines
 from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train
 from tests.running import penstock as command
 
-ASKED, YES, NO = ({"role": role, "content": text} for role, text in (("user", "tea?"), ("assistant", "yes"), ("assistant", "no")))
+PROMPT, YES, NO = ({"role": role, "content": text} for role, text in (("user", "tea?"), ("assistant", "yes"), ("assistant", "no")))
 PAIR = {"prompt": "tea? ", "chosen": "yes", "rejected": "no, never"}
 ANSWER = {"prompt": "tea? ", "completion": "yes", "label": True}
 DPO = ("--loss", "dpo:beta=0.5")
@@ -45,7 +45,7 @@ def pairs_of(path, *rows, **settings):
 
 @pytest.fixture
 def tea(home):
-    """A home with pairs in place of text, and others held out."""
+    """Folder with training pairs and held-out pairs."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
@@ -53,10 +53,10 @@ def tea(home):
     return home
 
 
-PAIRS = [PAIR, {"chosen": "tea? yes", "rejected": "tea? no, never"}, {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}]
+PAIRS = [PAIR, {"chosen": "tea? yes", "rejected": "tea? no, never"}, {"prompt": [PROMPT], "chosen": [YES], "rejected": [NO]}]
 
 
-@pytest.mark.parametrize("row", [*PAIRS, {"chosen": [ASKED, YES], "rejected": [ASKED, NO], "prompt": "tea?"}])
+@pytest.mark.parametrize("row", [*PAIRS, {"chosen": [PROMPT, YES], "rejected": [PROMPT, NO], "prompt": "tea?"}])
 def test_a_pair_is_two_sequences_with_only_answers_learned(tmp_path, row):
     data = pairs_of(tmp_path / "a.jsonl", row, {**row}, {**row})
     batch, (documents,) = data.batch(0), [part.documents for part in data.parts]
@@ -77,21 +77,21 @@ def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
 
 @pytest.mark.parametrize("loss", ["simpo", "reward"])
 def test_pairs_are_streamed_whole_and_resumed(tmp_path, loss):
-    """In an odd shuffle buffer, and over the end of an epoch: the pairs of data that is read before."""
+    """Odd shuffle buffer, across the end of an epoch; compared with map-style data."""
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}" + "!" * (60 * (n == 4)), "rejected": f"no {n}"} for n in range(7)]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    before = read(path, loss, seq_len=32)
+    map_style = read(path, loss, seq_len=32)
     streamed, again = (read(path, loss, seq_len=32, streaming=True, shuffle_buffer=5) for _ in range(2))
 
     def pairs(batches):
         tensors = ([batch.input_ids, batch.targets, *batch.extras.values()] for batch in batches)
-        return [[of[i : i + 2].tolist() for of in each] for each in tensors for i in (0, 2)]
+        return [[tensor[i : i + 2].tolist() for tensor in batch] for batch in tensors for i in (0, 2)]
 
-    found = pairs(map(streamed.batch, range(7)))
-    assert sorted(found[:7]) == sorted(found[7:]) == sorted(pairs(map(before.batch, range(7)))[:7])
-    assert found[:7] != found[7:]
+    streamed_pairs = pairs(map(streamed.batch, range(7)))
+    assert sorted(streamed_pairs[:7]) == sorted(streamed_pairs[7:]) == sorted(pairs(map(map_style.batch, range(7)))[:7])
+    assert streamed_pairs[:7] != streamed_pairs[7:]
     assert again.resume(3, json.loads(json.dumps(streamed.position(3))))
-    assert pairs(map(again.batch, range(3, 7))) == found[6:]
+    assert pairs(map(again.batch, range(3, 7))) == streamed_pairs[6:]
 
 
 def answers_of(path, *rows, **settings):
@@ -99,14 +99,14 @@ def answers_of(path, *rows, **settings):
 
 
 def test_ktos_answers_follow_their_prompt_with_anothers_answer(tmp_path):
-    """As TRL pairs them: each with the answer before it, the group's first with its last."""
+    """Same pairing as TRL: previous answer of the group; the first with the last."""
     rows = [{"prompt": f"tea {n}? ", "completion": "y" * (n + 1), "label": n % 2 == 0} for n in range(5)]
     data = answers_of(tmp_path / "a.jsonl", *rows, {**rows[0], "label": 2}, bad_rows=0.2)
     assert (data.n_sequences, data.parts[0].counts["skipped"], len(data.parts[0].documents.problems)) == (2, 1, 1)
     for step, (first, second) in enumerate(((0, 1), (2, 3))):
         batch = data.batch(step)
-        said = [(first, first), (first, second), (second, second), (second, first)]
-        for ids, targets, (prompt, answer) in zip(batch.input_ids, batch.targets, said, strict=True):
+        expected = [(first, first), (first, second), (second, second), (second, first)]
+        for ids, targets, (prompt, answer) in zip(batch.input_ids, batch.targets, expected, strict=True):
             text = rows[prompt]["prompt"] + rows[answer]["completion"]
             assert bytes(ids[: len(text)].tolist()).decode() == text
             assert bytes(targets[targets != -100][:-1].tolist()).decode() == rows[answer]["completion"]
@@ -114,7 +114,7 @@ def test_ktos_answers_follow_their_prompt_with_anothers_answer(tmp_path):
     with pytest.raises(DataError, match="a group has 2 answers: give more"):
         answers_of(tmp_path / "c.jsonl", rows[0])
     short = answers_of(tmp_path / "b.jsonl", {**rows[0], "prompt": "tea for two? "}, rows[4], seq_len=15).batch(0)
-    assert [(targets != -100).sum() for targets in short.targets] == [2, 2, 6, 2]  # as much of the other as there is room for
+    assert [(targets != -100).sum() for targets in short.targets] == [2, 2, 6, 2]  # the other answer is truncated to fit
 
 
 def test_labels_of_a_csv_are_words(tmp_path):
@@ -124,16 +124,16 @@ def test_labels_of_a_csv_are_words(tmp_path):
 
 
 def test_a_run_of_answers_begins_at_its_reference(home):
-    """At a half to the last bit: no answer has gained or lost, nor has the baseline."""
+    """Initial loss is exactly 0.5, because policy and reference are equal."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "completion": f"{n} yes, tea", "label": n % 3 > 0} for n in range(9)]
     write_lines(home / "data" / "answers.jsonl", rows)
     plan = plan_in(home, "--loss", "kto:beta=0.5,group=2", "--micro-batch", 4)
-    done = succeeded(train(home, plan, "--eval-data", home / "data", "--eval-every", 2, steps=4))
+    result = succeeded(train(home, plan, "--eval-data", home / "data", "--eval-every", 2, steps=4))
     first, *_, last = [line for line in lines_of(home, "out") if "eval_loss" in line]
     assert (first["eval_loss"], first["eval_answers"]) == (0.5, 8)
     assert last["eval_loss"] < 0.5
-    assert "4 groups of 2 answers that share them" in done.output
+    assert "4 groups of 2 answers that share them" in result.output
     one_line(train(home, plan, "--packing", "joined", out="other"), 2, "each answer is apart")
     dpo = plan_in(home, "--loss", "dpo", name="dpo.json")
     one_line(train(home, dpo, out="other"), 2, "a loss of pairs needs chosen and rejected")
@@ -150,15 +150,15 @@ def rollouts_of(path, *rows, **settings):
 def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 4), tmp_path / "a.parquet")
     paths = tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", [row] * 4)
-    found, expected = (read(path, loss).batch(0) for path in paths)
-    assert torch.equal(found.input_ids, expected.input_ids)
-    assert {name: of.tolist() for name, of in found.extras.items()} == {name: of.tolist() for name, of in expected.extras.items()}
+    actual, expected = (read(path, loss).batch(0) for path in paths)
+    assert torch.equal(actual.input_ids, expected.input_ids)
+    assert {name: t.tolist() for name, t in actual.extras.items()} == {name: t.tolist() for name, t in expected.extras.items()}
     own = replace(parse_objective(loss), name="own.py:f", numbers={}, of=LossUnit.SEQUENCES, sha256="0" * 64)
     assert required_format(own) is None
 
 
 def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
-    """Cut to a sequence, with the advantages that its rewards give, and log-probabilities where their tokens are targets."""
+    """Truncated completions with group-normalised advantages, and log-probabilities at their target positions."""
     data = rollouts_of(tmp_path / "a.jsonl", GROUP, GROUP | {"rewards": None, "advantages": [3, -4]})
     first, second = data.batch(0), data.batch(1)
     assert first.input_ids.tolist() == [[9, 8, 1, 256], [9, 8, 2, 3]]
@@ -170,12 +170,12 @@ def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
 
 
 def test_a_run_of_rollouts_keeps_to_its_reference(home):
-    """The file of a reference is of each token; before the first step nothing has gone away from it."""
+    """The reference file holds one value per token; before the first step the divergence is zero."""
     shutil.rmtree(home / "data")
     of_groups = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randint(0, 250, shape, generator=of_groups).tolist()  # noqa: E731
-    given = {"logprobs": [[-5.6] * 6] * 4}
-    rows = [given | {"prompt_ids": draw(4), "completion_ids": draw(4, 6), "rewards": draw(4)} for _ in range(4)]
+    logprobs = {"logprobs": [[-5.6] * 6] * 4}
+    rows = [logprobs | {"prompt_ids": draw(4), "completion_ids": draw(4, 6), "rewards": draw(4)} for _ in range(4)]
     write_lines(home / "data" / "groups.jsonl", rows)
     plan = plan_in(home, "--loss", "grpo:beta=0.1")
     succeeded(train(home, plan, steps=4))
@@ -194,10 +194,10 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
     ("rows_of", "row", "says"),
     [
         (pairs_of, {**PAIR, "chosen": " "}, 'an empty answer under "chosen"'),
-        (pairs_of, {"prompt": [ASKED], "chosen": [YES], "rejected": []}, 'an empty answer under "rejected"'),
+        (pairs_of, {"prompt": [PROMPT], "chosen": [YES], "rejected": []}, 'an empty answer under "rejected"'),
         (pairs_of, {**PAIR, "rejected": "yes"}, "chosen and rejected are the same"),
         (pairs_of, {**PAIR, "prompt": ""}, "share no prompt"),
-        (pairs_of, {"chosen": [ASKED, YES], "rejected": [YES, NO]}, "share no prompt"),
+        (pairs_of, {"chosen": [PROMPT, YES], "rejected": [YES, NO]}, "share no prompt"),
         (pairs_of, {**PAIR, "rejected": [NO]}, 'no string under "rejected"'),
         (pairs_of, {**PAIR, "system": "be brief"}, '"system" next to a text "prompt"'),
         (pairs_of, {"question": "tea?", "chosen": "a yes", "rejected": "a no"}, "name it with --columns prompt=question"),
@@ -228,16 +228,16 @@ def test_a_row_that_teaches_nothing_is_refused_in_a_line(tmp_path, rows_of, row,
 
 
 def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
-    """ln 2 to the last bit: before the first step the policy has the reference's own. The file is that of `penstock forward`."""
+    """Initial loss is exactly ln 2, because policy and reference are equal. The file equals that of `penstock forward`."""
     plan = plan_in(tea, *DPO)
-    more = ("--eval-data", tea / "held-out.jsonl", "--eval-every", 3, "--save-every", 3)
-    succeeded(train(tea, plan, *more, steps=6))
+    options = ("--eval-data", tea / "held-out.jsonl", "--eval-every", 3, "--save-every", 3)
+    succeeded(train(tea, plan, *options, steps=6))
     first, *_, last = [line for line in lines_of(tea, "out") if "eval_loss" in line]
     assert (first["eval_loss"], first["eval_accuracy"], first["eval_pairs"]) == (math.log(2), 0.5, 4)
     assert last["eval_loss"] < first["eval_loss"]
     shutil.copytree(tea / "out", tea / "again")
     shutil.rmtree(tea / "again" / "checkpoint-6")
-    succeeded(train(tea, plan, *more, "--resume", scratch=SCRATCH[1:], out="again", steps=6))  # its own reference, whatever weights
+    succeeded(train(tea, plan, *options, "--resume", scratch=SCRATCH[1:], out="again", steps=6))  # computes its reference
     files = [sorted((tea / out / "checkpoint-6").glob("*.safetensors")) for out in ("out", "again")]
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
     written = ("forward", plan, "--data", tea / "data", "--eval-data", tea / "held-out.jsonl", "--out", tea / "ref", *SCRATCH)
@@ -248,29 +248,29 @@ def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("loss", ["dpo", "orpo", "reward"])
 def test_pairs_that_share_sequences_are_the_same_pairs(tea, loss):
-    """All pairs in one step, each in sequences of its own or not: a step is the mean of the same, and so are its gradients."""
+    """One step over all pairs has equal means and gradients with and without shared sequences."""
     lines = {}
     for packing, n in (("one", 16), ("documents", 8)):
         how = ("--loss", loss, "--compute", "fp32", "--batch-size", n, "--micro-batch", 4, "--seq-len", 40)
         plan = plan_in(tea, *how, name=f"{packing}.json")
-        more = ("--packing", packing, "--eval-data", tea / "held-out.jsonl", "--eval-every", 2, "--lr", "1e-2")
-        done = succeeded(train(tea, plan, *more, out=packing, steps=2))
+        options = ("--packing", packing, "--eval-data", tea / "held-out.jsonl", "--eval-every", 2, "--lr", "1e-2")
+        result = succeeded(train(tea, plan, *options, out=packing, steps=2))
         lines[packing] = lines_of(tea, packing)
-    assert "4 times 2 sequences, of 8 pairs that share them" in done.output
+    assert "4 times 2 sequences, of 8 pairs that share them" in result.output
     alone, shared = lines.values()
     assert len(alone) == len(shared)
     for names in (("loss", "grad_norm"), ("eval_loss", "eval_accuracy", "eval_pairs")):
-        of = [[[line[name] for name in names] for line in each if names[0] in line] for each in (alone, shared)]
-        assert of[0]
-        torch.testing.assert_close(torch.tensor(of[1]), torch.tensor(of[0]), rtol=5e-5, atol=1e-6)
+        values = [[[line[name] for name in names] for line in log if names[0] in line] for log in (alone, shared)]
+        assert values[0]
+        torch.testing.assert_close(torch.tensor(values[1]), torch.tensor(values[0]), rtol=5e-5, atol=1e-6)
 
 
 def test_a_reference_of_something_else_is_refused(tea):
     plan, ref = plan_in(tea, *DPO), tea / "ref"
     succeeded(command("forward", plan, "--data", tea / "data", "--out", ref, *SCRATCH))
     one_line(train(tea, plan, "--reference", ref, "--seed", 1), 2, "another weights")
-    other = plan_in(tea, *DPO, "--compute", "fp32", name="other.json")
-    one_line(train(tea, other, "--reference", ref), 2, "another compute_dtype")
+    other_plan = plan_in(tea, *DPO, "--compute", "fp32", name="other.json")
+    one_line(train(tea, other_plan, "--reference", ref), 2, "another compute_dtype")
     assert {"weights", "library_kernels"} <= json.loads(safe_open(ref, "pt").metadata()["key"]).keys()
     one_line(train(tea, plan_in(tea, "--loss", "orpo", name="orpo.json"), "--reference", ref), 2, "the plan's loss takes none")
     one_line(train(tea, plan, "--loss", "dpo"), 2, "leave --loss out")
@@ -295,7 +295,7 @@ def test_the_reference_of_an_adapter_is_its_base(tea):
     assert base.is_dir()
 
 
-OWN = """
+USER_LOSSES = """
 import torch.nn.functional as F
 
 def focal(logits, targets, gamma=2.0):
@@ -354,7 +354,7 @@ def loud(logps, Weight):
     ],
 )
 def test_a_function_that_is_no_loss_is_refused_in_a_line(tmp_path, name, says):
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(USER_LOSSES)
     with pytest.raises(PlanError) as error:
         user_loss(function_in(f"{tmp_path}/own.py:{name}"))
     assert says in str(error.value)
@@ -363,54 +363,54 @@ def test_a_function_that_is_no_loss_is_refused_in_a_line(tmp_path, name, says):
 
 @pytest.mark.parametrize("name", ["focal", "half"])
 def test_a_loss_of_ones_own_is_planned_and_run_by_its_name(tea, name):
-    (tea / "own.py").write_text(OWN)
-    own = ("--loss", f"{tea}/own.py:{name}")
+    (tea / "own.py").write_text(USER_LOSSES)
+    loss_flag = ("--loss", f"{tea}/own.py:{name}")
     if name == "focal":
         write_lines(tea / "data" / "pairs.jsonl", [{"text": "tea for two " * 40}])
-    plan = plan_in(tea, *own)
+    plan = plan_in(tea, *loss_flag)
     assert json.loads(plan.read_text())["semantics"]["objective"]["name"] == f"own.py:{name}"
     one_line(train(tea, plan), 2, "name its file")
-    succeeded(train(tea, plan, *own, steps=2))
-    (tea / "own.py").write_text(OWN.replace("softplus(", "softplus(2 * ").replace("** gamma", "** (gamma + 1)"))
-    one_line(train(tea, plan, *own, out="other"), 2, "another source than the plan's")
+    succeeded(train(tea, plan, *loss_flag, steps=2))
+    (tea / "own.py").write_text(USER_LOSSES.replace("softplus(", "softplus(2 * ").replace("** gamma", "** (gamma + 1)"))
+    one_line(train(tea, plan, *loss_flag, out="other"), 2, "another source than the plan's")
 
 
 def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # which is not what runs
-    path, seen = tmp_path / "own.py", set()
-    own = "B = 1\ndef g(x):\n    return [x * B for _ in '1'][0]\ndef f(logps, n_tokens):\n    return -g(logps)\n"
-    for text in (own, own.replace("B = 1", "B = 9"), own.replace("x * B", "x / B"), own):  # of the same size and second
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # bytecode on disk may be stale
+    path, digests = tmp_path / "own.py", set()
+    source = "B = 1\ndef g(x):\n    return [x * B for _ in '1'][0]\ndef f(logps, n_tokens):\n    return -g(logps)\n"
+    for text in (source, source.replace("B = 1", "B = 9"), source.replace("x * B", "x / B"), source):  # of equal size and mtime
         path.write_text(text)
         os.utime(path, (1, 1))
         loss = user_loss(function_in(f"{path}:f"))
-        seen.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
+        digests.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
         with pytest.raises(PlanError, match="or is of another kind"):
             planned_loss(replace(loss.objective, of=LossUnit.TOKENS), f"{path}:f")
-    assert [len({one[i] for one in seen}) for i in (0, 1)] == [3, 2]
-    assert len(seen) == 3
+    assert [len({one[i] for one in digests}) for i in (0, 1)] == [3, 2]
+    assert len(digests) == 3
 
 
 def test_batches_bring_what_the_loss_asks_and_keep_no_more():
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    given = lambda loss="dpo", **extras: UserBatches(  # noqa: E731
+    make_batches = lambda loss="dpo", **extras: UserBatches(  # noqa: E731
         SimpleNamespace(batch=lambda step: Batch(ids, ids, extras=extras)), 8, 2, 96, objective=parse_objective(loss)
     ).batch(0)
-    assert given(reference=torch.zeros(2), more=torch.zeros(())).extras.keys() == {"reference"}
+    assert make_batches(reference=torch.zeros(2), more=torch.zeros(())).extras.keys() == {"reference"}
     with pytest.raises(DataError, match=r"requires extras\['reference'\] of \(2,\), and step 0 has one of \(2, 8\)"):
-        given(reference=torch.zeros(2, 8))
+        make_batches(reference=torch.zeros(2, 8))
     with pytest.raises(DataError, match=r"requires extras\['old'\] of \(2, 8\), and step 0 has one of \(2,\)"):
-        given("grpo", advantage=torch.zeros(2), old=torch.zeros(2))
+        make_batches("grpo", advantage=torch.zeros(2), old=torch.zeros(2))
 
 
 def grpo(logits, targets, advantage, sampled):
-    """GRPO on rollouts that are given, normalised as DAPO is: clipped ratios to the policy that wrote them."""
+    """GRPO on user rollouts with DAPO normalisation: clipped ratios to the sampling policy."""
     logps = -F.cross_entropy(logits, targets, reduction="none")
     ratio = (logps - sampled).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 
 
 class Rollouts:
-    """Groups of four completions; one with more even tokens than its group is the better one."""
+    """Groups of four completions; more even tokens than the group's mean is better."""
 
     extras = ("advantage", "sampled")
 
@@ -425,13 +425,13 @@ class Rollouts:
 
 def test_a_loss_of_ones_own_gets_what_ones_own_batches_bring(home):
     sizes = {"seq_len": 32, "batch_size": 8, "micro_batch": 4, "compute_dtype": "fp32", "gradient_dtype": "fp32"}
-    found = penstock.plan(home / "model", "cpu-2core", loss=grpo, policy="megatrain", **sizes)
+    plan = penstock.plan(home / "model", "cpu-2core", loss=grpo, policy="megatrain", **sizes)
     how = {"from_scratch": True, "loss": grpo, "lr": 1e-2}
-    done = penstock.train(found, Rollouts(), out=home / "out", steps=8, **how)
-    first, *_, last = (step.loss for step in done.metrics)
+    session = penstock.train(plan, Rollouts(), out=home / "out", steps=8, **how)
+    first, *_, last = (step.loss for step in session.metrics)
     assert last < first - 0.1
     Rollouts.extras = ("advantage",)
     with pytest.raises(DataError, match=r"requires extras\['sampled'\] of \(8,\) or \(8, 32\), and step 0 has none"):
-        penstock.train(found, Rollouts(), out=home / "lacking", steps=1, **how)
+        penstock.train(plan, Rollouts(), out=home / "lacking", steps=1, **how)
     with pytest.raises(DataError, match="requires 'advantage', which no file provides"):
-        penstock.train(found, home / "data", out=home / "files", steps=1, settings={"tokenizer": "bytes"}, **how)
+        penstock.train(plan, home / "data", out=home / "files", steps=1, settings={"tokenizer": "bytes"}, **how)

@@ -1,4 +1,4 @@
-"""`penstock report` writes a page or a trace, and refuses other files in one line."""
+"""Command `penstock report` writes a page or a trace, and rejects other files in one line."""
 
 import json
 import os
@@ -17,10 +17,10 @@ def report(*args):
 
 
 def refused(*args, output):
-    done = report(*args, "-o", output)
-    one_line(done, 2)
+    result = report(*args, "-o", output)
+    one_line(result, 2)
     assert not output.exists()
-    return done.stderr
+    return result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def ran(planned, tmp_path_factory):
 
 def test_a_page_or_a_trace_is_written_and_one_line_printed(planned, ran, tmp_path):
     for name in ("r.html", "r.json"):
-        done = report(planned, ran, "-o", tmp_path / name)
-        assert done.exit_code == 0, done.output
-        assert done.stdout == ""
-        assert done.stderr.startswith(f"wrote {tmp_path / name} (")
-        assert done.stderr.count("\n") == 1
+        result = report(planned, ran, "-o", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == ""
+        assert result.stderr.startswith(f"wrote {tmp_path / name} (")
+        assert result.stderr.count("\n") == 1
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     events = json.loads((tmp_path / "r.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"predicted", "measured"}
@@ -48,7 +48,7 @@ def test_a_page_or_a_trace_is_written_and_one_line_printed(planned, ran, tmp_pat
 
 @pytest.mark.parametrize("missing", ["timeline.json", "metrics.jsonl"])
 def test_a_file_that_a_run_did_not_leave_is_no_empty_box(planned, ran, tmp_path, missing):
-    """As a run leaves none that is at work, or was killed."""
+    """Running or killed runs have no such file."""
     run = tmp_path / "run"
     run.mkdir()
     for path in ran.iterdir():
@@ -63,30 +63,30 @@ def test_a_file_that_a_run_did_not_leave_is_no_empty_box(planned, ran, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("timeline", "said"),
+    ("timeline", "message"),
     [
         ("{", "not the timeline of a run"),
         ('{"spans": [{"op": 99999999, "step": 0, "start_s": 0.0, "end_s": 1.0}]}', "another plan"),
         ('{"spans": [{"op": 1, "step": 0, "start_s": 2.0, "end_s": 1.0}]}', "impossible"),
     ],
 )
-def test_a_damaged_timeline_is_refused(planned, tmp_path, timeline, said):
+def test_a_damaged_timeline_is_refused(planned, tmp_path, timeline, message):
     (tmp_path / "timeline.json").write_text(timeline)
     for name in ("r.html", "r.json"):
-        assert said in refused(planned, tmp_path, output=tmp_path / name)
+        assert message in refused(planned, tmp_path, output=tmp_path / name)
 
 
 def test_a_run_of_another_plan_is_refused(planned, ran, tmp_path):
-    """By the plan in the folder, though the timeline would do; not for the sake of the machine that it was predicted for."""
+    """The plan in the folder is compared, even if the timeline fits; the predicted machine is not compared."""
     run, file = tmp_path / "run", PlanFile.read(planned)
     shutil.copytree(ran, run)
     for sizes, profile, code in (({}, file.plan.profile | {"name": "corrected"}, 0), ({"seq_len": 256}, file.plan.profile, 2)):
-        other = replace(file.plan, semantics=replace(file.plan.semantics, **sizes), profile=profile)
-        PlanFile(other, None).write(run / "run-plan.json")
+        changed_plan = replace(file.plan, semantics=replace(file.plan.semantics, **sizes), profile=profile)
+        PlanFile(changed_plan, None).write(run / "run-plan.json")
         for name in ("r.html", "r.json"):
-            done = report(planned, run, "-o", tmp_path / name)
-            assert done.exit_code == code, done.output
-    one_line(done, 2, "a run of another plan; give the plan that it performed, ")
+            result = report(planned, run, "-o", tmp_path / name)
+            assert result.exit_code == code, result.output
+    one_line(result, 2, "a run of another plan; give the plan that it performed, ")
 
 
 def test_a_folder_of_no_run_and_an_unknown_suffix_are_refused(planned, tmp_path):

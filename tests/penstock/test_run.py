@@ -1,4 +1,4 @@
-"""A run, from a plan to a checkpoint that transformers loads, or one line that says why not."""
+"""Runs from a plan to a checkpoint that transformers loads, and one-line errors."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.tiny import tiny_config
 
 
 def test_a_run_learns_logs_and_leaves_a_model(home):
-    done = succeeded(train(home, plan_in(home), steps=12))
+    result = succeeded(train(home, plan_in(home), steps=12))
     lines = lines_of(home, "out")
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert set(lines[0]) >= {"loss", "grad_norm", "lr", "tokens", "supervised_tokens", "step_s", "tokens_per_s"}
@@ -29,7 +29,7 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert model.dtype == torch.bfloat16
-    rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+    rows = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
     assert rows[0] == ["", "predicted", "measured", "error"]
     assert {row[0] for row in rows[1:]} >= {"step", "busy, gpu", "busy, h2d", "busy, d2h", "busy, cpu", "process, peak"}
     trace = home / "trace.json"
@@ -38,7 +38,7 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     assert names == {"predicted", "measured"}
 
 
-# A user's command; whether the host optimizer's loops are machine code.
+# A user's command; True if the host optimizer's loops are compiled.
 RUN = """
 import sys
 from penstock.cli.main import main
@@ -56,17 +56,17 @@ LION = "lion:moments=bf16"
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(("optimizer", "numba", "said"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
-def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, said):
-    """And says so in one line."""
+@pytest.mark.parametrize(("optimizer", "numba", "value"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
+def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, value):
+    """The mode is printed in one line."""
     plan = plan_in(home, "--optimizer", optimizer)
     words = [numba, "run", plan, "--data", home / "data", "--out", home / "out", "--steps", 1, *SCRATCH]
     command, alone = [sys.executable, "-c", RUN, *map(str, words)], os.environ | {"OMP_NUM_THREADS": "1"}
-    start = subprocess.Popen if numba == "hidden" else Forked  # of what has not been imported
-    done = start(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    printed, errors = done.communicate()
-    assert f"compiled: {said}" in printed
-    assert (errors.count("times slower: numba is not installed"), done.returncode) == (int(numba == "hidden"), 0)
+    start = subprocess.Popen if numba == "hidden" else Forked  # about modules that are not imported
+    result = start(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    printed, errors = result.communicate()
+    assert f"compiled: {value}" in printed
+    assert (errors.count("times slower: numba is not installed"), result.returncode) == (int(numba == "hidden"), 0)
 
 
 def test_lion_has_no_eps(home):
@@ -76,21 +76,21 @@ def test_lion_has_no_eps(home):
 
 
 def real_model(home, **config):
-    """A folder as transformers publishes one, with weights and a tokenizer, of what `home/model` describes in few words."""
+    """Return a published model folder with weights and a tokenizer, for the short config in `home/model`."""
     folder = home / "real"
-    said = json.loads((home / "model" / "config.json").read_text()) | {"vocab_size": 420, "eos_token_id": 2, **config}
+    config_fields = json.loads((home / "model" / "config.json").read_text()) | {"vocab_size": 420, "eos_token_id": 2, **config}
     write_talker(folder, "chatml")
-    hf_model(said).save_pretrained(folder)
+    hf_model(config_fields).save_pretrained(folder)
     return folder
 
 
 def test_a_plan_of_a_configuration_trains_the_models_weights(home):
-    """Whose config.json says more; the checkpoint has what that says. One that computes otherwise is named."""
+    """The published config.json has more fields, which the checkpoint retains. A model with other computation is an error."""
     lean = json.loads((home / "model" / "config.json").read_text())
     (home / "model" / "config.json").write_text(json.dumps(lean | {"vocab_size": 420}))
     plan, folder = plan_in(home), real_model(home)
-    done = succeeded(train(home, plan, "--model", folder, steps=1, scratch=()))
-    assert "RANDOM" not in done.stderr
+    result = succeeded(train(home, plan, "--model", folder, steps=1, scratch=()))
+    assert "RANDOM" not in result.stderr
     assert json.loads((home / "out" / "checkpoint-1" / "config.json").read_text())["eos_token_id"] == 2
     assert (home / "out" / "checkpoint-1" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     config = json.loads((folder / "config.json").read_text())
@@ -99,11 +99,11 @@ def test_a_plan_of_a_configuration_trains_the_models_weights(home):
 
 
 def test_missing_weights_or_tokenizer_are_refused(home):
-    plan, of = plan_in(home), ("--model", home / "model")
+    plan, model_flag = plan_in(home), ("--model", home / "model")
     one_line(train(home, plan, out="o", scratch=()), 2, "no folder of weights", "--model", "--from-scratch")
-    one_line(train(home, plan, *of, out="o", scratch=()), 2, "holds no weights", "--model", "--from-scratch")
+    one_line(train(home, plan, *model_flag, out="o", scratch=()), 2, "holds no weights", "--model", "--from-scratch")
     one_line(train(home, plan, out="o", scratch=SCRATCH[:1]), 2, "no tokenizer", "--model", "--tokenizer bytes")
-    one_line(train(home, plan, *of, out="o", scratch=SCRATCH[:1]), 2, "no tokenizer.json", "--tokenizer bytes")
+    one_line(train(home, plan, *model_flag, out="o", scratch=SCRATCH[:1]), 2, "no tokenizer.json", "--tokenizer bytes")
     assert not (home / "o").exists()
     assert "RANDOM WEIGHTS" in train(home, plan, steps=1).stderr
     assert "RANDOM WEIGHTS" not in train(home, plan, "--resume", steps=2, scratch=SCRATCH[1:]).stderr
@@ -112,8 +112,8 @@ def test_missing_weights_or_tokenizer_are_refused(home):
 def test_what_plan_says_to_do_next_can_be_done(home):
     real_model(home)
     for model in ("model", "real"):
-        said = penstock("plan", home / model, *SIZES, "-o", home / "p.json").stderr
-        words = shlex.split(said.strip().rpartition(", then penstock ")[2].replace("FOLDER", str(home / "data")))
+        stderr = penstock("plan", home / model, *SIZES, "-o", home / "p.json").stderr
+        words = shlex.split(stderr.strip().rpartition(", then penstock ")[2].replace("FOLDER", str(home / "data")))
         assert ("--from-scratch" in words) == (model == "model")
         succeeded(penstock(*words, "--steps", 1, "--out", home / f"out-{model}"))
 
@@ -136,9 +136,9 @@ def test_mistakes_are_one_line_and_leave_nothing(home):
 def test_a_second_run_in_a_folder_is_refused_without_resume(home):
     plan = plan_in(home)
     succeeded(train(home, plan, steps=2))
-    before = weights_sha(home / "out" / "checkpoint-2")
+    sha = weights_sha(home / "out" / "checkpoint-2")
     one_line(train(home, plan, steps=3), 2, "--resume")
-    assert weights_sha(home / "out" / "checkpoint-2") == before
+    assert weights_sha(home / "out" / "checkpoint-2") == sha
     one_line(train(home, plan, "--resume", "--seed", 5, steps=3), 2, "seed")
     one_line(train(home, plan, "--resume", steps=2), 2, "--steps")
 
@@ -155,9 +155,9 @@ def test_a_plan_that_was_edited_into_a_race_is_refused(home):
 
 def test_a_plan_that_needs_more_memory_exits_with_3(home):
     how = ("--machine", "h200-pcie5", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json")
-    done = penstock("plan", "qwen2.5-14b", *how)
-    assert done.exit_code == 0, done.output
-    done = train(home, home / "big.json", out="o")
-    one_line(done, 3, "more than are free", "the CPU's memory takes the place of the GPU's (no GPU was found)")
-    assert done.stderr.startswith("no GPU found: the plan for h200-pcie5 trains on this CPU\n")
+    result = penstock("plan", "qwen2.5-14b", *how)
+    assert result.exit_code == 0, result.output
+    result = train(home, home / "big.json", out="o")
+    one_line(result, 3, "more than are free", "the CPU's memory takes the place of the GPU's (no GPU was found)")
+    assert result.stderr.startswith("no GPU found: the plan for h200-pcie5 trains on this CPU\n")
     assert not (home / "o").exists()

@@ -1,4 +1,4 @@
-"""Settings of a run: read from a file and flags, refused in words that help, and written so that they are read back."""
+"""Settings of a run: read from a file and flags, clear errors, and a lossless round trip."""
 
 import json
 import string
@@ -100,7 +100,7 @@ def read(tmp_path, text, flags=None, name="run.yaml"):
 
 
 def test_the_settings_of_an_older_run_are_resumed(tmp_path):
-    """What it could be asked then and cannot be now is left out; of a file that a user wrote it is refused, with what there is."""
+    """Removed settings are dropped on resume; in a user's file they are an error that lists the existing settings."""
     folder, older = tmp_path / "run", ("evaluation: {prompts: [a], temperature: 1.0, top_p: 0.9}", "data: {path: a, workers: 2}")
     folder.mkdir()
     text = "\n".join([*older, "steps: 3", f"out: {folder}", f"plan: {folder}/run-plan.json"])
@@ -136,8 +136,8 @@ def test_data_are_a_path_or_several_with_weights_or_without(tmp_path):
     for wrong in ("{mix: [{path: a}, b: 1]}", "{path: a, mix: [{path: b}]}", "[{path: a, weight: -0.5}]", "[]"):
         with pytest.raises(RunConfigError):
             read(tmp_path, f"data: {wrong}")
-    own = DataSettings(mix=(DataPart("a", format="text", columns={"text": "body"}), DataPart("b")), format="messages", split="x")
-    assert own.parts == (DataSettings("a", "text", columns={"text": "body"}, split="x"), DataSettings("b", "messages", split="x"))
+    mixed = DataSettings(mix=(DataPart("a", format="text", columns={"text": "body"}), DataPart("b")), format="messages", split="x")
+    assert mixed.parts == (DataSettings("a", "text", columns={"text": "body"}, split="x"), DataSettings("b", "messages", split="x"))
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_data_are_a_path_or_several_with_weights_or_without(tmp_path):
 def test_a_wrong_setting_is_one_line_with_place_and_remedy(tmp_path, text, words):
     with pytest.raises(RunConfigError) as refused:
         read(tmp_path, DATA + text + "\n")
-    said = str(refused.value)
-    assert said.isprintable()
-    assert len(said) < 600
+    message = str(refused.value)
+    assert message.isprintable()
+    assert len(message) < 600
     for word in words:
-        assert word in said
+        assert word in message
 
 
 @given(st.text(string.printable, max_size=200) | st.binary(max_size=200))

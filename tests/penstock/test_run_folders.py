@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it is safe from another run, and from one without room."""
+"""Folder of a run: protection from other runs and from a full disk."""
 
 import fcntl
 import os
@@ -27,31 +27,31 @@ def test_another_runs_checkpoint_is_resumed_in_a_new_folder(home):
     plan = plan_in(home)
     for out, seed in (("one", 0), ("two", 7)):
         succeeded(train(home, plan, "--save-every", 2, "--seed", seed, out=out))
-    before = {path.name: path.stat().st_mtime_ns for path in (home / "one").rglob("*")}
+    mtimes = {path.name: path.stat().st_mtime_ns for path in (home / "one").rglob("*")}
     elsewhere = home / "two" / "checkpoint-2"
     one_line(train(home, plan, "--seed", 7, "--resume-from", elsewhere, out="one"), 2, "holds checkpoint-4 of another run")
-    assert {path.name: path.stat().st_mtime_ns for path in (home / "one").rglob("*")} == before
+    assert {path.name: path.stat().st_mtime_ns for path in (home / "one").rglob("*")} == mtimes
     succeeded(train(home, plan, "--seed", 7, "--resume-from", elsewhere, out="three"))
     assert weights_sha(home / "three" / "checkpoint-4") == weights_sha(home / "two" / "checkpoint-4")
     assert [line["step"] for line in lines_of(home, "three")] == [3, 4]
 
 
 @pytest.mark.parametrize(
-    ("more", "n", "ways"),
+    ("n_extra", "n", "ways"),
     [
         ([], 1, "make room, save --weights-only, or choose another --out"),
         (["--save-every", 2, "--keep", 1, "--weights-only"], 2, "make room, or choose"),
     ],
 )
-def test_a_folder_without_room_for_checkpoints_is_refused(home, monkeypatch, more, n, ways):
-    """Before the first step; with a byte more, the run is made."""
+def test_a_folder_without_room_for_checkpoints_is_refused(home, monkeypatch, n_extra, n, ways):
+    """The error precedes the first step; with one byte more, the run starts."""
     plan = plan_in(home)
-    each_bytes = PlanFile.read(plan).plan.checkpoint_bytes("--weights-only" in more)
+    each_bytes = PlanFile.read(plan).plan.checkpoint_bytes("--weights-only" in n_extra)
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda folder: SimpleNamespace(free=n * each_bytes - 1))
-    one_line(train(home, plan, *more, steps=8), 2, f"{n} checkpoints of" if n > 1 else "a checkpoint of", ways)
+    one_line(train(home, plan, *n_extra, steps=8), 2, f"{n} checkpoints of" if n > 1 else "a checkpoint of", ways)
     assert not (home / "out").exists()
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda folder: SimpleNamespace(free=n * each_bytes))
-    succeeded(train(home, plan, *more, steps=8))
+    succeeded(train(home, plan, *n_extra, steps=8))
     sizes = [path.stat().st_size for path in (home / "out" / "checkpoint-8").glob("*.safetensors")]
     assert each_bytes < sum(sizes) < 1.1 * each_bytes + 4096
 
@@ -60,11 +60,11 @@ def test_files_that_a_user_wrote_are_not_replaced(home):
     plan = plan_in(home)
     (home / "out").mkdir()
     for name in ("run.yaml", "metrics.jsonl"):
-        own = home / "out" / name
-        own.write_text("# mine\n")
+        user_file = home / "out" / name
+        user_file.write_text("# mine\n")
         one_line(train(home, plan), 2, f"{name}: not written by a run")
-        assert own.read_text() == "# mine\n"
-        own.unlink()
+        assert user_file.read_text() == "# mine\n"
+        user_file.unlink()
     succeeded(train(home, plan))
     succeeded(train(home, plan, "--resume", steps=6))
 
@@ -77,7 +77,7 @@ def test_no_profile_is_written_over_the_plan(home):
 
 
 def test_a_moved_folder_resumes_where_it_was(home, monkeypatch):
-    """From another working directory, when the plan's own file is gone, to the bits of a run that never stopped."""
+    """Resume from another working directory, without the plan file, bitwise identical to an unbroken run."""
     monkeypatch.chdir(home)
     Path("there").mkdir()
     plan_in(home)
@@ -101,7 +101,7 @@ def test_a_checkpoint_is_a_model_to_begin_from(home):
     checkpoint = home / "out" / "checkpoint-4"
     one_line(train(home, plan, "--resume", "--weight-decay", "0.5", steps=6), 2, f"--model {checkpoint}", "weight_decay")
     succeeded(train(home, plan, "--model", checkpoint, "--weight-decay", "0.5", out="anew", scratch=SCRATCH[1:]))
-    other = shutil.copytree(checkpoint, home / "other")
-    text = (other / "config.json").read_text()
-    (other / "config.json").write_text(text.replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
-    one_line(train(home, plan, "--model", other, out="no"), 2, "another model than the plan's: rms_norm_eps is 1.1e-05")
+    copied = shutil.copytree(checkpoint, home / "other")
+    text = (copied / "config.json").read_text()
+    (copied / "config.json").write_text(text.replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    one_line(train(home, plan, "--model", copied, out="no"), 2, "another model than the plan's: rms_norm_eps is 1.1e-05")

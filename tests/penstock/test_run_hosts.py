@@ -1,4 +1,4 @@
-"""Several hosts, each of which starts its own ranks: the files of one process."""
+"""Several hosts that start their ranks: same files as from one process."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def free_port():
 
 @pytest.mark.soak
 def test_two_hosts_leave_the_files_of_one_process(home):
-    """Of a rank each, started by torchrun."""
+    """One rank per host, started by torchrun."""
     arguments = words(home, plan_in(home, "--policy", "megatrain", *BATCH, "--gpus", 1, *HOSTS[2:], name="hosts.json"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -32,22 +32,22 @@ def test_two_hosts_leave_the_files_of_one_process(home):
         for host in "01"
     ]
     try:
-        said = [process.communicate(timeout=120)[1] for process in hosts]
+        outputs = [process.communicate(timeout=120)[1] for process in hosts]
     finally:
         for process in hosts:
             process.kill()
-    assert [process.returncode for process in hosts] == [0, 0], said
-    assert "step 4/4" in said[0]
-    assert "step" not in said[1], "the first rank speaks"
+    assert [process.returncode for process in hosts] == [0, 0], outputs
+    assert "step 4/4" in outputs[0]
+    assert "step" not in outputs[1], "the first rank speaks"
     assert is_that_of_one(home, 4)
 
 
 @pytest.mark.soak
 def test_hosts_with_different_numbers_of_ranks_are_refused(home):
     """One on the first, three on the second."""
-    found = by_hand([words(home, planned(home, 4))] * 4, LOCAL_RANK=[*"0012"], LOCAL_WORLD_SIZE=[*"1333"])
-    assert all(code for _, code in found)
-    assert "hosts have different numbers of ranks" in found[0][0][1]
+    outcomes = by_hand([words(home, planned(home, 4))] * 4, LOCAL_RANK=[*"0012"], LOCAL_WORLD_SIZE=[*"1333"])
+    assert all(code for _, code in outcomes)
+    assert "hosts have different numbers of ranks" in outcomes[0][0][1]
     assert not (home / "out").exists()
 
 
@@ -56,9 +56,9 @@ def test_a_plan_for_several_hosts_is_not_started_on_one(home):
     refused = run_to_end(words(home, plan))
     assert refused.returncode == 2
     assert "torchrun --nnodes 2 --nproc-per-node 2" in refused.stderr
-    asked = ("plan", home / "model", "--machine", "h100-sxm", "--gpus", 2)
-    assert "has no network; give the rate" in penstock(*asked, "--hosts", 2).output
-    alone = penstock(*asked, "--network-gbit", 400)
+    arguments = ("plan", home / "model", "--machine", "h100-sxm", "--gpus", 2)
+    assert "has no network; give the rate" in penstock(*arguments, "--hosts", 2).output
+    alone = penstock(*arguments, "--network-gbit", 400)
     assert alone.exit_code == 2
     assert "give their number with --hosts" in alone.output
 
@@ -66,5 +66,5 @@ def test_a_plan_for_several_hosts_is_not_started_on_one(home):
 @pytest.mark.soak
 def test_hosts_are_emulated_by_one_of_their_ranks(home):
     plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
-    done = succeeded(penstock(*words(home, plan, "--device", "emulated", steps=3)))
-    assert "emulated cpu-2core" in done.stdout
+    result = succeeded(penstock(*words(home, plan, "--device", "emulated", steps=3)))
+    assert "emulated cpu-2core" in result.stdout

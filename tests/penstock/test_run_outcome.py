@@ -1,4 +1,4 @@
-"""The lines of a run's progress, and what it says of steps that differ from the prediction."""
+"""Progress lines of a run, and reports of steps that differ from the prediction."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.running import lines_of, one_line, plan_in, succeeded, train
 
 
 def test_progress_shows_the_predictions_error_from_step_two_on(capsys):
-    """Which fills the pipeline, and is not predicted."""
+    """Step one fills the pipeline and has no prediction."""
     plan = SimpleNamespace(semantics=SimpleNamespace(tokens_per_step=1))
     store = SimpleNamespace(plan=plan, device_peak_bytes=lambda: 1_500_000_000)
     of_run = {"plan": plan, "store": store, "first_step": 0, "n_steps": 3, "scale": 1.0, "device": "cuda"}
@@ -39,20 +39,20 @@ def test_progress_shows_the_predictions_error_from_step_two_on(capsys):
     ],
 )
 def test_a_lost_run_is_said_so_once_and_ends_where_asked(home, monkeypatch, losses, norms, words, ends):
-    """No checkpoint of it is written at its end."""
+    """No checkpoint is written at its end."""
 
     def look(self, metrics):
-        at = min(metrics.step, 4) - 1
-        return looked(self, replace(metrics, loss=losses[at], grad_norm=norms[at]))
+        index = min(metrics.step, 4) - 1
+        return looked(self, replace(metrics, loss=losses[index], grad_norm=norms[index]))
 
     looked = trainer.Watch.look
     monkeypatch.setattr(trainer.Watch, "look", look)
-    done = train(home, plan_in(home), *["--stop-if-lost"] * ends, steps=12)
+    result = train(home, plan_in(home), *["--stop-if-lost"] * ends, steps=12)
     if ends and words:
-        one_line(done, 4, words, "lower --lr")
+        one_line(result, 4, words, "lower --lr")
     else:
-        assert succeeded(done).stderr.count("the run is lost") == bool(words)
-        assert words is None or f"{words}; the run is lost: lower --lr" in done.stderr
+        assert succeeded(result).stderr.count("the run is lost") == bool(words)
+        assert words is None or f"{words}; the run is lost: lower --lr" in result.stderr
     is_whole = not ends or words is None
     assert (home / "out" / "checkpoint-12").exists() == (len(lines_of(home, "out")) == 12) == is_whole
 

@@ -1,4 +1,4 @@
-"""Several ranks: the files of one, whatever becomes of them."""
+"""Several ranks: same files as one rank, also after faults."""
 
 import os
 import random
@@ -26,7 +26,7 @@ from tests.running import lines_of, penstock, plan_in, succeeded
 
 
 def logged(home, out):
-    """What of the log does not depend on the clock."""
+    """Return the fields of the log that do not depend on the clock."""
     keys = ("step", "loss", "grad_norm", "eval_loss", "supervised_tokens")
     return [{key: line[key] for key in keys if key in line} for line in lines_of(home, out)]
 
@@ -34,7 +34,7 @@ def logged(home, out):
 @pytest.mark.soak_cases("started anew")
 @pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "started anew"])
 def test_another_number_of_ranks_goes_on_to_the_same_bytes(home, is_forked):
-    """Evaluated, asked for a sample and saved on the way; two ranks, then one."""
+    """Evaluate, sample and save during the run; two ranks, then one."""
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
     succeeded(penstock(*words(home, planned(home, 1), *looks, out="alone")))
     shared = run_to_end(words(home, planned(home, 2), *looks, steps=2), is_forked)
@@ -53,14 +53,14 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
     plan, last = planned(home, 2), 0
     for victim in (0, 1):
         running = begun(words(home, plan, "--resume", "--save-every", 5, "--keep", 2, steps=10**5))
-        wait_for(lambda after=last: step_of(home / "out") > after, running)
+        wait_for(lambda step=last: step_of(home / "out") > step, running)
         time.sleep(rng.random() / 2)
         os.kill(pid_of(running, victim), signal.SIGKILL)
         began_s = time.monotonic()
-        said = said_by(running)
+        outputs = said_by(running)
         assert time.monotonic() - began_s < 30
         assert running.returncode == 128 + signal.SIGKILL
-        assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in said
+        assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in outputs
         last = step_of(home / "out")
     n = last + 3
     succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n)))
@@ -87,22 +87,22 @@ print("the loop is over")
 @pytest.mark.soak_cases("all")
 @pytest.mark.parametrize("train", ["all", "lora:r=4"])
 def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
-    """Pairs, with a reference that the first rank makes of all ranks' weights; and a loop that leaves its run."""
+    """Pairs, with a reference computed by rank 0 from all ranks' weights; and a loop that abandons its run."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
     write_lines(home / "held-out.jsonl", rows[8:])
-    of = ("--loss", "dpo", "--train", train, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
-    program, said = [sys.executable, "-c", LOOP], []
+    options = ("--loss", "dpo", "--train", train, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
+    program, outputs = [sys.executable, "-c", LOOP], []
     for n in (1, 2):
-        plan = plan_in(home, *of, "--gpus", n, name=f"{n}.json")
+        plan = plan_in(home, *options, "--gpus", n, name=f"{n}.json")
         words = [str(word) for word in (home / str(n), plan, home / "data", home / "held-out.jsonl")]
-        found = by_hand([words] * n, commands=[program] * n)
-        assert [code for _, code in found] == [0] * n, found
-        assert not any(out for (out, _), _ in found[1:])
-        said.append(found[0][0][0])
-    assert said[0] == said[1]
-    assert said[0].splitlines()[-1] == "the loop is over"
+        outcomes = by_hand([words] * n, commands=[program] * n)
+        assert [code for _, code in outcomes] == [0] * n, outcomes
+        assert not any(out for (out, _), _ in outcomes[1:])
+        outputs.append(outcomes[0][0][0])
+    assert outputs[0] == outputs[1]
+    assert outputs[0].splitlines()[-1] == "the loop is over"
     assert contents(home / "1" / "checkpoint-6") == contents(home / "2" / "checkpoint-6")
     references = {(home / n / "reference.safetensors").read_bytes() for n in ("1", "2")}
     assert len(references) == 1
@@ -115,14 +115,14 @@ def test_a_signal_ends_the_step_of_all_ranks(home):
     running = begun(words(home, planned(home, 2), "--save-every", 2, "--keep", 1, out="long", steps=10**6))
     wait_for(lambda: step_of(home / "long"), running)
     running.send_signal(signal.SIGTERM)
-    said = said_by(running)
-    assert running.returncode == 0, said
-    assert "terminated: stopped after step" in said
+    outputs = said_by(running)
+    assert running.returncode == 0, outputs
+    assert "terminated: stopped after step" in outputs
     assert latest(home / "long") is not None
 
 
 def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
-    """Of processes that stand for ranks: one ends at once with 3, the others would sleep for a minute."""
+    """Processes replace ranks: one exits at once with code 3, the others would sleep for a minute."""
     monkeypatch.setattr("penstock.ranks.GRACE_S", 0.5)
     script = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
     monkeypatch.setattr("penstock.ranks.COMMAND", [sys.executable, "-c", script])
@@ -133,25 +133,25 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
 
 @pytest.mark.soak
 def test_ranks_share_a_packed_base_and_a_kill_costs_no_bit(home):
-    """Adapters of attention and of experts in MXFP4, as published: two ranks, one of them killed, then one process."""
+    """Adapters of attention and of published MXFP4 experts: two ranks, one of them killed, then one process."""
     published(home, "gpt_oss")
-    of = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", "--policy", "megatrain", *rank_runs.BATCH)
-    plans = {n: plan_in(home, *of, "--gpus", n, name=f"{n}.json", model="few") for n in (1, 2)}
+    options = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", "--policy", "megatrain", *rank_runs.BATCH)
+    plans = {n: plan_in(home, *options, "--gpus", n, name=f"{n}.json", model="few") for n in (1, 2)}
     shared = host_needs(PlanFile.read(plans[2]).plan, 2)["state"]
     assert shared < 0.6 * host_needs(PlanFile.read(plans[1]).plan)["state"], "of the base a host has one copy"
 
-    def asked(n, out, steps):
+    def run_words(n, out, steps):
         run = ["run", plans[n], "--data", home / "data", "--out", home / out, "--steps", steps, "--save-every", 1, "--keep", 2]
         return [str(word) for word in [*run, "--tokenizer", "bytes", "--lr", "1e-3", "--resume"]]
 
-    running = begun(asked(2, "out", 10**5))
+    running = begun(run_words(2, "out", 10**5))
     wait_for(lambda: step_of(home / "out") > 1, running)
     os.kill(pid_of(running, 1), signal.SIGKILL)
     said_by(running)
     n = step_of(home / "out") + 1
     for out in ("out", "alone"):
-        succeeded(penstock(*asked(1, out, n)))
-    found = home / "out" / f"checkpoint-{n}"
-    assert contents(found) == contents(home / "alone" / f"checkpoint-{n}")
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), found)
+        succeeded(penstock(*run_words(1, out, n)))
+    checkpoint = home / "out" / f"checkpoint-{n}"
+    assert contents(checkpoint) == contents(home / "alone" / f"checkpoint-{n}")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), checkpoint)
     assert all(weight.abs().sum() > 0 for name, weight in loaded.named_parameters() if "lora_B" in name)

@@ -1,4 +1,4 @@
-"""The settings of a run: it does what its file and its flags say."""
+"""Effects of the settings of a run, from its file and flags."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def write_file(home, out="out", text=FILE):
 
 
 def test_a_run_from_a_file_does_all_that_it_says(home):
-    done = succeeded(penstock("run", "--config", write_file(home)))
+    result = succeeded(penstock("run", "--config", write_file(home)))
     lines = lines_of(home, "out")
     trained, evaluated = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
     n = len(trained)
@@ -65,25 +65,25 @@ def test_a_run_from_a_file_does_all_that_it_says(home):
     events = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, n + 1))
     assert [e.value for e in events.Scalars("eval/loss")] == pytest.approx([line["eval_loss"] for line in evaluated])
-    asked = lines_of(home, "out", "samples.jsonl")
-    assert [(line["step"], line["prompt"]) for line in asked] == [*product([*range(4, n, 4), n], ("To be", "Why?\nSay"))]
-    assert all(0 <= len(line["text"]) <= 5 for line in asked)
+    samples = lines_of(home, "out", "samples.jsonl")
+    assert [(line["step"], line["prompt"]) for line in samples] == [*product([*range(4, n, 4), n], ("To be", "Why?\nSay"))]
+    assert all(0 <= len(line["text"]) <= 5 for line in samples)
     texts = events.Tensors("samples/1/text_summary")
-    assert texts[-1].tensor_proto.string_val[0].decode() == "Why?\nSay\n\n" + asked[-1]["text"]
+    assert texts[-1].tensor_proto.string_val[0].decode() == "Why?\nSay\n\n" + samples[-1]["text"]
     loss = f"loss {evaluated[-1]['eval_loss']:.4f}"
-    for said in (f'sample after step {n}: "Why?', f"evaluation after step {n}: {loss}", "held out: "):
-        assert said in done.stderr
+    for message in (f'sample after step {n}: "Why?', f"evaluation after step {n}: {loss}", "held out: "):
+        assert message in result.stderr
 
 
 def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
     answer = {"role": "assistant"}
-    said = [("A number." * (n % 3 + 1), {"role": "user", "content": f"What is {n}?"}) for n in range(12)]
-    chats = [{"messages": [asked, answer | {"content": content}]} for content, asked in said]
+    conversations = [("A number." * (n % 3 + 1), {"role": "user", "content": f"What is {n}?"}) for n in range(12)]
+    chats = [{"messages": [question, answer | {"content": content}]} for content, question in conversations]
     (home / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     plan = plan_in(home, "--seq-len", 96)
     flags = ["--packing", "documents", "--prompt", "What is 3?", "--eval-data", home / "chats.jsonl", "--schedule", "cosine"]
-    of = ["--format", "messages", *SCRATCH]
-    succeeded(penstock("run", plan, "--data", home / "chats.jsonl", "--out", home / "out", "--epochs", 2, *flags, *of))
+    args = ["--format", "messages", *SCRATCH]
+    succeeded(penstock("run", plan, "--data", home / "chats.jsonl", "--out", home / "out", "--epochs", 2, *flags, *args))
     lines = lines_of(home, "out")
     assert all(line["supervised_tokens"] < line["tokens"] / 2 for line in lines if "loss" in line), "questions are not learned"
     assert lines[-1]["eval_tokens"] == sum(len(chat["messages"][1]["content"]) + 1 for chat in chats)
@@ -97,20 +97,20 @@ def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
 def test_prompts_are_turns_where_conversations_are_learned(home, row, heard):
     (home / "rows.jsonl").write_text(json.dumps(row))
     plan = PlanFile.read(plan_in(home)).plan
-    asked = EvaluationSettings(prompts=("Why?",))
-    run = RunSettings(DataSettings(str(home / "rows.jsonl")), out=str(home / "o"), tokenizer="bytes", evaluation=asked)
+    settings = EvaluationSettings(prompts=("Why?",))
+    run = RunSettings(DataSettings(str(home / "rows.jsonl")), out=str(home / "o"), tokenizer="bytes", evaluation=settings)
     prompts = prompts_of(run, plan, None)
     (ids,), tokenizer = prompts.ids, prompts.tokenizer
     assert tokenizer.decode([i for i in ids if i not in tokenizer.answer_ends]) == heard
 
 
 def test_the_settings_in_the_folder_make_the_same_run_again(home):
-    """What the command line said is in them, and what was left to the defaults."""
+    """The file holds command line values and defaults."""
     file = write_file(home)
     succeeded(penstock("run", home / "plan.json", "--config", file, "--steps", 4, "--seed", 5, "--out", home / "first"))
     written = home / "first" / "run.yaml"
-    asked = {"steps": 4, "seed": 5, "out": str(home / "first"), "plan": str(home / "first" / "run-plan.json")}
-    read = read_run(file, asked)
+    settings = {"steps": 4, "seed": 5, "out": str(home / "first"), "plan": str(home / "first" / "run-plan.json")}
+    read = read_run(file, settings)
     assert read_run(written, {}) == read
     fields = yaml.safe_load(written.read_text())
     assert (fields["steps"], fields["epochs"], fields["seed"], fields["optimizer"]["beta2"]) == (4, None, 5, None), "as of the plan"
@@ -122,8 +122,8 @@ def test_decay_spares_named_parameters_that_there_are(home):
     plan = plan_in(home)
     (home / "a.yaml").write_text("optimizer: {weight_decay: 0.5, no_decay: [mlp, self_attn, embed_tokens, lm_head]}")
     (home / "b.yaml").write_text("optimizer: {weight_decay: 0.5, no_decay: [no_such_weight]}")
-    for out, more in {"none": [], "spared": ["--config", home / "a.yaml"], "all": ["--weight-decay", 0.5]}.items():
-        succeeded(train(home, plan, *more, out=out, steps=2))
+    for out, args in {"none": [], "spared": ["--config", home / "a.yaml"], "all": ["--weight-decay", 0.5]}.items():
+        succeeded(train(home, plan, *args, out=out, steps=2))
     none, spared, every = (weights_sha(home / out / "checkpoint-2") for out in ("none", "spared", "all"))
     assert none == spared != every
     one_line(train(home, plan, "--config", home / "b.yaml", out="o"), 2, "no_such_weight", "optimizer.no_decay")
@@ -150,8 +150,8 @@ def test_wrong_settings_are_one_line_and_leave_nothing(home, monkeypatch, flags,
 
 def test_a_missing_monitor_is_refused_first(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    done = train(home, plan_in(home), "--data", home / "nowhere", "--monitor", "tensorboard", "--monitor", "wandb", out="o")
-    one_line(done, 2, "--monitor wandb: wandb is not installed here; pip install wandb")
+    result = train(home, plan_in(home), "--data", home / "nowhere", "--monitor", "tensorboard", "--monitor", "wandb", out="o")
+    one_line(result, 2, "--monitor wandb: wandb is not installed here; pip install wandb")
     assert not (home / "o").exists()
 
 
@@ -161,10 +161,10 @@ def test_a_run_without_plan_or_data_is_told_where_to_name_them(home):
 
 
 def test_streamed_data_need_a_number_of_steps(home):
-    asked = ["run", plan_in(home), "--data", home / "data", "--out", home / "o", "--streaming", *SCRATCH]
-    one_line(penstock(*asked), 2, "give --steps")
+    arguments = ["run", plan_in(home), "--data", home / "data", "--out", home / "o", "--streaming", *SCRATCH]
+    one_line(penstock(*arguments), 2, "give --steps")
     assert not (home / "o").exists()
-    succeeded(penstock(*asked, "--steps", 3))
+    succeeded(penstock(*arguments, "--steps", 3))
     assert [line["step"] for line in lines_of(home, "o")] == [1, 2, 3]
 
 
@@ -179,7 +179,7 @@ def test_epochs_are_rounded_up_to_steps_exactly(epochs, of_an_epoch, n_steps):
 @pytest.mark.soak
 def test_a_recalibrated_profile_can_be_planned_with(home):
     plan = plan_in(home)
-    done = succeeded(train(home, plan, "--recalibrate", home / "here.json", steps=8))
-    assert "with the corrected profile" in done.stdout
+    result = succeeded(train(home, plan, "--recalibrate", home / "here.json", steps=8))
+    assert "with the corrected profile" in result.stdout
     succeeded(penstock("plan", home / "model", "--machine", home / "here.json", *SIZES[2:], "-o", home / "again.json"))
     assert "recalibrated" in (home / "here.json").read_text()

@@ -1,4 +1,4 @@
-"""Unlike ranks: refused where they could not come to the bits of one."""
+"""Inconsistent ranks are rejected if their results would differ from one rank."""
 
 import shutil
 
@@ -13,23 +13,23 @@ from tests.rank_runs import COMMAND, by_hand, command_with, planned, words
 from tests.running import make_home, plan_in, succeeded, train, weights_in
 
 
-def refused_by_the_first(found, line, code=2):
-    """In its last line, with this exit code; the others end, and say nothing."""
-    first, *others = found
+def refused_by_the_first(outcomes, line, code=2):
+    """Assert an error in rank 0's last line, with this exit code; other ranks end without output."""
+    first, *followers = outcomes
     assert first[1] == code, first
     assert first[0][1].splitlines()[-1].startswith(f"error: {line}")
     assert "Traceback" not in first[0][1]
-    assert all(code in (1, 2) and "rror" not in said[1] for said, code in others), others
+    assert all(code in (1, 2) and "rror" not in output[1] for output, code in followers), followers
 
 
 @pytest.mark.soak_cases("plan", "version")
-@pytest.mark.parametrize("what", ["settings", "plan", "version"])
-def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, home):
-    """A plan for another number of ranks, too."""
-    second = words(home, planned(home, 4 if what == "plan" else 2), *(["--seed", "7"] if what == "settings" else []))
+@pytest.mark.parametrize("case", ["settings", "plan", "version"])
+def test_unlike_ranks_are_refused_in_a_line_of_the_first(case, home):
+    """Includes a plan for another number of ranks."""
+    second = words(home, planned(home, 4 if case == "plan" else 2), *(["--seed", "7"] if case == "settings" else []))
     older = command_with("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
-    found = by_hand([words(home, planned(home, 2)), second], commands=[COMMAND, older if what == "version" else COMMAND])
-    refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks with the same command")
+    outcomes = by_hand([words(home, planned(home, 2)), second], commands=[COMMAND, older if case == "version" else COMMAND])
+    refused_by_the_first(outcomes, f"rank 1 has another {case} than rank 0; start all ranks with the same command")
     assert not (home / "out").exists()
 
 
@@ -40,7 +40,7 @@ def changed(path, old, new):
 
 
 def trained_apart(path):
-    """One weight is another one, as little as can be."""
+    """Change one weight by the smallest amount."""
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int16)[-1, -1] ^= 1
     save_file(tensors, path, metadata={"format": "pt"})
@@ -61,7 +61,7 @@ UNLIKE = {
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory):
-    """The folders of two ranks, with a model that has weights and with data, and a plan for both."""
+    """Folders of two ranks with a model, weights and data, and a plan for both."""
     home = make_home(tmp_path_factory.mktemp("alike"))
     succeeded(train(home, plan_in(home), steps=1))
     planned(home, 2)
@@ -74,17 +74,17 @@ def alike(tmp_path_factory):
 
 
 def in_folders(home):
-    """Two ranks that are told the same, each where it finds something of its own by these names."""
+    """Start two ranks with equal arguments in separate folders."""
     files = ["--data", "data", "--model", "model", "--out", home / "out"]
     run = [str(word) for word in ["run", home / "2.json", *files, "--steps", 2, "--tokenizer", "bytes"]]
     return by_hand([run, run], [home / "0", home / "1"])
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("what", UNLIKE)
-def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
+@pytest.mark.parametrize("case", UNLIKE)
+def test_a_rank_that_reads_something_else_is_named(case, alike, tmp_path):
     home = shutil.copytree(alike, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
-    change, line = UNLIKE[what]
+    change, line = UNLIKE[case]
     change(home / "1")
     refused_by_the_first(in_folders(home), line)
     assert not (home / "out").exists()
@@ -92,23 +92,23 @@ def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
 
 @pytest.mark.soak
 def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path):
-    """Without which the refusals above say nothing."""
+    """Control for the rejections above."""
     home = shutil.copytree(alike, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
-    found = in_folders(home)
-    assert [code for _, code in found] == [0, 0], found
+    outcomes = in_folders(home)
+    assert [code for _, code in outcomes] == [0, 0], outcomes
     assert (home / "out" / "checkpoint-2").is_dir()
 
 
 @pytest.mark.soak
 def test_a_rank_without_a_gpu_of_its_own_is_refused(home):
     plan = planned(home, 2)
-    told = words(home, plan, "--device", "cuda")
-    found = by_hand([told, told], CUDA_VISIBLE_DEVICES="0")
-    refused_by_the_first(found, "CUDA_VISIBLE_DEVICES names 1 devices for 2 ranks; give one to each")
-    seen = command_with("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: True")
+    run_words = words(home, plan, "--device", "cuda")
+    outcomes = by_hand([run_words, run_words], CUDA_VISIBLE_DEVICES="0")
+    refused_by_the_first(outcomes, "CUDA_VISIBLE_DEVICES names 1 devices for 2 ranks; give one to each")
+    with_cuda = command_with("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: True")
     unseen = command_with("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: False")
-    found = by_hand([words(home, plan)] * 2, commands=[seen, unseen])
-    refused_by_the_first(found, "of 2 ranks 1 see a GPU; give each of them one, or choose --device cpu")
+    outcomes = by_hand([words(home, plan)] * 2, commands=[with_cuda, unseen])
+    refused_by_the_first(outcomes, "of 2 ranks 1 see a GPU; give each of them one, or choose --device cpu")
     assert not (home / "out").exists()
 
 
@@ -118,6 +118,6 @@ def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(home):
     plan = PlanFile.read(path).plan
     needed_bytes = 2 * (sum(host_needs(plan).values()) + sum(planned_device_needs(plan, False).values()))
     free = command_with("from penstock.runtime.host import memory", f"memory.available_host_bytes = lambda: {needed_bytes - 1}")
-    found = by_hand([words(home, path, steps=1)] * 2, commands=[free, free])
-    refused_by_the_first(found, f"the plan needs {show_bytes(needed_bytes)} here, 1 B more than are free; plan again", code=3)
+    outcomes = by_hand([words(home, path, steps=1)] * 2, commands=[free, free])
+    refused_by_the_first(outcomes, f"the plan needs {show_bytes(needed_bytes)} here, 1 B more than are free; plan again", code=3)
     assert not (home / "out").exists()

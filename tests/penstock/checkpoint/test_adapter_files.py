@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: PEFT loads what we write, and we read what PEFT saves, to the bit."""
+"""Adapters in PEFT's file format: write and read, bitwise identical."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ def test_peft_loads_what_we_write_and_computes_the_same(tmp_path: Path, model_ty
     expected = logits_with(model, lora, factors)
     with torch.no_grad():
         assert not torch.allclose(model(TOKENS).logits, expected, atol=1e-3)
-    adapted = PeftModel.from_pretrained(model, write_adapter(tmp_path / "a", lora, factors))  # a key left over is a warning
+    adapted = PeftModel.from_pretrained(model, write_adapter(tmp_path / "a", lora, factors))  # an unused key is a warning
     loaded = {name.replace(".default", "") for name, _ in adapted.named_parameters() if ".lora_" in name}
     assert loaded == {PREFIX + name for name in factors}
     in_peft = {name: adapted.get_parameter(PREFIX + name.replace(".weight", ".default.weight")) for name in factors}
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, **overrides: Any) -> str:
-    """The line in which an adapter is refused for a tiny llama with `overrides`."""
+    """Return the error message of an adapter that does not fit a tiny llama with `overrides`."""
     return checkpoints.refused(lambda: read_adapter(folder, shapes_of(model_of(**overrides))))
 
 
@@ -144,7 +144,7 @@ def put(key: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({key: torch.ones(shape)})
 
 
-def without(part: str) -> Callable[[dict[str, Tensor]], object]:
+def lacking_part(part: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name]
 
 
@@ -153,7 +153,7 @@ KEYS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "an-adapter's-name": (put(f"{Q0}.lora_A.default.weight", 4, 32), "lora_A.default.weight"),
     "the-head": (put(f"{PREFIX}lm_head.lora_A.weight", 4, 32), "lm_head"),
     "a-path": (put(f"{PREFIX}../../etc\n/passwd", 1), "passwd"),
-    "no-b": (without("0.self_attn.q_proj.lora_B"), f"no tensor {Q0}.lora_B.weight"),
+    "no-b": (lacking_part("0.self_attn.q_proj.lora_B"), f"no tensor {Q0}.lora_B.weight"),
     "nothing": (dict.clear, "no tensor "),
     "turned": (put(f"{Q0}.lora_A.weight", 32, 4), f"{Q0}.lora_A.weight is (32, 4)"),
 }
@@ -163,9 +163,9 @@ KEYS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 def test_a_tensor_missing_or_left_over_is_refused(folder: Path, edit: Callable[[dict[str, Tensor]], object], expected: str) -> None:
     edit(tensors := load_file(folder / TENSOR_FILE))
     save_file(tensors, folder / TENSOR_FILE)
-    said = refused(folder)
-    assert expected in said
-    assert TENSOR_FILE in said
+    message = refused(folder)
+    assert expected in message
+    assert TENSOR_FILE in message
 
 
 def test_the_adapter_of_another_model_is_refused(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: loaded by transformers, resumed only where whole, and never half written."""
+"""Checkpoints: transformers loads them, and only complete ones are resumed."""
 
 import hashlib
 import json
@@ -50,15 +50,15 @@ def test_transformers_loads_the_checkpoint_of_every_type(tmp_path: Path, model_t
     model = build(config, dtype)
     path = save(tmp_path, 1, weights_of(model), config=config)
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = load_file(path / "model.safetensors"), load_file(tmp_path / "theirs" / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    written, reference = load_file(path / "model.safetensors"), load_file(tmp_path / "theirs" / "model.safetensors")
+    assert written.keys() == reference.keys()
+    assert all(torch.equal(written[name], reference[name]) for name in written)
     loaded, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert {what: names for what, names in report.items() if names} == {}
+    assert {key: names for key, names in report.items() if names} == {}
     assert loaded.dtype == dtype
-    for (name, expected), (found_name, found) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
+    for (name, expected), (found_name, tensor) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert name == found_name
-        assert torch.equal(expected, found), name
+        assert torch.equal(expected, tensor), name
 
 
 @pytest.mark.parametrize("model_type", STRUCTURES)
@@ -67,9 +67,9 @@ def test_published_weights_are_read_under_module_names(tmp_path: Path, model_typ
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     weights = weights_of(model)
-    found = dict(load_weights(tmp_path, tiny_config(model_type), weights, {name: tuple(w.shape) for name, w in weights.items()}))
-    assert list(found) == list(weights)
-    assert all(torch.equal(found[name], weights[name]) and found[name].dtype == torch.bfloat16 for name in weights)
+    loaded = dict(load_weights(tmp_path, tiny_config(model_type), weights, {name: tuple(w.shape) for name, w in weights.items()}))
+    assert list(loaded) == list(weights)
+    assert all(torch.equal(loaded[name], weights[name]) and loaded[name].dtype == torch.bfloat16 for name in weights)
 
 
 @pytest.mark.parametrize("model_type", EXPERT_TYPES)
@@ -102,8 +102,8 @@ def test_tokenizer_and_state_travel_with_the_model(tmp_path: Path) -> None:
     n_pieces=st.integers(1, 3),
 )
 def test_tensors_written_in_pieces_are_read_by_safetensors(tmp_path_factory, shapes, dtypes, n_pieces):
-    made = [torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
-    tensors = {f"t{i}": tensor for i, tensor in enumerate(made)}
+    saved = [torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    tensors = {f"t{i}": tensor for i, tensor in enumerate(saved)}
     if "t0" in tensors and tensors["t0"].dim():
         tensors["view"] = tensors["t0"].transpose(0, -1)
     path = tmp_path_factory.mktemp("tensors") / "x.safetensors"
@@ -111,9 +111,9 @@ def test_tensors_written_in_pieces_are_read_by_safetensors(tmp_path_factory, sha
     written = write_tensors(path, tensors, (piece for t in tensors.values() for piece in t.reshape(-1).chunk(n_pieces)))
     content = path.read_bytes()
     assert written == {"n_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    for found in (load_file(path), dict(Shards([path]))):
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in tensors.items())
+    for loaded in (load_file(path), dict(Shards([path]))):
+        assert loaded.keys() == tensors.keys()
+        assert all(torch.equal(loaded[n], t) and loaded[n].dtype == t.dtype for n, t in tensors.items())
     header = json.loads(content[8 : (n := 8 + int.from_bytes(content[:8], "little"))])
     assert n % 8 == 0
     assert all(header[name]["data_offsets"][0] % t.element_size() == 0 for name, t in tensors.items()), "aligned"
@@ -142,7 +142,7 @@ EARLIER = [("fused", ALL, True), ("eager", Train(lora=Lora()), True), ("eager", 
 
 @pytest.mark.parametrize(("loss", "train", "is_told"), EARLIER)
 def test_a_state_of_an_earlier_arithmetic_resumes_with_a_line(loss: str, train: Train, is_told: bool) -> None:
-    """Saved before plans of format 4, which named the loss `fused` and not how adapters are added."""
+    """Plans before format 4 named the loss `fused` and had no field for the addition of adapters."""
     planned = "online" if loss == "fused" else "eager"
     semantics = json.loads(json.dumps(asdict(Semantics(seq_len=32, batch_size=4, micro_batch=2, loss=planned, train=train))))
     older = {name: value for name, value in semantics.items() if name != "lora_products"} | {"loss": loss}
@@ -151,7 +151,7 @@ def test_a_state_of_an_earlier_arithmetic_resumes_with_a_line(loss: str, train: 
     assert refuse_another(state, {"semantics": semantics}) == (line if is_told else None)
     with pytest.raises(CheckpointError, match=f"meaning of a step .*: loss was .{loss}"):
         refuse_another(state, {"semantics": semantics | {"loss": "eager" if loss == "fused" else "online"}})
-    state.fields["semantics"] = semantics  # as it is saved now
+    state.fields["semantics"] = semantics  # in the current format
     assert refuse_another(state, {"semantics": semantics}) is None
 
 
@@ -166,38 +166,38 @@ CONVERTED = {
 }
 
 
-@pytest.mark.parametrize("to", CONVERTED)
-def test_a_state_of_another_optimizer_is_refused_or_converted(to: str, tmp_path: Path) -> None:
-    """Aloud, one way, and to a run that goes on; a checkpoint is as small as what is kept, of which fp32 can be made again."""
+@pytest.mark.parametrize("target", CONVERTED)
+def test_a_state_of_another_optimizer_is_refused_or_converted(target: str, tmp_path: Path) -> None:
+    """Conversion is explicit and prints a message; the run then trains on, with a checkpoint as small as its state."""
     policy = Policy(accumulation_group=4)
-    first, then = train(session_of(tmp_path, policy, every=2), 2), session_of(tmp_path, policy, **LEAN[to])
+    first, then = train(session_of(tmp_path, policy, every=2), 2), session_of(tmp_path, policy, **LEAN[target])
     state = load_state(latest(tmp_path))
     with pytest.raises(CheckpointError, match=r"adamw with fp32 masters, not of .*; convert it, with --resume-from ch"):
         refuse_another(state, then.identity)
     words = refuse_another(state, then.identity, converts=True)
     assert words is not None
-    assert f"the state of adamw with fp32 masters becomes that of {LEAN[to]['optimizer']} with " in words
-    assert words.endswith(CONVERTED[to])
-    other = then.identity | {"optimizer": then.identity["optimizer"] | {"weight_decay": 0.5, "lr": 0.5}}
+    assert f"the state of adamw with fp32 masters becomes that of {LEAN[target]['optimizer']} with " in words
+    assert words.endswith(CONVERTED[target])
+    changed = then.identity | {"optimizer": then.identity["optimizer"] | {"weight_decay": 0.5, "lr": 0.5}}
     with pytest.raises(CheckpointError, match=r"another optimizer or schedule: (lr|weight_decay) was"):
-        refuse_another(state, other, converts=True)
+        refuse_another(state, changed, converts=True)
     put_back(state, then.store.host, then.data)
-    for kept, before in zip(state_of(then.store)[:2], state_of(first.store), strict=False):
-        assert all(torch.equal(kept[name], before[name].to(kept[name].dtype)) or "master" in to for name in kept)
+    for converted, source in zip(state_of(then.store)[:2], state_of(first.store), strict=False):
+        assert all(torch.equal(converted[name], source[name].to(converted[name].dtype)) or "master" in target for name in converted)
     train(replace(then, first_step=2), 4)
-    saved, of = load_state(tmp_path / "checkpoint-4"), then.plan.semantics
+    saved, semantics = load_state(tmp_path / "checkpoint-4"), then.plan.semantics
     n_bytes = sum(tensor.nbytes for tensor in saved.optimizer.values()) / then.plan.workload.n_trained
-    assert n_bytes == pytest.approx(of.optimizer.state_bytes(of.saved_state["master"]), rel=0.05)
-    if to.startswith("lion"):
+    assert n_bytes == pytest.approx(semantics.optimizer.state_bytes(semantics.saved_state["master"]), rel=0.05)
+    if target.startswith("lion"):
         with pytest.raises(CheckpointError, match="Lion keeps no second moment, or start a new run"):
             refuse_another(saved, first.identity, converts=True)
     else:
         put_back(saved, first.store.host, first.data)
-        for again, kept in zip(state_of(first.store), state_of(then.store), strict=True):
-            assert all(torch.equal(again[name], kept[name].float()) for name in kept)
+        for again, converted in zip(state_of(first.store), state_of(then.store), strict=True):
+            assert all(torch.equal(again[name], converted[name].float()) for name in converted)
 
 
-# -- what is refused
+# -- rejected states
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "optimizer-000.safetensors", "optimizer-001.safetensors"])
@@ -219,12 +219,12 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
 
 
 def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Also where its checksum is right."""
+    """Damage with a valid checksum is found, too."""
     path = small(tmp_path) / "trainer_state.json"
     fields = json.loads(path.read_text())
     files = (None, {"../up": {"n_bytes": 3, "sha256": ""}}, {"config.json": {"n_bytes": "3", "sha256": ""}})
-    changed = [fields | {"files": of and fields["files"] | of} for of in files]
-    for wrong in ([], fields | {"state": {"seed": 2}}, *(of | {"sha256": sum_of(of)} for of in changed)):
+    changed = [fields | {"files": entry and fields["files"] | entry} for entry in files]
+    for wrong in ([], fields | {"state": {"seed": 2}}, *(entry | {"sha256": sum_of(entry)} for entry in changed)):
         path.write_text(json.dumps(wrong))
         refused(lambda: load_state(path.parent))
 
@@ -232,12 +232,12 @@ def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_a_foreign_folder_is_refused_as_what_it_is(tmp_path: Path) -> None:
     state = small(tmp_path, 7) / "trainer_state.json"
     later = state.read_text().replace('"format_version": 2', '"format_version": 3')
-    for content, said in {
+    for content, message in {
         later: "format_version is not 2; resume with the version that wrote it",
         '{"global_step": 7, "log_history": []}': "written by another program; train from its weights with --model",
     }.items():
         state.write_text(content)
-        assert said in refused(lambda: load_state(state.parent))
+        assert message in refused(lambda: load_state(state.parent))
     state.unlink()
     assert "a model, not the state of a run (no trainer_state.json)" in refused(lambda: load_state(state.parent))
     assert "trainer_state.json: cannot be read" in refused(lambda: load_state(tmp_path / "nowhere"))
@@ -259,9 +259,9 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, target: object) 
 def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(16)}, path)
-    whole = path.read_bytes()
-    for end in range(0, len(whole), 5):
-        path.write_bytes(whole[:end])
+    content = path.read_bytes()
+    for end in range(0, len(content), 5):
+        path.write_bytes(content[:end])
         assert "model.safetensors" in refused(lambda: read_all(tmp_path, "a"))
 
 
@@ -274,7 +274,7 @@ def test_a_missing_tensor_or_another_shape_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "config", "named"),
+    ("present", "config", "named"),
     [
         ({"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1)}, {}, "(F8_E4M3)"),
         ({"a.qweight": torch.ones(2, dtype=torch.int32), "a.scales": torch.ones(1)}, {}, "belongs to quantised weights"),
@@ -282,8 +282,8 @@ def test_a_missing_tensor_or_another_shape_is_named(tmp_path: Path) -> None:
     ],
     ids=["fp8", "gptq", "said so"],
 )
-def test_weights_that_need_scales_are_refused_by_name(tmp_path, found, config, named):
-    save_file(found, tmp_path / "model.safetensors")
+def test_weights_that_need_scales_are_refused_by_name(tmp_path, present, config, named):
+    save_file(present, tmp_path / "model.safetensors")
     words = refused(lambda: refuse_quantised(tmp_path, config, {"a.weight", "b.scale"}))
     assert named in words
     assert "bf16" in words
@@ -297,6 +297,6 @@ def test_experts_that_do_not_fit_together_are_named(tmp_path: Path, piece: Tenso
     experts = f"{path}.gate_up_proj"
     assert len(list(load_weights(tmp_path, tiny_config("qwen3_moe"), [experts], {experts: (3, 8, 2)}))) == 1
     name = f"{path}.1.up_proj.weight"
-    others = {key: tensor for key, tensor in tensors.items() if key != name}
-    save_file(others if piece is None else others | {name: piece}, tmp_path / "model.safetensors")
+    remaining = {key: tensor for key, tensor in tensors.items() if key != name}
+    save_file(remaining if piece is None else remaining | {name: piece}, tmp_path / "model.safetensors")
     assert name in refused(lambda: list(load_weights(tmp_path, tiny_config("qwen3_moe"), [experts], {experts: (3, 8, 2)})))

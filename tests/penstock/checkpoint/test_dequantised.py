@@ -1,4 +1,4 @@
-"""Weights published in FP8 or MXFP4, trained whole: as a bf16 copy of them would be."""
+"""Full training of weights published in FP8 or MXFP4, compared with a bf16 copy."""
 
 import json
 
@@ -19,7 +19,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_schem
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
-def drawn(*shape: int, seed: int) -> torch.Tensor:
+def random_weight(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
@@ -30,7 +30,7 @@ def in_fp8(name: str, weight: torch.Tensor, scale_dtype: torch.dtype) -> dict[st
 
 
 def in_mxfp4(name: str, shape: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
-    """Of a stack of experts (experts, inputs, outputs)."""
+    """Make random MXFP4 blocks and scales of a stack of experts (experts, inputs, outputs)."""
     n_experts, n_inputs, n_outputs = shape
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (n_experts, n_outputs, n_inputs // 32, 16), dtype=torch.uint8, generator=generator)
@@ -46,17 +46,17 @@ def stored(folder, tensors: dict[str, torch.Tensor]) -> Dequantised:
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_of_transformers(tmp_path, scale_dtype):
-    packed = in_fp8("q.weight", drawn(256, 384, seed=0), scale_dtype) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
-    found = stored(tmp_path, packed | {"norm.weight": torch.ones(5)})
+    packed = in_fp8("q.weight", random_weight(256, 384, seed=0), scale_dtype) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
+    dequantised = stored(tmp_path, packed | {"norm.weight": torch.ones(5)})
     expected = {
         "q.weight": Fp8Dequantize(None)._dequantize_one(packed["q.weight"], packed["q.weight_scale_inv"], torch.bfloat16),
         "experts.down_proj": convert_moe_packed_tensors(packed["experts.down_proj_blocks"], packed["experts.down_proj_scales"]),
         "norm.weight": torch.ones(5),
     }
-    assert set(found) == expected.keys() == dict(found.dtypes()).keys()
+    assert set(dequantised) == expected.keys() == dict(dequantised.dtypes()).keys()
     for name, tensor in expected.items():
-        assert (found[name].dtype, name in found) == (tensor.dtype, True)
-        assert torch.equal(found[name], tensor), name
+        assert (dequantised[name].dtype, name in dequantised) == (tensor.dtype, True)
+        assert torch.equal(dequantised[name], tensor), name
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,19 @@ def test_values_are_those_of_transformers(tmp_path, scale_dtype):
     ],
 )
 def test_codes_and_scales_that_do_not_match_are_refused(tmp_path, name, changes):
-    packed = in_fp8("q.weight", drawn(256, 384, seed=0), torch.float32) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
-    found = stored(tmp_path, packed | changes)
-    assert f"{name} is not in" in refused(lambda: found[name])
+    packed = in_fp8("q.weight", random_weight(256, 384, seed=0), torch.float32) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
+    dequantised = stored(tmp_path, packed | changes)
+    assert f"{name} is not in" in refused(lambda: dequantised[name])
 
 
 def published(home, model_type: str) -> None:
-    """A folder with some weights in few bits, and one with the same in bf16."""
+    """Return a folder with some quantised weights, and its bf16 copy."""
     config = tiny(model_type)
     torch.manual_seed(0)
     hf_model(config, dtype=torch.bfloat16).save_pretrained(home / "bf16")
-    whole = load_file(home / "bf16" / "model.safetensors")
+    full_weights = load_file(home / "bf16" / "model.safetensors")
     packed = dict[str, torch.Tensor]()
-    for i, (name, weight) in enumerate(whole.items()):
+    for i, (name, weight) in enumerate(full_weights.items()):
         if model_type == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
             packed |= in_mxfp4(name, tuple(weight.shape), i)
         elif model_type != "gpt_oss" and "_proj" in name:
@@ -91,8 +91,8 @@ def published(home, model_type: str) -> None:
     for folder, tensors in (("few", packed), ("bf16", {**stored(home / "few", packed)})):
         (home / folder).mkdir(exist_ok=True)
         save_file(tensors, home / folder / "model.safetensors")
-        said = {"quantization_config": MXFP4 if model_type == "gpt_oss" else FP8} if folder == "few" else {}
-        (home / folder / "config.json").write_text(json.dumps(config | said))
+        quantization = {"quantization_config": MXFP4 if model_type == "gpt_oss" else FP8} if folder == "few" else {}
+        (home / folder / "config.json").write_text(json.dumps(config | quantization))
 
 
 @pytest.mark.fast("some")
@@ -101,8 +101,8 @@ def test_weights_in_few_bits_train_as_a_bf16_copy_of_them(tmp_path, model_type):
     home = make_home(tmp_path)
     published(home, model_type)
     for folder in ("few", "bf16"):
-        said = succeeded(penstock("plan", home / folder, *SIZES, *UNSEARCHED, "-o", home / f"{folder}.json"))
-        assert ("and saves its own, in bf16" in said.stderr) == (folder == "few")
+        planned = succeeded(penstock("plan", home / folder, *SIZES, *UNSEARCHED, "-o", home / f"{folder}.json"))
+        assert ("and saves its own, in bf16" in planned.stderr) == (folder == "few")
         succeeded(train(home, home / f"{folder}.json", "--tokenizer", "bytes", out=f"out-{folder}", steps=2, scratch=()))
     few, bf16 = (home / f"out-{folder}" / "checkpoint-2" for folder in ("few", "bf16"))
     assert weights_sha(few) == weights_sha(bf16)

@@ -1,4 +1,4 @@
-"""Merging: the model with its adapter, to transformers, to PEFT, and bit for bit."""
+"""Merged adapters, compared with transformers, PEFT and a reference implementation."""
 
 import gc
 import json
@@ -30,19 +30,19 @@ from tests.penstock.checkpoint.test_dequantised import published
 from tests.running import weights_in
 from tests.tiny import MODEL_TYPES
 
-ELSEWHERE = ("jamba", "granitemoe")  # whose experts, and other MLPs, are not called mlp
-SHARD = "20KB"  # so that tiny models have several
+ELSEWHERE = ("jamba", "granitemoe")  # its experts and other MLPs are not named mlp
+SHARD = "20KB"  # tiny models then have several shards
 
 
 def folders(tmp_path: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, shard: str = SHARD) -> tuple[Path, Path]:
-    """A model's folder and an adapter's."""
+    """Return the folders of a model and of an adapter."""
     model, lora = model_of(model_type, dtype), lora_of(model_type)
     model.save_pretrained(tmp_path / "base", max_shard_size=shard)
     return tmp_path / "base", write_adapter(tmp_path / "adapter", lora, factors_of(model, lora))
 
 
 def plainly_merged(base: Path, adapter: Path, scale: float) -> dict[str, Tensor]:
-    """All at once: W + s B A in fp32, rounded once; experts under the names that transformers saves them by."""
+    """Reference implementation: W + s B A in fp32, rounded once; experts have the names in transformers' files."""
     factors = {name.removeprefix(PREFIX): factor for name, factor in load_file(adapter / TENSOR_FILE).items()}
     if any(".experts." in name for name in factors):
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -61,7 +61,7 @@ def plainly_merged(base: Path, adapter: Path, scale: float) -> dict[str, Tensor]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *ELSEWHERE])
 def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
-    """And bit for bit what a plain loop does; embeddings that were tied stay tied."""
+    """Results are bitwise identical to the reference implementation; tied embeddings remain tied."""
     base, adapter = folders(tmp_path, model_type, dtype)
     merge(base, adapter, tmp_path / "out")
     plain, merged = plainly_merged(base, adapter, lora_of(model_type).scale), weights_in(tmp_path / "out")
@@ -73,11 +73,11 @@ def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dty
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == ("lm_head.weight" not in merged)
     by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
     with torch.no_grad():
-        # PEFT's order of sums is ours; of another machine's matmuls no more is asked than a unit in the last place, layer by layer
+        # PEFT sums in the same order; matmuls of another machine may differ by one unit in the last place per layer
         tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
         torch.testing.assert_close(loaded(TOKENS).logits, by_peft(TOKENS).logits, **tolerance)
-        before = AutoModelForCausalLM.from_pretrained(base)(TOKENS).logits
-        assert (loaded(TOKENS).logits - before).abs().max() > 0.1 * before.abs().max()
+        initial = AutoModelForCausalLM.from_pretrained(base)(TOKENS).logits
+        assert (loaded(TOKENS).logits - initial).abs().max() > 0.1 * initial.abs().max()
 
 
 def test_experts_without_adapters_stay_in_mxfp4(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_experts_without_adapters_stay_in_mxfp4(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
     adapter = write_adapter(tmp_path / "adapter", lora := Lora(4, 6.0, targets=ATTENTION), factors_of(model, lora))
     merge(tmp_path / "few", adapter, tmp_path / "out")
-    before, after = weights_in(tmp_path / "few"), weights_in(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert {name.split(".")[-2] for name in before if not before[name].equal(after[name])} == {*ATTENTION}
+    initial, final = weights_in(tmp_path / "few"), weights_in(tmp_path / "out")
+    assert initial.keys() == final.keys()
+    assert {name.split(".")[-2] for name in initial if not initial[name].equal(final[name])} == {*ATTENTION}
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values())
     assert loaded.model.layers[0].mlp.experts.down_proj.equal(model.model.layers[0].mlp.experts.down_proj)
@@ -117,16 +117,16 @@ def test_an_adapter_of_experts_the_other_way_round_is_refused(tmp_path: Path, mo
     path = adapter / TENSOR_FILE
     factors = load_file(path)
     for name in [name for name in factors if name.endswith("experts.lora_A.weight")]:
-        other = name.replace("lora_A", "lora_B")
-        factors |= {name: factors[other].t().contiguous(), other: factors[name].t().contiguous()}
+        counterpart = name.replace("lora_A", "lora_B")
+        factors |= {name: factors[counterpart].t().contiguous(), counterpart: factors[name].t().contiguous()}
     save_file(factors, path)
     assert "as inputs, like older versions of PEFT" in checkpoints.refused(lambda: merge(base, adapter, tmp_path / "out"))
 
 
 def test_experts_are_matched_without_the_memory_of_a_stack() -> None:
-    found = merging._pieces(tiny("olmoe"), {"model.layers.0.mlp.experts.gate_up_proj": (8, 192, 2**50)})
-    assert len(found) == 2 * 8
-    assert all(piece.outputs.shape == (1, 96) and not piece.swaps for piece in found.values())
+    pieces = merging._pieces(tiny("olmoe"), {"model.layers.0.mlp.experts.gate_up_proj": (8, 192, 2**50)})
+    assert len(pieces) == 2 * 8
+    assert all(piece.outputs.shape == (1, 96) and not piece.swaps for piece in pieces.values())
 
 
 @pytest.mark.parametrize("shard", [SHARD, "1GB"], ids=["shards", "one-file"])
@@ -138,7 +138,7 @@ def test_shards_configuration_and_tokenizer_stay_as_they_were(tmp_path: Path, sh
     assert {p.name for p in out.iterdir()} == {p.name for p in base.iterdir()} - {"training_args.bin", "secrets.txt"}
     for path in out.iterdir():
         if path.suffix == ".safetensors":
-            shapes = [{name: tensor.shape for name, tensor in load_file(of).items()} for of in (path, base / path.name)]
+            shapes = [{name: tensor.shape for name, tensor in load_file(file).items()} for file in (path, base / path.name)]
             assert shapes[0] == shapes[1]
         else:
             assert path.name == INDEX_FILE or path.read_bytes() == (base / path.name).read_bytes()
@@ -146,38 +146,38 @@ def test_shards_configuration_and_tokenizer_stay_as_they_were(tmp_path: Path, sh
 
 
 def test_one_tensor_of_the_model_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And computed in pieces, whose size changes no more than rounding."""
+    """Piece size changes results only by rounding."""
     base, adapter = folders(tmp_path)
-    read, held, most = Shards.__getitem__, list[weakref.ref[Tensor]](), 0
+    read, held, peak = Shards.__getitem__, list[weakref.ref[Tensor]](), 0
 
     def counted(shards: Shards, name: str) -> Tensor:
-        nonlocal most
+        nonlocal peak
         tensor = read(shards, name)
         if ".lora_" not in name:
             held.append(weakref.ref(tensor))
-            most = max(most, sum(reference() is not None for reference in held))
+            peak = max(peak, sum(reference() is not None for reference in held))
         return tensor
 
     monkeypatch.setattr(merging, "PIECE_BYTES", 32 * 4 * 5)
-    gc.disable()  # what goes, goes at once
+    gc.disable()  # garbage is freed at once
     try:
         monkeypatch.setattr(Shards, "__getitem__", counted)
         merge(base, adapter, tmp_path / "out")
     finally:
         gc.enable()
     assert len(held) > len(weights_in(base))
-    assert most == 1
+    assert peak == 1
     merged = weights_in(tmp_path / "out")
     for name, weight in plainly_merged(base, adapter, 1.5).items():
         torch.testing.assert_close(merged[name], weight, atol=1e-6, rtol=1e-6)
 
 
 def refused(base: Path, adapter: Path, out: Path) -> str:
-    before = {path: path.read_bytes() for path in (*base.rglob("*"), *out.rglob("*")) if path.is_file()}
-    said = checkpoints.refused(lambda: merge(base, adapter, out))
+    initial = {path: path.read_bytes() for path in (*base.rglob("*"), *out.rglob("*")) if path.is_file()}
+    message = checkpoints.refused(lambda: merge(base, adapter, out))
     assert not out.with_name("out.partial").exists()
-    assert before == {path: path.read_bytes() for path in (*base.rglob("*"), *out.rglob("*")) if path.is_file()}
-    return said
+    assert initial == {path: path.read_bytes() for path in (*base.rglob("*"), *out.rglob("*")) if path.is_file()}
+    return message
 
 
 def set_json(path: Path, **changes: Any) -> None:
@@ -238,7 +238,7 @@ def test_a_disk_without_room_is_refused_before_it_is_written(tmp_path: Path, mon
 
 
 def test_a_merge_that_is_killed_leaves_nothing_that_loads(tmp_path: Path) -> None:
-    """The configuration is written last, and the next merge succeeds."""
+    """Configuration is written last; the next merge succeeds."""
     base, adapter = folders(tmp_path)
     forked_to_die(lambda: merge(base, adapter, tmp_path / "out"), (merging, "write_new"), 2)
     assert not (tmp_path / "out").exists()

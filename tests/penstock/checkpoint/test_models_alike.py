@@ -1,4 +1,4 @@
-"""A model in a folder is the plan's where it computes the same."""
+"""Comparison of the model in a folder with the model of a plan."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from penstock.planner.model.config import hub_name, shipped_models
 from penstock.runtime.layers.meta_models import difference
 from tests.tiny import MODEL_TYPES, tiny_config
 
-# Written from memory of what the hub holds, but for its sizes: what a file says beyond a shipped configuration.
+# Fields of published files that a shipped configuration lacks, written from memory except for the sizes.
 _USUAL = {"bos_token_id": 1, "eos_token_id": [2], "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ def test_a_shipped_model_is_the_published_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "said"),
+    ("name", "changes", "expected"),
     [
         ("qwen2.5-0.5b", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, not 1e-06"),
         ("qwen2.5-0.5b", {"rope_theta": 10000.0}, "rope_parameters.rope_theta is 10000.0, not 1000000.0"),
@@ -55,10 +55,10 @@ def test_a_shipped_model_is_the_published_one(name: str) -> None:
         ("gpt-oss-120b", {"max_position_embeddings": 4096}, "max_position_embeddings is 4096, not 131072"),  # YaRN may depend on it
     ],
 )
-def test_another_model_is_named_by_the_first_difference(name: str, other: dict[str, Any], said: str) -> None:
-    found = difference(shipped(name) | other, shipped(name))
-    assert found is not None
-    assert found.startswith(said)
+def test_another_model_is_named_by_the_first_difference(name: str, changes: dict[str, Any], expected: str) -> None:
+    message = difference(shipped(name) | changes, shipped(name))
+    assert message is not None
+    assert message.startswith(expected)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

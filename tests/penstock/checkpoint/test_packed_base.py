@@ -1,4 +1,4 @@
-"""Packed base weights: packed once and kept, or published packed and read as their publisher means them."""
+"""Packed base weights: packed once and cached, or read from quantised published files."""
 
 import os
 import shutil
@@ -44,14 +44,14 @@ def random(shape, seed=0):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model that was published in bf16."""
+    """Folder of a model published in bf16."""
     return published(tmp_path / "model", {name: random(shape).bfloat16() for name, shape in SHAPES.items()})
 
 
-def published(folder, tensors, **more):
+def published(folder, tensors, **config):
     folder.mkdir(exist_ok=True)
     embedding = {} if EMBEDDING in tensors else {EMBEDDING: random((96, 64)).bfloat16()}
-    save_file({name: tensor.clone() for name, tensor in (tensors | embedding | more).items()}, folder / "model.safetensors")
+    save_file({name: tensor.clone() for name, tensor in (tensors | embedding | config).items()}, folder / "model.safetensors")
     return folder
 
 
@@ -60,7 +60,7 @@ def published(folder, tensors, **more):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The shapes that were packed."""
+    """Record the shapes of packed weights."""
     calls = []
     monkeypatch.setattr(cache_of, "pack", lambda weight, base: calls.append(tuple(weight.shape)) or pack(weight, base))
     return calls
@@ -83,8 +83,8 @@ def test_the_cache_depends_on_the_weights_and_the_base_alone(folder, tmp_path, m
     packed_base(tmp_path / "moved", DENSE, SHAPES, "int8", cache)
     packed_base(tmp_path / "moved", DENSE, {Q: SHAPES[Q]}, "nf4", cache)
     assert len(made) == 5
-    others = published(tmp_path / "others", {name: random(shape, seed=1).bfloat16() for name, shape in SHAPES.items()})
-    packed_base(others, DENSE, SHAPES, "nf4", cache)
+    other_folder = published(tmp_path / "others", {name: random(shape, seed=1).bfloat16() for name, shape in SHAPES.items()})
+    packed_base(other_folder, DENSE, SHAPES, "nf4", cache)
     assert len(made) == 7
     assert len(list(cache.glob("base-*"))) == 4
 
@@ -99,10 +99,10 @@ DAMAGE = {
 def test_a_cache_that_is_not_whole_is_packed_anew(folder, tmp_path, made, damage):
     cache = tmp_path / "cache"
     read = packed_base(folder, DENSE, SHAPES, "nf4", cache)
-    before = {name: read(name).clone() for name in SHAPES}
+    initial = {name: read(name).clone() for name in SHAPES}
     DAMAGE[damage](next(cache.glob("base-*-*")))
-    after = packed_base(folder, DENSE, SHAPES, "nf4", cache)
-    assert all(torch.equal(after(name), before[name]) for name in SHAPES)
+    repacked = packed_base(folder, DENSE, SHAPES, "nf4", cache)
+    assert all(torch.equal(repacked(name), initial[name]) for name in SHAPES)
     assert len(made) == 4
     assert not list(cache.glob("*.partial"))
 
@@ -119,8 +119,8 @@ def test_a_run_killed_while_it_packs_leaves_no_cache(folder, tmp_path, made, whe
 
 def test_runs_that_begin_together_pack_once(folder, tmp_path, made):
     with ThreadPoolExecutor(4) as runs:
-        found = list(runs.map(lambda _: packed_base(folder, DENSE, SHAPES, "fp8", tmp_path / "cache")(Q), range(4)))
-    assert all(torch.equal(packed, found[0]) for packed in found)
+        unpacked_weights = list(runs.map(lambda _: packed_base(folder, DENSE, SHAPES, "fp8", tmp_path / "cache")(Q), range(4)))
+    assert all(torch.equal(packed, unpacked_weights[0]) for packed in unpacked_weights)
     assert len(made) == 2
 
 
@@ -128,16 +128,16 @@ def test_weights_that_cannot_be_packed_leave_no_cache(folder, tmp_path):
     weights = {Q: random(SHAPES[Q]), DOWN: random(SHAPES[DOWN])}
     weights[DOWN][7, 7] = float("nan")
     odd = published(tmp_path / "odd", weights)
-    for model, shapes, said in (
+    for model, shapes, message in (
         (odd, SHAPES, "down_proj.weight: 1 of its 24960 numbers are not finite"),
         (folder, SHAPES | {Q.replace("q_", "k_"): (64, 128)}, "no tensor"),
         (folder, SHAPES | {Q: (128, 64)}, "the configuration requires"),
     ):
-        assert said in refused(partial(packed_base, model, DENSE, shapes, "nf4", tmp_path / "cache"))
+        assert message in refused(partial(packed_base, model, DENSE, shapes, "nf4", tmp_path / "cache"))
         assert [path.name for path in (tmp_path / "cache").iterdir()] == ["base.lock"]
 
 
-# Gate and up of each of three experts, as they are published one by one
+# Gate and up projections of three experts, published as separate tensors
 EXPERT_NAMES = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for e in range(3) for part in ("gate", "up")]
 
 
@@ -147,22 +147,22 @@ def test_experts_published_one_by_one_are_packed_together(tmp_path):
     assert torch.equal(read(GATE_UP), pack(torch.cat([*experts.values()]).view(3, 64, 64), "int8"))
 
 
-def gathered(found):
-    """(all tensors by name, what each weight means) of several published weights."""
-    return {name: tensor for tensors, _ in found for name, tensor in tensors.items()}, [meant for _, meant in found]
+def gathered(parts):
+    """Return ({name: tensor} of several published weights, their dequantised values)."""
+    return {name: tensor for tensors, _ in parts for name, tensor in tensors.items()}, [meant for _, meant in parts]
 
 
 # -- published by bitsandbytes ----------------------------------------------------------------------------------------
 
 
 def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8, kind="nf4"):
-    """({name: tensor}, the weight that it means) as a layer of bitsandbytes writes and computes it."""
+    """Return ({name: tensor}, dequantised weight) of a bitsandbytes layer."""
     layer = bnb.nn.Linear4bit(*reversed(weight.shape), False, compress_statistics=nested, quant_type=kind, quant_storage=storage)
     how = {"compress_statistics": nested, "quant_type": kind, "quant_storage": storage, "blocksize": block}
     layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, **how).to("cpu")
     tensors = {name.removesuffix("weight") + key: tensor.detach().clone() for key, tensor in layer.state_dict().items()}
     state = layer.weight.quant_state
-    state.shape = torch.Size((1, weight.numel()))  # on the processor it takes no block to go on in the next row
+    state.shape = torch.Size((1, weight.numel()))  # the CPU kernel assumes that blocks end within a row
     return tensors, bnb.functional.dequantize_4bit(layer.weight.data.view(torch.uint8), state).view(weight.shape)
 
 
@@ -210,7 +210,7 @@ def test_a_file_bitsandbytes_would_not_write_is_refused(tmp_path, odd):
 
 
 def of_fp8(name, shape, seed=0, scale_dtype=torch.float32):
-    """({name: tensor}, the weight that it means): any codes that are numbers, with scales."""
+    """Return ({name: tensor}, dequantised weight) of random finite codes with scales."""
     codes = random(shape, seed).mul(3000).to(torch.float8_e4m3fn)
     scales = random([-(-n // 128) for n in shape], seed + 1).abs().to(scale_dtype)
     wide = scales.float().repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
@@ -221,32 +221,32 @@ def of_fp8(name, shape, seed=0, scale_dtype=torch.float32):
 def test_fp8_weights_unpack_to_the_bits_of_transformers(tmp_path, scale_dtype):
     shapes = {Q: (256, 384), DOWN: (130, 200)}
     tensors, means = gathered([of_fp8(name, shape, scale_dtype=scale_dtype) for name, shape in shapes.items()])
-    theirs = Fp8Dequantize(None)._dequantize_one(tensors[Q], tensors[f"{Q}_scale_inv"], output_dtype=torch.bfloat16)
-    assert torch.equal(means[0], theirs)
+    reference = Fp8Dequantize(None)._dequantize_one(tensors[Q], tensors[f"{Q}_scale_inv"], output_dtype=torch.bfloat16)
+    assert torch.equal(means[0], reference)
     read = packed_base(published(tmp_path / "model", tensors), DENSE | FP8, shapes, "fp8", tmp_path)
     assert all(torch.equal(unpacked(read(name), meant.shape, "fp8"), meant) for name, meant in zip(shapes, means, strict=True))
 
 
 @pytest.mark.parametrize("config", [EXPERTS, OLMOE], ids=["qwen3_moe", "olmoe"])
 def test_experts_in_fp8_are_the_same_stored_either_way(tmp_path, config):
-    """As the modules hold them: the gate of an expert is before its own projection up, not before the gate of the next."""
+    """Module layout: the gate of an expert precedes its up projection, not the gate of the next expert."""
     tensors, means = gathered([of_fp8(name, (128, 160), 2 * i) for i, name in enumerate(EXPERT_NAMES)])
-    shapes, whole = {GATE_UP: (3, 256, 160)}, torch.cat(means).view(3, 256, 160)
-    apart = packed_base(published(tmp_path / "apart", tensors), config | FP8, shapes, "fp8", tmp_path)
-    assert torch.equal(unpacked(apart(GATE_UP), (3, 256, 160), "fp8"), whole)
+    shapes, expected = {GATE_UP: (3, 256, 160)}, torch.cat(means).view(3, 256, 160)
+    separate = packed_base(published(tmp_path / "apart", tensors), config | FP8, shapes, "fp8", tmp_path)
+    assert torch.equal(unpacked(separate(GATE_UP), (3, 256, 160), "fp8"), expected)
     ends = (".weight", "_scale_inv")
     codes, scales = (torch.stack([t for name, t in tensors.items() if name.endswith(end)]) for end in ends)
     together = {GATE_UP: codes.view(3, 256, 160), f"{GATE_UP}_scale_inv": scales.view(3, 2, 2)}
     read = packed_base(published(tmp_path / "together", together), config | FP8, shapes, "fp8", tmp_path)
-    assert torch.equal(read(GATE_UP), apart(GATE_UP))
+    assert torch.equal(read(GATE_UP), separate(GATE_UP))
 
 
 def test_experts_whose_blocks_would_not_meet_are_refused(tmp_path):
-    """Two of 224 rows have as many rows of blocks as one of 448, and others."""
+    """Two weights of 224 rows have the same number of block rows as one of 448, but other blocks."""
     tensors, _ = gathered([of_fp8(name, (224, 128)) for name in EXPERT_NAMES[:2]])
     folder, shapes = published(tmp_path / "model", tensors), {GATE_UP: (1, 448, 128)}
-    said = refused(lambda: packed_base(folder, EXPERTS | FP8, shapes, "fp8", tmp_path))
-    assert "gate_proj.weight does not end at a block boundary" in said
+    message = refused(lambda: packed_base(folder, EXPERTS | FP8, shapes, "fp8", tmp_path))
+    assert "gate_proj.weight does not end at a block boundary" in message
 
 
 # -- published in mxfp4 -----------------------------------------------------------------------------------------------
@@ -258,35 +258,35 @@ def test_mxfp4_experts_unpack_to_the_bits_of_transformers(tmp_path):
     blocks, scales = stored.values()
     read = packed_base(published(tmp_path / "model", stored), config, {GATE_UP: shape}, "mxfp4", tmp_path)
     assert torch.equal(unpacked(read(GATE_UP), shape, "mxfp4"), convert_moe_packed_tensors(blocks, scales))
-    others = {
+    cases = {
         "is not in MXFP4 numbers": stored | {f"{GATE_UP}_scales": scales + (scales == scales.max()) * (255 - scales)},
         "is not in MXFP4 of (3, 64, 96)": in_mxfp4(GATE_UP, (3, 96, 64), 0),
         "no tensor model.layers.0.mlp.experts.gate_up_proj_scales": {f"{GATE_UP}_blocks": blocks},
         "down_proj is packed too": stored | in_mxfp4(GATE_UP.replace("gate_up", "down"), shape, 0),
         "gate_up_proj is not packed in mxfp4": {GATE_UP: random(shape)},
     }
-    for i, (said, tensors) in enumerate(others.items()):
+    for i, (message, tensors) in enumerate(cases.items()):
         folder = published(tmp_path / str(i), tensors)
-        assert said in refused(lambda: packed_base(folder, config, {GATE_UP: shape}, "mxfp4", tmp_path)(GATE_UP))  # noqa: B023
+        assert message in refused(lambda: packed_base(folder, config, {GATE_UP: shape}, "mxfp4", tmp_path)(GATE_UP))  # noqa: B023
     assert "plan with --base mxfp4" in refused(lambda: packed_base(tmp_path / "model", config, {GATE_UP: shape}, "nf4", tmp_path))
 
 
-# -- what is not read -------------------------------------------------------------------------------------------------
+# -- rejected files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("said", "named"),
+    ("settings", "named"),
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, '"bnb_4bit_quant_type": "fp4"'),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, '"weight_block_size": [64, 128]'),
     ],
 )
-def test_other_methods_are_refused_by_name(folder, said, named):
+def test_other_methods_are_refused_by_name(folder, settings, named):
     for key in ("quantization_config", "compression_config"):
-        assert named in refused(partial(packed_base, folder, DENSE | {key: said}, SHAPES, "nf4", folder))
+        assert named in refused(partial(packed_base, folder, DENSE | {key: settings}, SHAPES, "nf4", folder))
         for base in ("bf16", "nf4", "fp8"):
-            noted = note_on_weights(Model(DENSE | {key: said}), base)
+            noted = note_on_weights(Model(DENSE | {key: settings}), base)
             assert noted is not None, "a plan says so first, whatever it is for"
             assert "--train lora" not in noted
 
@@ -299,6 +299,6 @@ def test_weights_packed_in_part_are_refused(tmp_path):
         (q | {DOWN: random(SHAPES[DOWN]).bfloat16()}, NF4, "down_proj.weight is not packed in nf4, as others are"),
         (q, NF4, "no tensor model.layers.0.mlp.down_proj.weight"),
     ]
-    for i, (tensors, config, said) in enumerate(cases):
+    for i, (tensors, config, message) in enumerate(cases):
         base, folder = published_base(tmp_path, config), published(tmp_path / str(i), tensors)
-        assert said in refused(lambda: packed_base(folder, DENSE | config, SHAPES, base, tmp_path)(DOWN))  # noqa: B023
+        assert message in refused(lambda: packed_base(folder, DENSE | config, SHAPES, base, tmp_path)(DOWN))  # noqa: B023

@@ -1,4 +1,4 @@
-"""Retention: the last checkpoints stay, and nothing half written or half deleted passes for one."""
+"""Retention of the last checkpoints; partial files never count as a checkpoint."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def test_the_last_few_stay_and_later_ones_are_left_alone(tmp_path, n, expected):
 
 
 def test_a_checkpoint_of_a_later_step_is_refused(tmp_path):
-    """A run that is killed before its first save would else resume from it, with a hole in its log."""
+    """Otherwise a run killed before its first save would resume from it, with a gap in its log."""
     for step in (5, 9, 12):
         small(tmp_path, step)
     refuse_later(tmp_path, 12)
@@ -50,17 +50,17 @@ def test_a_run_killed_while_it_deletes_leaves_nothing_half(tmp_path, n_removed):
 
 
 def test_leftovers_of_killed_runs_are_deleted_and_nothing_else(tmp_path):
-    kept = small(tmp_path, 3)
+    retained = small(tmp_path, 3)
     for name in ("checkpoint-4.partial", "checkpoint-1.removed"):
-        shutil.copytree(kept, tmp_path / name)
-    others = ["checkpoint-x.partial", "my.removed", "checkpoint-4.partial.txt", "metrics.jsonl.partial"]
-    for name in others:
+        shutil.copytree(retained, tmp_path / name)
+    unrelated = ["checkpoint-x.partial", "my.removed", "checkpoint-4.partial.txt", "metrics.jsonl.partial"]
+    for name in unrelated:
         (tmp_path / name).mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("")
     (tmp_path / "checkpoint-9.removed").symlink_to(tmp_path / "elsewhere")
     clean(tmp_path)
-    assert names(tmp_path) == sorted(["checkpoint-3", "elsewhere", *others])
+    assert names(tmp_path) == sorted(["checkpoint-3", "elsewhere", *unrelated])
     assert (tmp_path / "elsewhere" / "precious").exists()
     clean(tmp_path / "nowhere")
 

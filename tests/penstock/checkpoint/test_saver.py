@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: the state between two steps, and training none the worse for it."""
+"""Background checkpoints: state between two steps, without effect on training."""
 
 import random
 import threading
@@ -45,7 +45,7 @@ WAYS = {
     "experts, eager": ("qwen3_moe", Policy(update=Update.EAGER, accumulation_group=4), {"clip_norm": None}),
 }
 
-# Every lane is late now and then; the seed says when.
+# Lanes are delayed at random times, set by the seed.
 Slow = partial(Hostile, delay_seed=3)
 
 
@@ -60,12 +60,12 @@ def run(session: Session, n_steps: int = N_STEPS, on_step=lambda metrics: None) 
 
 @pytest.fixture(scope="module")
 def drained(tmp_path_factory):
-    """Of each way, a run that saves after every step while all lanes are idle: its files by checkpoint, and its last state."""
+    """Run each variant with a save after every step while all lanes are idle: (files by checkpoint, last session)."""
 
     @lru_cache
     def left_by(way: str) -> tuple[dict[str, bytes], Session]:
-        done = run(in_way(tmp_path_factory.mktemp("drained"), way, background=False))
-        return files_of(done.folder), done
+        session = run(in_way(tmp_path_factory.mktemp("drained"), way, background=False))
+        return files_of(session.folder), session
 
     return left_by
 
@@ -75,52 +75,52 @@ def only(files: dict[str, bytes], *steps: int) -> dict[str, bytes]:
 
 
 def noticed(monkeypatch) -> list[Snapshots]:
-    """The snapshots of the runs to come."""
-    made = []
+    """Record the snapshots of later runs."""
+    snapshots = []
 
     class Noticed(Snapshots):
         def __init__(self, *args) -> None:
             super().__init__(*args)
-            self.met_before: dict[int, int] = {}  # by step: what `n_met` was when its snapshot began
-            made.append(self)
+            self.met_before: dict[int, int] = {}  # by step: `n_met` at the start of its snapshot
+            snapshots.append(self)
 
         def _begin(self, step: int) -> None:
             self.met_before[step] = n_met(self)
             super()._begin(step)
 
     monkeypatch.setattr(saver, "Snapshots", Noticed)
-    return made
+    return snapshots
 
 
 def n_met(snapshots: Snapshots) -> int:
-    """How many updates came before their block was written."""
+    """Count updates that preceded the write of their block."""
     return snapshots.n_copied + snapshots.n_waited_for
 
 
 def before_each_tensor(monkeypatch, work) -> None:
-    """`work(step)` is called before a tensor of the checkpoint of that step is written."""
+    """Call `work(step)` before a tensor of this step's checkpoint is written."""
     write = checkpoint.write_tensors
 
     def slowly(path, outlines, contents):
-        def each():
+        def pieces():
             work(step := int(path.parent.name.removeprefix("checkpoint-").removesuffix(".partial")))
             for piece in contents:
                 yield piece
                 work(step)
 
-        return write(path, outlines, each())
+        return write(path, outlines, pieces())
 
     monkeypatch.setattr(checkpoint, "write_tensors", slowly)
 
 
 def late_writer(monkeypatch, snapshots: list[Snapshots], seed: int, longest_s: float = 0.002, last: int = N_STEPS) -> None:
-    """The thread that writes begins when the next step has come to its first update, and is late now and then after that."""
-    rng, begun = random.Random(seed), {last}  # after which no update comes
+    """Delay the writer thread until the first update of the next step, then at random times."""
+    rng, begun = random.Random(seed), {last}  # no update follows the last step
 
     def late(step):
         if threading.current_thread().name.startswith("saver"):
-            met, until_s = snapshots[0].met_before[step], time.perf_counter() + 60
-            while step not in begun and n_met(snapshots[0]) == met and time.perf_counter() < until_s:
+            met_before, until_s = snapshots[0].met_before[step], time.perf_counter() + 60
+            while step not in begun and n_met(snapshots[0]) == met_before and time.perf_counter() < until_s:
                 time.sleep(0.0005)
             begun.add(step)
             if rng.random() < 0.3:
@@ -130,7 +130,7 @@ def late_writer(monkeypatch, snapshots: list[Snapshots], seed: int, longest_s: f
 
 
 def held_writer(monkeypatch) -> threading.Event:
-    """Nothing is written before the event."""
+    """Hold the writer thread until the event is set."""
     may_write = threading.Event()
     before_each_tensor(monkeypatch, lambda _: may_write.wait(60))
     return may_write
@@ -139,38 +139,38 @@ def held_writer(monkeypatch) -> threading.Event:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("way", "copy_bytes"), [*((way, 160_000) for way in WAYS), ("deferred", 0), ("deferred", 10**9)])
 def test_a_background_checkpoint_is_that_of_idle_lanes(tmp_path, monkeypatch, drained, way, copy_bytes):
-    """To the last bit, of every step; and training does the same."""
+    """Files of every step and the training are bitwise identical."""
     expected, idle = drained(way)
     late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=len(way))
     behind = run(in_way(tmp_path, way, copy_bytes=copy_bytes))
-    found = files_of(tmp_path)
+    files = files_of(tmp_path)
     assert len({name.split("/")[0] for name in expected}) == N_STEPS
-    assert expected.keys() == found.keys()
-    assert [name for name in expected if expected[name] != found[name]] == []
+    assert expected.keys() == files.keys()
+    assert [name for name in expected if expected[name] != files[name]] == []
     assert same_state(behind, idle)
     assert n_met(snapshots[0]) >= N_STEPS - 1, "no update came before its block was written: nothing is shown"
     assert (snapshots[0].n_copied > 0) == (copy_bytes > 0)
 
 
-# The second's lanes only issue, and its streams are as late as events allow
+# Lanes of the second machine only issue; its streams run late within the limits of their events
 MACHINES = {"cpu": Slow, "late streams": lambda *args: Poisoned(*args, streams=LateStreams(seed=2, haste=0.3))}
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
-    ("way", "other", "first", "second"),
+    ("way", "second_way", "first", "second"),
     [
         ("deferred", "barrier, one group", "cpu", "late streams"),
         ("on speculation, in vain", "deferred, one group", "late streams", "cpu"),
         ("barrier, one group", "deferred", "late streams", "late streams"),
     ],
 )
-def test_a_run_resumes_on_another_plan_and_machine_exactly(tmp_path, monkeypatch, drained, way, other, first, second):
+def test_a_run_resumes_on_another_plan_and_machine_exactly(tmp_path, monkeypatch, drained, way, second_way, first, second):
     late_writer(monkeypatch, noticed(monkeypatch), seed=1, last=2)
     run(in_way(tmp_path, way, MACHINES[first], copy_bytes=60_000), 2)
     monkeypatch.undo()
-    after = run(resumed(in_way(tmp_path, other, MACHINES[second], copy_bytes=0)))
-    assert same_state(after, drained("barrier")[1])
+    session = run(resumed(in_way(tmp_path, second_way, MACHINES[second], copy_bytes=0)))
+    assert same_state(session, drained("barrier")[1])
     assert files_of(tmp_path) == drained("barrier")[0]
 
 
@@ -200,8 +200,8 @@ def test_with_memory_for_copies_at_most_one_update_waits(tmp_path, monkeypatch, 
 def test_without_the_gate_a_checkpoint_would_be_torn(tmp_path, monkeypatch, drained, way):
     monkeypatch.setattr(Snapshots, "before_change", lambda self, block, workers: None)
     before_each_tensor(monkeypatch, lambda _: time.sleep(0.01))
-    found = files_of(run(in_way(tmp_path, way, every=2), 3).folder)
-    wrong = [name for name, content in only(drained(way)[0], 2).items() if content != found[name]]
+    files = files_of(run(in_way(tmp_path, way, every=2), 3).folder)
+    wrong = [name for name, content in only(drained(way)[0], 2).items() if content != files[name]]
     assert any("optimizer" in name for name in wrong)
 
 
@@ -224,39 +224,39 @@ def test_without_memory_for_a_copy_an_update_waits_for_its_block(tmp_path, monke
 
 
 def test_copies_never_take_more_memory_than_they_may(tmp_path, monkeypatch):
-    alive, most, copied, n_bytes = {}, 0, host_state.HostState.copied, 160_000
+    alive, peak, copied, n_bytes = {}, 0, host_state.HostState.copied, 160_000
 
     def counted(self, block, workers):
-        nonlocal most
+        nonlocal peak
         copy = copied(self, block, workers)
         alive[id(copy)] = copy.nbytes
         weakref.finalize(copy, alive.pop, id(copy))
-        most = max(most, sum(alive.values()))
+        peak = max(peak, sum(alive.values()))
         return copy
 
     monkeypatch.setattr(host_state.HostState, "copied", counted)
     late_writer(monkeypatch, noticed(monkeypatch), seed=2)
     run(in_way(tmp_path, "deferred, one group", copy_bytes=n_bytes))
-    assert 0 < most <= n_bytes
+    assert 0 < peak <= n_bytes
     assert alive == {}
 
 
 def test_a_checkpoint_due_while_another_is_written_waits(tmp_path, monkeypatch, drained):
-    """And that is said once."""
-    said: list[str] = []
+    """Only one message is printed."""
+    messages: list[str] = []
     late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=1, longest_s=0.03)
-    run(replace(in_way(tmp_path, "deferred", copy_bytes=10**9), say=said.append))
+    run(replace(in_way(tmp_path, "deferred", copy_bytes=10**9), say=messages.append))
     assert files_of(tmp_path) == drained("deferred")[0]
     assert snapshots[0].n_begun_late > 1
-    assert len(said) == 1
-    assert "save less often" in said[0]
+    assert len(messages) == 1
+    assert "save less often" in messages[0]
 
 
 def test_a_checkpoint_gets_its_name_once_its_step_is_logged(tmp_path, monkeypatch):
     logged, permit = list[int](), saver.Saver._permit
 
     def late(self, step):
-        time.sleep(0.05)  # the files are on disk long before
+        time.sleep(0.05)  # the files are already on disk
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
         assert step in logged or step not in steps_of(tmp_path)
         logged.append(step)
@@ -286,9 +286,9 @@ def test_a_disk_that_fills_up_ends_the_run_and_it_resumes(tmp_path, monkeypatch,
     monkeypatch.undo()
     assert not list(tmp_path.glob("*.partial"))
     assert files_of(tmp_path) == only(drained("deferred")[0], 1, 2)
-    after = run(resumed(in_way(tmp_path, "deferred")))
+    session = run(resumed(in_way(tmp_path, "deferred")))
     assert files_of(tmp_path) == drained("deferred")[0]
-    assert same_state(after, drained("deferred")[1])
+    assert same_state(session, drained("deferred")[1])
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -301,10 +301,10 @@ def test_a_checkpoint_by_time_is_replaced_by_the_next(tmp_path, drained, backgro
 @pytest.mark.parametrize("background", [True, False])
 def test_weights_alone_are_a_checkpoints_model_and_not_resumed(tmp_path, drained, background):
     run(in_way(tmp_path, "deferred", weights_only=True, background=background))
-    found = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in tmp_path.glob("checkpoint-*/*")}
-    state = [name for name in found if name.endswith("trainer_state.json")]
+    files = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in tmp_path.glob("checkpoint-*/*")}
+    state = [name for name in files if name.endswith("trainer_state.json")]
     expected = {name: content for name, content in drained("deferred")[0].items() if "optimizer-" not in name and name not in state}
-    assert {name: content for name, content in found.items() if name not in state} == expected
+    assert {name: content for name, content in files.items() if name not in state} == expected
     with pytest.raises(CheckpointError, match=r"checkpoint-4: the model's weights alone .*--model .*checkpoint-4"):
         load_state(tmp_path / "checkpoint-4")
 
@@ -335,12 +335,12 @@ def test_a_run_that_fails_still_ends_the_checkpoint_it_writes(tmp_path, monkeypa
 
 def test_an_interrupt_waits_for_nothing_and_leaves_nothing(tmp_path, monkeypatch):
     may_write, snapshots = held_writer(monkeypatch), noticed(monkeypatch)
-    others, lanes_ended = set(threading.enumerate()), []  # a machine of another test may still have its own
+    old_threads, lanes_ended = set(threading.enumerate()), []  # a machine of another test may still have threads
 
     def lanes():
-        return [t for t in set(threading.enumerate()) - others if t.name.startswith("lane")]
+        return [t for t in set(threading.enumerate()) - old_threads if t.name.startswith("lane")]
 
-    def let_go():  # the thread that writes is in the midst of a tensor until then
+    def let_go():  # the writer thread is inside a tensor until then
         until_s = time.perf_counter() + 20
         while lanes() and time.perf_counter() < until_s:
             time.sleep(0.002)
@@ -348,7 +348,7 @@ def test_an_interrupt_waits_for_nothing_and_leaves_nothing(tmp_path, monkeypatch
         may_write.set()
 
     def interrupt(metrics):
-        while not snapshots[0].n_waited_for:  # a lane waits for what the thread has in hand
+        while not snapshots[0].n_waited_for:  # a lane waits for the writer thread's block
             time.sleep(0.001)
         threading.Thread(target=let_go, daemon=True).start()
         raise KeyboardInterrupt
@@ -357,5 +357,5 @@ def test_an_interrupt_waits_for_nothing_and_leaves_nothing(tmp_path, monkeypatch
         run(in_way(tmp_path, "deferred", copy_bytes=0), 5, interrupt)
     assert list(tmp_path.glob("checkpoint-*")) == []
     assert lanes_ended == [True], "a lane waited for a snapshot that is given up"
-    assert set(threading.enumerate()) <= others
+    assert set(threading.enumerate()) <= old_threads
     assert complete_checkpoints(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Chat templates: what the assistant says is learned, with the token that ends it, and nothing else."""
+"""Chat templates: only the assistant's turns and their end tokens are learned."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -18,13 +18,13 @@ from penstock.settings import DataSettings
 from tests.bytes_of_files import write_lines
 from tests.chats import LLAMA3, QWEN3, STYLES, write_talker
 
-ASKED, SAID, AGAIN, THEN = TALK = (
+QUESTION, ANSWER, AGAIN, THEN = TALK = (
     {"role": "user", "content": "Hello, how are you?"},
     {"role": "assistant", "content": "Fine, thanks! 20 €"},
     {"role": "user", "content": "What is two and two?"},
     {"role": "assistant", "content": "It is four."},
 )
-TOLD = ({"role": "system", "content": "You are the river."}, *TALK)
+WITH_SYSTEM = ({"role": "system", "content": "You are the river."}, *TALK)
 FORGETFUL = ["qwen 3", "gpt-oss"]  # they write earlier turns differently
 STABLE = [style for style in STYLES if style not in (*FORGETFUL, "silent")]
 FILES = DataFiles(Path("data"), (DataFile(Path("data.jsonl"), "data.jsonl", "lines"),))
@@ -32,7 +32,7 @@ FILES = DataFiles(Path("data"), (DataFile(Path("data.jsonl"), "data.jsonl", "lin
 
 @dataclass(frozen=True)
 class Talker:
-    """A model's folder, and what conversations become with it."""
+    """Folder of a model, and the tokens of conversations under its template."""
 
     folder: Path | None
 
@@ -41,15 +41,15 @@ class Talker:
         return ChatTemplate(read_tokenizer(self.folder))
 
     def encode(self, messages: Any, tools: Any = None) -> list[tuple[list[int], list[list[int]]]]:
-        """The documents of a conversation: ids, and first and one past the last of each run that is learned."""
+        """Return the documents of a conversation: ids, and [start, end) of each learned run."""
         reader = Reader(FILES, {}, "messages", self.template, 2**32, False)
-        made = reader({"file": [0], "row": [7], "value": [{"messages": list(messages), "tools": tools}]})
-        if made["problem"][0] is not None:
-            raise DataError(made["problem"][0])
-        return [(ids.tolist(), runs.reshape(-1, 2).tolist()) for ids, runs in zip(made["ids"], made["learned"], strict=True)]
+        encoded = reader({"file": [0], "row": [7], "value": [{"messages": list(messages), "tools": tools}]})
+        if encoded["problem"][0] is not None:
+            raise DataError(encoded["problem"][0])
+        return [(ids.tolist(), runs.reshape(-1, 2).tolist()) for ids, runs in zip(encoded["ids"], encoded["learned"], strict=True)]
 
     def learned(self, messages: Any, tools: Any = None) -> list[list[str]]:
-        """What is learned of each document, run by run, special tokens and all."""
+        """Decode the learned runs of each document, with special tokens."""
         return [[self.shown(ids[first:stop]) for first, stop in runs] for ids, runs in self.encode(messages, tools)]
 
     def shown(self, ids: list[int]) -> str:
@@ -58,7 +58,7 @@ class Talker:
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    """The model of a style, made once; None: one that reads bytes, without a template."""
+    """Return the cached model of a style; None is a model of bytes without a template."""
     return cache(lambda style: Talker(None) if style is None else talker_in(tmp_path_factory.mktemp("model"), style))
 
 
@@ -82,19 +82,19 @@ def test_the_answers_and_their_ends_are_learned(talker, style):
 
 @pytest.mark.parametrize("style", [*STABLE, *FORGETFUL])
 def test_tokens_are_those_of_transformers(talker, style):
-    theirs = AutoTokenizer.from_pretrained(talker(style).folder)
-    prompt = theirs.apply_chat_template(list(TALK[:3]), add_generation_prompt=True, return_dict=True)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(talker(style).folder)
+    prompt = tokenizer.apply_chat_template(list(TALK[:3]), add_generation_prompt=True, return_dict=True)["input_ids"]
     assert talker(style).template.prompt(TALK[:3]) == prompt
     if style in STABLE:
         ((ids, _),) = talker(style).encode(TALK)
-        assert ids == theirs.apply_chat_template(list(TALK), return_dict=True)["input_ids"]
-        assert theirs.bos_token_id is None or ids.count(theirs.bos_token_id) == 1, "it begins once"
+        assert ids == tokenizer.apply_chat_template(list(TALK), return_dict=True)["input_ids"]
+        assert tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) == 1, "it begins once"
 
 
 def test_learned_tokens_are_those_that_transformers_masks(talker):
-    theirs = AutoTokenizer.from_pretrained(talker("chatml").folder)
-    masks = theirs.apply_chat_template(list(TOLD), return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
-    ((ids, runs),) = talker("chatml").encode(TOLD)
+    tokenizer = AutoTokenizer.from_pretrained(talker("chatml").folder)
+    masks = tokenizer.apply_chat_template(list(WITH_SYSTEM), return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
+    ((ids, runs),) = talker("chatml").encode(WITH_SYSTEM)
     assert [int(any(first <= t < stop for first, stop in runs)) for t in range(len(ids))] == masks
 
 
@@ -110,10 +110,10 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(talker, style):
 
 
 CALL, RESULT = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, {"role": "tool", "content": "4"}
-APART = {  # what is learned of each answer
+REWRITTEN = {  # learned part of each answer
     "reasoning, and a question without an answer": (
         "qwen 3",
-        (ASKED, {**SAID, "reasoning_content": "Who asks?"}, AGAIN, THEN, ASKED),
+        (QUESTION, {**ANSWER, "reasoning_content": "Who asks?"}, AGAIN, THEN, QUESTION),
         ["<think>\nWho asks?\n</think>\n\nFine, thanks! 20 €<|im_end|>", "<think>\n\n</think>\n\nIt is four.<|im_end|>"],
     ),
     "a call without reasoning": (
@@ -123,7 +123,7 @@ APART = {  # what is learned of each answer
     ),
     "thinking": (
         "gpt-oss",
-        (ASKED, {**SAID, "thinking": "Who asks?"}, AGAIN, {**THEN, "thinking": "2 + 2"}),
+        (QUESTION, {**ANSWER, "thinking": "Who asks?"}, AGAIN, {**THEN, "thinking": "2 + 2"}),
         [
             "<|channel|>analysis<|message|>Who asks?<|end|>"
             "<|start|>assistant<|channel|>final<|message|>Fine, thanks! 20 €<|return|>",
@@ -133,9 +133,9 @@ APART = {  # what is learned of each answer
 }
 
 
-@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize("case", REWRITTEN)
 def test_where_earlier_turns_change_each_answer_is_a_document(talker, case):
-    style, messages, expected = APART[case]
+    style, messages, expected = REWRITTEN[case]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert talker(style).learned(messages) == [[answer] for answer in expected]
     for (ids, ((first, stop),)), i in zip(talker(style).encode(messages), answers, strict=True):
@@ -158,7 +158,7 @@ def test_a_conversation_whose_turns_stay_is_one_document(talker, style, messages
 def test_tools_and_calls_reach_the_template(tmp_path, talker):
     source = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.tool_calls | default([]) | tojson }};{% endfor %}"
     calling = talker_in(tmp_path / "a", "chatml", source)
-    messages = (ASKED, {"role": "tool", "content": "four", "tool_calls": [{"name": "add"}]})
+    messages = (QUESTION, {"role": "tool", "content": "four", "tool_calls": [{"name": "add"}]})
     ((ids, _),) = calling.encode(messages, [{"name": "add"}])
     assert calling.shown(ids) == '[{"name": "add"}]user[];tool[{"name": "add"}];'
     forgetful = talker_in(tmp_path / "b", "qwen 3", "{{ tools | tojson }}" + QWEN3)
@@ -171,9 +171,9 @@ def test_tools_and_calls_reach_the_template(tmp_path, talker):
 
 def test_what_a_template_refuses_is_named_with_its_place(talker):
     with pytest.raises(DataError, match=r"data\.jsonl:7: .*user and assistant must alternate") as caught:
-        talker("mistral").encode(TOLD)
+        talker("mistral").encode(WITH_SYSTEM)
     assert len(str(caught.value).splitlines()) == 1
-    for messages, i in ((TALK, 1), (TALK[:2], 1), (TOLD[:3], 2)):
+    for messages, i in ((TALK, 1), (TALK[:2], 1), (WITH_SYSTEM[:3], 2)):
         with pytest.raises(DataError, match=rf"data\.jsonl:7: .*writes message {i} differently from how it prompts"):
             talker("silent").encode(messages)
 
@@ -204,12 +204,12 @@ def test_a_model_without_a_template_begins_once(tmp_path):
 
 
 def test_roles_that_the_template_drops_are_named(tmp_path):
-    """Before the first step: by what the text is without them, not by whether their words are found in it."""
+    """Dropped roles are found before the first step, by rendering without them; a search for their words would err."""
     template = "{% for m in messages if m.role != 'developer' %}" + LLAMA3.replace("message[", "m[").partition("%}")[2]
     size = write_talker(tmp_path / "model", "llama 3", template.replace("| trim", "| upper"))
-    told = {"role": "developer", "content": "Be a river."}
-    path = write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [*extra, *TALK]} for extra in ([told], [], [told, told])])
-    found = read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens")
-    said = found.words()
-    assert "drops messages of developer (in 2 rows)" in said["warning, roles"]
-    assert said["warning, few"].startswith("a step of 8 sequences trains on some of these 3 more than once")
+    turn = {"role": "developer", "content": "Be a river."}
+    path = write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [*extra, *TALK]} for extra in ([turn], [], [turn, turn])])
+    dataset = read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens")
+    message = dataset.words()
+    assert "drops messages of developer (in 2 rows)" in message["warning, roles"]
+    assert message["warning, few"].startswith("a step of 8 sequences trains on some of these 3 more than once")

@@ -1,4 +1,4 @@
-"""Documents: tokens are made once and kept, as they were made, until what decides them changes."""
+"""Documents: the token cache is written once and remains valid until its inputs change."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def lines(tmp_path):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The rows that were tokenised, by their number."""
+    """Record the indices of tokenised rows."""
     rows: list[int] = []
     read_row = room.Reader._read
     monkeypatch.setattr(room.Reader, "_read", lambda reader, value, f, row: rows.append(row) or read_row(reader, value, f, row))
@@ -58,16 +58,16 @@ def test_tokens_are_made_once_for_all_settings_that_share_them(lines, made):
 
 
 def test_moved_data_is_the_same_and_changed_data_is_not(lines, made):
-    before = read(lines)
+    initial = read(lines)
     stat, content = lines.stat(), lines.read_bytes()
     moved = lines.rename(lines.with_name("b.jsonl"))
-    assert read(moved).fingerprint == before.fingerprint
+    assert read(moved).fingerprint == initial.fingerprint
     for changed in (content.replace(b"text 17", b"Text 17"), content[:-20]):
         moved.write_bytes(changed)
         os.utime(moved, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        assert read(moved).fingerprint != before.fingerprint
+        assert read(moved).fingerprint != initial.fingerprint
     assert len(made) == 30 + 30 + 30 + 29
-    assert before.batch(0).n_supervised, "what a run has open stays"
+    assert initial.batch(0).n_supervised, "what a run has open stays"
 
 
 def test_another_tokenizer_or_template_makes_other_tokens(tmp_path, made):
@@ -108,7 +108,7 @@ def test_runs_that_begin_together_make_tokens_once(lines, made):
 
 
 def test_bad_rows_are_listed_counted_and_left_out_up_to_a_share(lines, made):
-    """Tokens are made once, whatever share is asked for; without the bad rows the sequences are those of the others alone."""
+    """Tokens do not depend on the accepted share; sequences equal those of the good rows alone."""
     good = read(lines)
     bad = ['{"text": 3}\n', "{\n"] * 12
     lines.write_text(bad[0] + lines.read_text() + "".join(bad[1:]))
@@ -117,19 +117,19 @@ def test_bad_rows_are_listed_counted_and_left_out_up_to_a_share(lines, made):
     assert [line.partition(": ")[0] for line in caught.value.__notes__[:19]] == [f"{lines}:{n}" for n in range(32, 51)]
     assert caught.value.__notes__[19:] == ["and 4 more"]
     n_made = len(made)
-    found = read(lines, bad_rows=0.445)
+    dataset = read(lines, bad_rows=0.445)
     assert len(made) == n_made == 30 + 54
-    assert found.words()["rows"] == "30 documents"
-    assert found.words()["bad rows"].startswith(f'24 of 54, left out: {lines}:1: no string under "text"; {lines}:32: Expecting')
-    assert found.batch(0).input_ids.equal(good.batch(0).input_ids)
+    assert dataset.words()["rows"] == "30 documents"
+    assert dataset.words()["bad rows"].startswith(f'24 of 54, left out: {lines}:1: no string under "text"; {lines}:32: Expecting')
+    assert dataset.batch(0).input_ids.equal(good.batch(0).input_ids)
     with pytest.raises(DataError, match="24 of 54 rows are bad"):
         read(lines, streaming=True).batch(0)
 
 
 def test_a_cache_that_cannot_be_written_or_read_is_one_line(lines, monkeypatch):
     read(lines)
-    (kept,) = lines.parent.rglob("*.arrow")
-    os.truncate(kept, kept.stat().st_size // 2)
+    (cache_file,) = lines.parent.rglob("*.arrow")
+    os.truncate(cache_file, cache_file.stat().st_size // 2)
     assert "tokens cannot be kept there (" in refused(lines)
 
     def full(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Files: every kind gives the same rows, damage is named by file and line, splits are told apart, nothing outside is read."""
+"""Files: equal rows from every format, errors with file and line, splits, no access outside the folder."""
 
 import csv
 import gzip
@@ -45,7 +45,7 @@ FILES = {
     "a.jsonl": LINES.encode(),
     "a.json": json.dumps(ROWS, indent=1).encode("utf-8-sig"),
     "b.json": LINES.encode(),
-    "a.jsonl.gz": gzip.compress(LINES.encode(), mtime=0),  # the same bytes, and so the same name of a test, in every process
+    "a.jsonl.gz": gzip.compress(LINES.encode(), mtime=0),  # equal bytes, and so equal test names, in every process
     "a.jsonl.zst": zst(LINES.encode()),
     "a.json.gz": gzip.compress(json.dumps(ROWS).encode(), mtime=0),
     "a.csv": as_csv(","),
@@ -58,17 +58,17 @@ FILES = {
 def test_every_kind_of_file_gives_its_rows_as_written(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
     (file,) = find_files(tmp_path, tmp_path / "run").files
-    found = [rows.parse_line(row, "") if isinstance(row, bytes) else row for _, row in rows.rows_of(file.path, file.kind)]
-    assert found == ROWS
+    parsed = [rows.parse_line(row, "") if isinstance(row, bytes) else row for _, row in rows.rows_of(file.path, file.kind)]
+    assert parsed == ROWS
     assert texts_of(read(tmp_path / name)) == [f"<|user|>\n{r['question']}<|assistant|>\n{r['answer']}" for r in ROWS]
 
 
 def test_arguments_of_a_tool_are_not_filled_from_other_rows(tmp_path):
-    """As a schema for a whole file would."""
+    """A schema for a whole file would fill them."""
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls])
-    found = [rows.parse_line(row, "") for _, row in rows.rows_of(path, "lines")]
-    assert [row["messages"][0]["tool_calls"] for row in found] == [[call] for call in calls]
+    parsed = [rows.parse_line(row, "") for _, row in rows.rows_of(path, "lines")]
+    assert [row["messages"][0]["tool_calls"] for row in parsed] == [[call] for call in calls]
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_a_damaged_file_is_one_line_with_its_place(tmp_path, monkeypatch, name, 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_columns_are_taken_for_what_the_user_says(tmp_path, name):
-    theirs = [{"messages": "not these", "q": row["question"], "a": row["answer"]} for row in ROWS]
-    path = write_lines(tmp_path / "a.jsonl", theirs)
-    (tmp_path / "a.parquet").write_bytes(as_parquet(theirs))
-    found = read(tmp_path / name, columns={"question": "q", "answer": "a"})
-    assert tokens_of(found) == tokens_of(read(write_lines(tmp_path / "lines.jsonl", ROWS)))
+    renamed_rows = [{"messages": "not these", "q": row["question"], "a": row["answer"]} for row in ROWS]
+    path = write_lines(tmp_path / "a.jsonl", renamed_rows)
+    (tmp_path / "a.parquet").write_bytes(as_parquet(renamed_rows))
+    documents = read(tmp_path / name, columns={"question": "q", "answer": "a"})
+    assert tokens_of(documents) == tokens_of(read(write_lines(tmp_path / "lines.jsonl", ROWS)))
     assert "no column 'nix', which --columns names; its columns are " in refused(path, columns={"text": "nix"})
     assert "--columns response=...: no such column; choose from messages, " in refused(path, columns={"response": "a"})
     assert "--columns ...=a: the column would be read twice" in refused(path, columns={"question": "a", "answer": "a"})
@@ -114,7 +114,7 @@ def test_a_mapped_column_is_not_read_under_its_own_name_too(tmp_path):
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
-    """Without hidden files and pipes; what is no text teaches nothing."""
+    """Hidden files, pipes and files other than text are skipped."""
     texts = {"b.txt": "B", "a/z.py": "Z", "a/b/c.md": "\ufeffC\r\n", "a.txt": "", "Ω": "ω", ".hidden": "no", ".git/config": "no"}
     for name, text in texts.items():
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -151,11 +151,11 @@ def test_texts_of_a_set_of_chats_are_left_out_and_counted(tmp_path):
 def test_what_a_run_writes_among_its_data_is_no_data(tmp_path):
     data = write_lines(tmp_path / "data" / "a.jsonl", [{"text": "text"}]).parent
     out = data / "runs" / "first"
-    before = [file.name for file in find_files(data, out).files]
+    names = [file.name for file in find_files(data, out).files]
     write_lines(out / "samples.jsonl", [{"step": 1, "text": "said"}])
     (tmp_path / "link").symlink_to(data)
     for run in (out, data / ".." / "data" / "runs" / "first", tmp_path / "link" / "runs" / "first"):
-        assert [file.name for file in find_files(data, run).files] == before == ["a.jsonl"]
+        assert [file.name for file in find_files(data, run).files] == names == ["a.jsonl"]
     assert len(find_files(data, tmp_path).files) == 2, "to another run it is data"
     for run in (data, tmp_path / "link"):
         with pytest.raises(ValueError, match="choose another --out"):
@@ -191,14 +191,14 @@ HUB = ["README.md", *(f"data/{s}-0000{i}-of-00002-9a.parquet" for s in ("train_s
         (["train.jsonl", "validation.jsonl", "test.jsonl"], None, ["train.jsonl"], "leaving out test, validation"),
         (["dev/a.jsonl", *IN_FOLDERS], None, IN_FOLDERS, "leaving out dev"),
         (["train.txt", "test.txt", "notes.txt"], None, ["train.txt"], "1 file of no split"),
-        # Where nothing is to be told apart, nothing is left out.
+        # Without several splits no file is left out.
         (["test_me.py", "train.py", "a test.md", "training.jsonl", "attest.jsonl"], None, None, ""),
     ],
 )
 def test_splits_are_told_apart_and_what_is_left_out_is_said(tmp_path, names, split, read_from, words):
-    found = find_files(layout(tmp_path, names), tmp_path / "run", split)
-    assert sorted(file.name for file in found.files) == sorted(names if read_from is None else read_from)
-    assert words in found.about
+    result = find_files(layout(tmp_path, names), tmp_path / "run", split)
+    assert sorted(file.name for file in result.files) == sorted(names if read_from is None else read_from)
+    assert words in result.about
 
 
 def test_held_out_data_is_of_another_split(tmp_path):

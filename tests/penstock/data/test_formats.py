@@ -1,4 +1,4 @@
-"""Formats: a row is understood as what it is, or refused with its place."""
+"""Formats: detection of a row's format, and errors with its location."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from penstock.data.formats import Chat, Completion, document, format_of
 from penstock.runtime.errors import DataError
 from tests.bytes_of_files import only, read, refused, texts_of, write_lines
 
-ASKED, SAID = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}
+QUESTION, ANSWER = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}
 SYSTEM = {"role": "system", "content": "s"}
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -17,32 +17,32 @@ json_values = st.recursive(
 )
 PARTS = [{"type": "text", "text": "wh"}, {"type": "text", "text": "o?"}]
 CALL = {"role": "assistant", "tool_calls": [{"id": 1}]}
-CHAT, WEIGHED = Chat((ASKED, SAID)), Chat((ASKED, SAID, ASKED, SAID), None, frozenset({0, 1, 2}))
+CHAT, WEIGHED = Chat((QUESTION, ANSWER)), Chat((QUESTION, ANSWER, QUESTION, ANSWER), None, frozenset({0, 1, 2}))
 ROWS = [
     ("text", {"text": "one", "more": 1}, Completion("", "one")),
-    ("messages", {"messages": [ASKED, SAID]}, CHAT),
+    ("messages", {"messages": [QUESTION, ANSWER]}, CHAT),
     ("messages", {"messages": []}, Chat(())),
-    ("messages", {"messages": [{"role": "user", "content": PARTS}, {**SAID, "tool_calls": None}], "tools": None}, CHAT),
+    ("messages", {"messages": [{"role": "user", "content": PARTS}, {**ANSWER, "tool_calls": None}], "tools": None}, CHAT),
     ("messages", {"messages": [CALL], "tools": '[{"name": "add"}]'}, Chat(({**CALL, "content": ""},), ({"name": "add"},))),
     (
         "messages",
-        {"messages": [ASKED, {**SAID, "weight": 0}, {**SAID, "weight": 1.0}]},
-        Chat((ASKED, SAID, SAID), None, frozenset({1})),
+        {"messages": [QUESTION, {**ANSWER, "weight": 0}, {**ANSWER, "weight": 1.0}]},
+        Chat((QUESTION, ANSWER, ANSWER), None, frozenset({1})),
     ),
     ("alpaca", {"instruction": "who?", "input": "", "output": "me", "system": None}, CHAT),
-    ("alpaca", {"instruction": "w", "input": "ho?", "output": "me"}, Chat(({"role": "user", "content": "w\nho?"}, SAID))),
-    ("alpaca", {"instruction": "who?", "output": "me", "history": [["who?", "me"]]}, Chat((ASKED, SAID, ASKED, SAID))),
+    ("alpaca", {"instruction": "w", "input": "ho?", "output": "me"}, Chat(({"role": "user", "content": "w\nho?"}, ANSWER))),
+    ("alpaca", {"instruction": "who?", "output": "me", "history": [["who?", "me"]]}, Chat((QUESTION, ANSWER, QUESTION, ANSWER))),
     ("sharegpt", {"conversations": [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}]}, CHAT),
     (
         "sharegpt",
         {"conversations": [{"from": "observation", "value": "4"}], "system": "s"},
         Chat((SYSTEM, {"role": "tool", "content": "4"})),
     ),
-    ("sharegpt", {"conversations": [{"from": "gpt", "value": "me", "weight": 0.0}]}, Chat((SAID,), None, frozenset({0}))),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": "me", "weight": 0.0}]}, Chat((ANSWER,), None, frozenset({0}))),
     ("prompt-completion", {"prompt": "who? ", "completion": "me", "text": "x"}, Completion("who? ", "me")),
-    ("prompt-completion", {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]}, WEIGHED),
+    ("prompt-completion", {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}, WEIGHED),
     ("question-answer", {"question": "who?", "answer": "me", "id": 3}, CHAT),
-    ("question-answer", {"question": "who?", "answer": "me", "system": "s"}, Chat((SYSTEM, ASKED, SAID))),
+    ("question-answer", {"question": "who?", "answer": "me", "system": "s"}, Chat((SYSTEM, QUESTION, ANSWER))),
 ]
 
 
@@ -57,7 +57,7 @@ def test_a_row_is_understood_and_tells_its_format(format, row, expected):
     [
         ("text", {"text": None}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}),
-        ("messages", {"messages": [ASKED, {**SAID, "weight": 0.5}]}),
+        ("messages", {"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}),
         ("alpaca", {"instruction": "x", "output": "x", "history": [["a"]]}),
         ("prompt-completion", {"prompt": "who?", "completion": "me", "system": "s"}),
         ("text", {"a\nb\u2028c": 1}),
@@ -84,36 +84,36 @@ def test_any_row_is_a_document_or_one_line(row):
 
 
 def test_the_first_row_decides_and_others_must_follow(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "x", "messages": [ASKED, SAID]}, {"text": "x"}])
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "x", "messages": [QUESTION, ANSWER]}, {"text": "x"}])
     assert 'a.jsonl:2: no list under "messages"' in refused(path)
     assert texts_of(read(path, format="text")) == ["x", "x"]
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": [ASKED], "completion": [SAID]}]
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": [QUESTION], "completion": [ANSWER]}]
     assert "texts and messages in one data set" in refused(write_lines(tmp_path / "b.jsonl", rows))
 
 
 def test_files_of_a_folder_have_the_same_columns(tmp_path):
-    write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [ASKED, SAID]}])
+    write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [QUESTION, ANSWER]}])
     write_lines(tmp_path / "data" / "b.jsonl", [{"question": "who?", "answer": "me"}])
-    said = "b.jsonl:1: columns of question-answer, and those of "
-    assert said in (message := refused(tmp_path / "data"))
+    fragment = "b.jsonl:1: columns of question-answer, and those of "
+    assert fragment in (message := refused(tmp_path / "data"))
     assert "a.jsonl:1 are of messages; give files of different columns each a --data of its own" in message
 
 
 def test_too_long_and_unsupervised_samples_are_counted(tmp_path):
     long = {"role": "assistant", "content": "x" * 90}
-    rows = [{"messages": messages} for messages in ([ASKED, SAID], [ASKED], [ASKED, long], [])]
+    rows = [{"messages": messages} for messages in ([QUESTION, ANSWER], [QUESTION], [QUESTION, long], [])]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    said = read(path).words()
-    assert said["rows"] == "4 documents, 2 unsupervised, 1 cut"
-    assert said["sequences"] == "2 of 64 tokens, 74% full, packing one"
-    assert "warning" not in said
+    message = read(path).words()
+    assert message["rows"] == "4 documents, 2 unsupervised, 1 cut"
+    assert message["sequences"] == "2 of 64 tokens, 74% full, packing one"
+    assert "warning" not in message
     assert read(write_lines(path, rows[2:3])).words()["warning"].startswith("data: many documents are cut, and the rest")
-    long = {"messages": [{"role": "user", "content": "x" * 90}, SAID]}
+    long = {"messages": [{"role": "user", "content": "x" * 90}, ANSWER]}
     assert "nothing to learn in it (1 document, 1 unsupervised, 1 cut)" in refused(write_lines(path, [long]))
 
 
 def test_packing_by_document_is_for_models_that_can(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": [ASKED, SAID]}])
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER]}])
 
     def packing(by_document: bool, **fields: object) -> str:
         data = read(path, by_document=by_document, **fields)

@@ -1,4 +1,4 @@
-"""Map-style data: every token once an epoch, each set its share, in an order that seed and step decide."""
+"""Map-style data: every token once an epoch, weights of sets, order by seed and step."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ lengths, batches, seeds = st.integers(2, 9), st.integers(1, 5), st.none() | st.i
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory):
-    """Texts, joined; in the order of the files if there is no seed."""
+    """Return joined texts, in the order of the files without a seed."""
 
     def read_texts(documents, seq_len, batch_size, seed):
         path = write_lines(tmp_path_factory.mktemp("data") / "a.jsonl", ({"text": text} for text in documents))
@@ -33,7 +33,7 @@ def joined(tmp_path_factory):
 
 
 def rows_of(data, n_steps):
-    """The sequences of some steps without their padding, recovered from inputs and targets."""
+    """Recover the unpadded sequences of some steps from inputs and targets."""
     rows = []
     for step in range(n_steps):
         batch = data.batch(step)
@@ -49,14 +49,14 @@ def rows_of(data, n_steps):
 @given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds)
 def test_every_epoch_holds_every_sequence_once(joined, documents, seq_len, batch_size, seed):
     ids = [i for text in documents for i in (*text.encode(), END)]
-    expected = [ids[at : at + seq_len] for at in range(0, len(ids), seq_len)]
+    expected = [ids[i : i + seq_len] for i in range(0, len(ids), seq_len)]
     expected = [sequence for sequence in expected if len(sequence) > 1]
     data = joined(documents, seq_len, batch_size, seed)
     assert data.n_steps == -(-len(expected) // batch_size)
     rows = rows_of(data, -(-2 * len(expected) // batch_size))
     for epoch in range(2):
-        found = rows[epoch * len(expected) : (epoch + 1) * len(expected)]
-        assert found == expected if seed is None else sorted(found) == sorted(expected)
+        epoch_rows = rows[epoch * len(expected) : (epoch + 1) * len(expected)]
+        assert epoch_rows == expected if seed is None else sorted(epoch_rows) == sorted(expected)
 
 
 @pytest.mark.drawn
@@ -72,9 +72,9 @@ def test_a_step_sees_the_same_whatever_was_asked_before(joined, documents, seq_l
 
 def test_epochs_and_seeds_have_orders_of_their_own(joined):
     data = {seed: joined([chr(65 + i) * 3 for i in range(24)], 4, 24, seed) for seed in (None, 0, 1, 2**32)}
-    assert len({str(of.batch(step).input_ids.tolist()) for seed, of in data.items() for step in (0, 1)}) == 7
+    assert len({str(dataset.batch(step).input_ids.tolist()) for seed, dataset in data.items() for step in (0, 1)}) == 7
     assert same(data[None].batch(0), data[None].batch(1))
-    assert len({of.fingerprint for of in data.values()}) == 4
+    assert len({dataset.fingerprint for dataset in data.values()}) == 4
 
 
 def test_the_loss_is_the_one_transformers_computes_from_labels(joined):
@@ -86,9 +86,9 @@ def test_the_loss_is_the_one_transformers_computes_from_labels(joined):
     n_supervised = (batch.targets != UNSUPERVISED).sum(1)
     is_padding = torch.arange(6) > n_supervised[:, None]
     with torch.no_grad():
-        theirs = model(input_ids=batch.input_ids, labels=batch.input_ids.masked_fill(is_padding, UNSUPERVISED))
-    ours = torch.nn.functional.cross_entropy(theirs.logits.flatten(0, 1), batch.targets.flatten())
-    torch.testing.assert_close(ours, theirs.loss, rtol=1e-6, atol=0)
+        reference = model(input_ids=batch.input_ids, labels=batch.input_ids.masked_fill(is_padding, UNSUPERVISED))
+    loss = torch.nn.functional.cross_entropy(reference.logits.flatten(0, 1), batch.targets.flatten())
+    torch.testing.assert_close(loss, reference.loss, rtol=1e-6, atol=0)
 
 
 # -- several sets --------------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def mixed(folder, weights, seed=7, **fields):
     return read_data(settings, None, 300, 8, 4, seed, folder / "run" / "tokens", by_document=True)
 
 
-def seen(data, first, stop):
-    """The texts of the samples of some steps."""
+def sample_texts(data, first, stop):
+    """Decode the samples of some steps."""
     ids = torch.cat([data.batch(step).input_ids for step in range(first, stop)])
     return [bytes(i for i in row if i < END).decode() for row in ids.tolist()]
 
@@ -114,23 +114,23 @@ def seen(data, first, stop):
 def test_without_weights_an_epoch_holds_every_sample_of_all_sets(tmp_path):
     data = mixed(tmp_path, (None, None, None))
     every = sorted(f"{name}{i:02}" for name, n in SIZES.items() for i in range(n))
-    texts = seen(data, 0, 2 * data.n_steps)
+    texts = sample_texts(data, 0, 2 * data.n_steps)
     assert (len(every), data.n_steps) == (19, 5)
     assert sorted(texts[:19]) == sorted(texts[19:38]) == every
     assert texts[:19] != texts[19:38]
-    assert seen(mixed(tmp_path, (None, None, None), shuffle=False), 0, 1) == ["c00", "a00", "c01", "b00"], "spread evenly"
+    assert sample_texts(mixed(tmp_path, (None, None, None), shuffle=False), 0, 1) == ["c00", "a00", "c01", "b00"], "spread evenly"
 
 
 def test_weights_are_shares_and_a_set_begins_anew_when_through(tmp_path):
     data = mixed(tmp_path, (0.5, 0.2, 0.3))
-    texts = seen(data, 0, 250)
+    texts = sample_texts(data, 0, 250)
     assert Counter(text[0] for text in texts) == {"a": 500, "b": 200, "c": 300}
     for begin in range(0, 1000, 20):
-        some = Counter(text[0] for text in texts[begin : begin + 20])
-        assert abs(some["a"] - 10) + abs(some["b"] - 4) + abs(some["c"] - 6) <= 3, "in any stretch"
+        counts = Counter(text[0] for text in texts[begin : begin + 20])
+        assert abs(counts["a"] - 10) + abs(counts["b"] - 4) + abs(counts["c"] - 6) <= 3, "in any stretch"
     for name, n in SIZES.items():
-        own = [text for text in texts if text[0] == name]
-        epochs = [tuple(own[at : at + n]) for at in range(0, len(own) - n, n)]
+        set_texts = [text for text in texts if text[0] == name]
+        epochs = [tuple(set_texts[i : i + n]) for i in range(0, len(set_texts) - n, n)]
         assert all(len(set(epoch)) == n for epoch in epochs)
         assert len(set(epochs)) > 1, "each in an order of its own"
     assert data.words()["data 1"].endswith("a.jsonl: text")
@@ -139,15 +139,15 @@ def test_weights_are_shares_and_a_set_begins_anew_when_through(tmp_path):
 
 @pytest.mark.parametrize("weights", [(None, None, None), (0.5, 0.2, 0.3)])
 def test_a_mix_is_resumed_at_any_step(tmp_path, weights):
-    whole, again = mixed(tmp_path, weights), mixed(tmp_path, weights)
-    expected = seen(whole, 0, 40)
-    assert again.resume(31, whole.position(31))
-    assert seen(again, 31, 40) == expected[31 * 4 :]
-    assert seen(again, 3, 5) == expected[12:20]
-    assert not again.resume(30, whole.position(31))
-    others = [mixed(tmp_path, weights, 8), mixed(tmp_path, (0.5, 0.3, 0.2)), whole]
-    assert again.fingerprint == whole.fingerprint
-    assert len({other.fingerprint for other in others}) == 3
+    unbroken, again = mixed(tmp_path, weights), mixed(tmp_path, weights)
+    expected = sample_texts(unbroken, 0, 40)
+    assert again.resume(31, unbroken.position(31))
+    assert sample_texts(again, 31, 40) == expected[31 * 4 :]
+    assert sample_texts(again, 3, 5) == expected[12:20]
+    assert not again.resume(30, unbroken.position(31))
+    variants = [mixed(tmp_path, weights, 8), mixed(tmp_path, (0.5, 0.3, 0.2)), unbroken]
+    assert again.fingerprint == unbroken.fingerprint
+    assert len({variant.fingerprint for variant in variants}) == 3
 
 
 def test_texts_and_chats_mix_and_chats_see_themselves_alone(tmp_path):

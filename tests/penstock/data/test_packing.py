@@ -1,4 +1,4 @@
-"""Packing: every token to be learned is a target once, after its own document alone where that was asked."""
+"""Packing: every learned token is a target once; with isolation its context is its own document."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ PAD = 9999
 
 @dataclass
 class Listed:
-    """Documents as lists: (id, whether it is to be learned) of each token."""
+    """Documents as lists of (token id, True if learned)."""
 
     tokens: list[list[tuple[int, bool]]]
     problems: tuple[()] = ()
@@ -48,7 +48,7 @@ class Listed:
 
 @st.composite
 def listed(draw):
-    """Documents whose every token has an id of its own, so that it can be found again."""
+    """Make documents with unique token ids, to find each token after packing."""
     masks = draw(st.lists(st.lists(st.booleans(), max_size=24) | st.integers(0, 24).map(lambda n: [True] * n), max_size=9))
     ids = iter(range(10**6))
     return Listed([[(next(ids), learn) for learn in mask] for mask in masks])
@@ -59,17 +59,17 @@ ways = st.sampled_from(["cut", "split", "skip"])
 
 
 def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised="skip"):
-    """Sequences, their rows, and what became of documents."""
+    """Return packed sequences, their rows, and counts of documents."""
     shape = Shape(packing, seq_len, PAD, too_long, unsupervised)
     order = range(len(documents.tokens)) if order is None else order
     sequences, counts = pack(documents, np.array(order, dtype=np.int64), shape)
     rows = [row for i in range(len(sequences)) for row in rows_of(documents, sequences[i], shape)]
-    lengths = batch_of(rows, replace(shape, packing="documents"), (), (), None).document_tokens if rows else ()
-    return sequences, [(ids.tolist(), targets.tolist(), of) for (ids, targets, _), of in zip(rows, lengths, strict=True)], counts
+    sizes = batch_of(rows, replace(shape, packing="documents"), (), (), None).document_tokens if rows else ()
+    return sequences, [(ids.tolist(), targets.tolist(), size) for (ids, targets, _), size in zip(rows, sizes, strict=True)], counts
 
 
 def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
-    """Each token that is learned, but for the first of each piece."""
+    """Return the learned tokens except the first of each piece."""
     return sorted(i for piece in pieces for i, learn in piece[1:] if learn)
 
 
@@ -77,13 +77,13 @@ def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
 def test_every_learned_token_is_a_target_once_after_its_own(documents, seq_len, way, packing, data):
     order = data.draw(st.permutations(range(len(documents.tokens))))
     _, rows, counts = packed(documents, packing, seq_len, order, way)
-    found = sorted(target for _, targets, _ in rows for target in targets if target != UNSUPERVISED)
-    kept = {
+    learned = sorted(target for _, targets, _ in rows for target in targets if target != UNSUPERVISED)
+    packed_ids = {
         "cut": [document[:seq_len] for document in documents.tokens],
         "split": documents.tokens,
         "skip": [document for document in documents.tokens if len(document) <= seq_len],
     }[way]
-    assert found == obvious_targets(kept)
+    assert learned == obvious_targets(packed_ids)
     for ids, targets, spans in rows:
         assert sum(spans) == seq_len
         assert any(target != UNSUPERVISED for target in targets), "a sequence without a target"
@@ -107,7 +107,7 @@ def test_a_pair_with_a_half_that_teaches_nothing_is_left_out():
 
 
 def obvious_first_fit(lengths: list[int], seq_len: int, n_open: int) -> list[list[int]]:
-    """Documents to sequences, by looking at all sequences each time."""
+    """Reference implementation: first fit over all open sequences."""
     sequences: list[list[int]] = []
     is_open: list[bool] = []
     for n in lengths:
@@ -126,14 +126,14 @@ def obvious_first_fit(lengths: list[int], seq_len: int, n_open: int) -> list[lis
 @given(ns=st.lists(st.integers(2, 12), max_size=60), seq_len=st.integers(12, 40), n_open=st.integers(1, 5))
 def test_documents_are_packed_as_the_obvious_packer_does(ns, seq_len, n_open):
     documents = Listed([[(i, True) for i in range(n)] for n in ns])
-    kept, room.OPEN_SEQUENCES = room.OPEN_SEQUENCES, n_open
+    default_open, room.OPEN_SEQUENCES = room.OPEN_SEQUENCES, n_open
     try:
         sequences, _, _ = packed(documents, "documents", seq_len, too_long="refuse", unsupervised="refuse")
     finally:
-        room.OPEN_SEQUENCES = kept
-    found = [[stop - start for _, start, stop in sequences[i]] for i in range(len(sequences))]
-    assert found == obvious_first_fit(ns, seq_len, n_open)
-    assert all(sum(held) <= seq_len for held in found)
+        room.OPEN_SEQUENCES = default_open
+    sizes = [[stop - start for _, start, stop in sequences[i]] for i in range(len(sequences))]
+    assert sizes == obvious_first_fit(ns, seq_len, n_open)
+    assert all(sum(held) <= seq_len for held in sizes)
 
 
 @given(documents=listed(), seq_len=lengths, data=st.data())
@@ -142,7 +142,7 @@ def test_joined_documents_are_one_row_that_is_cut(documents, seq_len, data):
     _, rows, counts = packed(documents, "joined", seq_len, order, "refuse")
     learns = [d for d in order if any(learn for _, learn in documents.tokens[d])]
     row = [token for d in learns for token in documents.tokens[d]]
-    pieces = [row[at : at + seq_len] for at in range(0, len(row), seq_len)]
+    pieces = [row[i : i + seq_len] for i in range(0, len(row), seq_len)]
     pieces = [piece for piece in pieces if any(learn for _, learn in piece[1:])]
     expected = []
     for piece in pieces:
@@ -165,7 +165,7 @@ def test_what_is_refused_is_named(packing):
 
 
 def test_whole_documents_fill_most_of_every_sequence():
-    """What the window of open sequences is for: with one open sequence a fifth would be padding."""
+    """With one open sequence instead of a window, a fifth would be padding."""
     ns = np.random.RandomState(0).geometric(1 / 200, 3000).clip(2, 1024)
     sequences, _, _ = packed(Listed([[(i, True) for i in range(n)] for n in ns.tolist()]), "documents", 1024)
     assert ns.sum() / (len(sequences) * 1024) > 0.97

@@ -1,4 +1,4 @@
-"""Answers that share sequences: the numbers of answers that have a sequence each, of less padding."""
+"""Answers packed into shared sequences: same losses as with one sequence per answer, less padding."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.training import semantics_of
 
 SEQ_LEN, N = 48, 24
 PAIRS = [{"prompt": f"tea {'x' * (n % 3)}? ", "chosen": "yes" * (1 + n % 4), "rejected": "no" * (1 + n % 5)} for n in range(N)]
-PAIRS[5] |= {"rejected": "never" * 8}  # of a sequence of its own
+PAIRS[5] |= {"rejected": "never" * 8}  # in a sequence without other answers
 ANSWERS = [{"prompt": f"tea {'x' * (n % 5)}? ", "completion": "yes" * (1 + n % 4), "label": n % 3 > 0} for n in range(N)]
 TEXTS = [{"text": "good " * (1 + n % 3) + "tea", "label": n % 2} for n in range(N)]
 GROUPS = [
@@ -25,30 +25,30 @@ GROUPS = [
     | {"logprobs": [[-5.5] * (1 + n), [-6, -5, -6]], "rewards": [n, 1]}
     for n in range(N // 2)
 ]
-OF = {"kto:group=3": ANSWERS, "classify": TEXTS, **dict.fromkeys(("grpo", "dapo", "dr-grpo"), GROUPS)}
+ROWS = {"kto:group=3": ANSWERS, "classify": TEXTS, **dict.fromkeys(("grpo", "dapo", "dr-grpo"), GROUPS)}
 
 
 def read(tmp_path, loss, **how):
-    """All rows in one batch; with `by_document` they share sequences."""
+    """Return all rows in one batch; with `by_document` they share sequences."""
     objective = parse_objective(loss)
-    path = write_lines(tmp_path / "a.jsonl", OF.get(loss, PAIRS))
-    of = lambda n: read_data(  # noqa: E731
+    path = write_lines(tmp_path / "a.jsonl", ROWS.get(loss, PAIRS))
+    load = lambda n: read_data(  # noqa: E731
         DataSettings(str(path), shuffle=False), None, 272, SEQ_LEN, n, 0, tmp_path / "run" / "t", objective=objective, **how
     )
-    return of(of(objective.rows_each).n_sequences * objective.rows_each)
+    return load(load(objective.rows_each).n_sequences * objective.rows_each)
 
 
 def by_text(batch, value):
-    """A number of each position that is of its document alone, by the document's own tokens."""
-    found = {}
-    for ids, of, lengths in zip(batch.input_ids, value, batch.document_tokens or [None] * len(value), strict=True):
-        at = 0
+    """Group per-position values by the tokens of their document."""
+    groups = {}
+    for ids, row_values, lengths in zip(batch.input_ids, value, batch.document_tokens or [None] * len(value), strict=True):
+        offset = 0
         for n in lengths or [SEQ_LEN]:
-            document = tuple(token for token in ids[at : at + n].tolist() if token != 256)  # not what fills a sequence up
-            found.setdefault(document, []).append(of[at : at + len(document)].tolist())
-            at += n
-    found.pop((), None)
-    return found
+            document = tuple(token for token in ids[offset : offset + n].tolist() if token != 256)  # without padding
+            groups.setdefault(document, []).append(row_values[offset : offset + len(document)].tolist())
+            offset += n
+    groups.pop((), None)
+    return groups
 
 
 @pytest.mark.soak_cases("ipo", "orpo", "simpo", "dapo", "dr-grpo")
@@ -56,12 +56,12 @@ def by_text(batch, value):
     "loss", ["dpo", "ipo", "orpo", "simpo", "kto:group=3", "grpo", "dapo", "dr-grpo", "reward:center=0.1", "classify"]
 )
 def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
-    """To the last bit where sums are of one answer; of fewer sequences, none longer than a plan's."""
+    """Sums over one answer are bitwise identical; fewer sequences, none longer than the plan's."""
     objective = parse_objective(loss)
-    alone, shared = (read(tmp_path, loss, by_document=by) for by in (False, True))
+    alone, shared = (read(tmp_path, loss, by_document=flag) for flag in (False, True))
     both = [data.batch(0) for data in (alone, shared)]
     assert len(both[1].input_ids) <= 0.75 * len(both[0].input_ids)
-    found = []
+    losses = []
     for batch in both:
         n = len(batch.input_ids)
         semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=n, batch_size=n, seq_len=SEQ_LEN))
@@ -70,28 +70,28 @@ def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
         templates = Templates(config, build_workload(Model(config), semantics), semantics)
         torch.manual_seed(4)
         weights = {p.name: torch.randn(p.shape) * 0.2 for p in templates.workload.blocks[-1].parameters}
-        table, at = torch.randn(997, 32), torch.arange(SEQ_LEN)
-        starts = torch.zeros(n, SEQ_LEN).long()  # what a token is in its document decides its hidden state, as with attention
+        table, positions = torch.randn(997, 32), torch.arange(SEQ_LEN)
+        starts = torch.zeros(n, SEQ_LEN).long()  # hidden states depend on the token and its document, as with attention
         for row, lengths in enumerate(batch.document_tokens or [(SEQ_LEN,)] * n):
             starts[row] = torch.cat([torch.full((length,), sum(lengths[:i])) for i, length in enumerate(lengths)])
-        hidden = table[(batch.input_ids * 31 + (at - starts) * 7) % 997]
+        hidden = table[(batch.input_ids * 31 + (positions - starts) * 7) % 997]
         slots = () if batch.n_answers is None else (batch.extras["answer"].shape[1],)
         extras = {**batch.extras, "reference": torch.full((n, *slots), -40.0, dtype=torch.float64)}
         n_losses, total = semantics.n_losses(batch.n_supervised, batch.n_answers), torch.zeros(weights[templates.head.weight].shape)
         value, towards, _ = templates.head.loss(weights, hidden, batch.targets, n_losses, total, extras)
-        found.append((n_losses, value, total, by_text(batch, towards)))
-    (n_alone, value, total, towards), (n_shared, of_shared, total_shared, towards_shared) = found
+        losses.append((n_losses, value, total, by_text(batch, towards)))
+    (n_alone, value, total, towards), (n_shared, of_shared, total_shared, towards_shared) = losses
     assert n_alone == n_shared > 0
     torch.testing.assert_close(of_shared, value, rtol=1e-6, atol=0)
     torch.testing.assert_close(total_shared, total, rtol=1e-4, atol=1e-6)
     assert towards.keys() == towards_shared.keys()
-    for key, of in towards.items():
-        both_ways = [torch.tensor(sorted(each)) for each in (of, towards_shared[key])]
+    for key, values in towards.items():
+        both_ways = [torch.tensor(sorted(gradients)) for gradients in (values, towards_shared[key])]
         torch.testing.assert_close(both_ways[1], both_ways[0], rtol=1e-5, atol=1e-7)
 
 
 def test_a_pair_stays_in_two_sequences_that_follow_each_other(tmp_path):
-    """Whatever lies beside it, so that any micro-batch of whole units has both halves; a reference and a file say as many."""
+    """Any micro-batch of whole units then has both halves."""
     batch = read(tmp_path, "dpo", by_document=True).batch(0)
     spans = batch.extras["answer"]
     sizes = (spans[..., 1] - spans[..., 0]).view(-1, 2, spans.shape[1])

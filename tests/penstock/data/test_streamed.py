@@ -1,4 +1,4 @@
-"""Streamed data: every document once an epoch, and exact resume wherever a run was left."""
+"""Streamed data: every document once an epoch, and exact resume at any step."""
 
 import json
 from collections import Counter
@@ -25,13 +25,13 @@ files = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
 
 def write_sets(folder: Path, ns: list[int]) -> Path:
-    """Files of every kind; each document is told from all others by its text."""
+    """Write files of every kind; documents have distinct texts."""
     texts = (f"{i:03d}" + "x" * (i % 7) for i in count())
     for f, n in enumerate(ns):
-        own = [{"text": next(texts)} for _ in range(n)]
-        write_lines(folder / f"{f}.jsonl", own)
-        if f % 2 and own:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(own), folder / f"{f}.parquet")
+        rows = [{"text": next(texts)} for _ in range(n)]
+        write_lines(folder / f"{f}.jsonl", rows)
+        if f % 2 and rows:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{f}.parquet")
             (folder / f"{f}.jsonl").unlink()
     (folder / "note.txt").write_text("999")
     (folder / "picture").write_bytes(b"\xff\xfe")
@@ -43,17 +43,17 @@ def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **
 
 
 def documents_of(batch: Batch) -> list[bytes]:
-    """The documents in a batch, padding left out."""
-    found = []
+    """Return the documents in a batch, without padding."""
+    result = []
     for ids, lengths in zip(batch.input_ids.tolist(), batch.document_tokens, strict=True):
         ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
         documents = [ids[end - n : end] for n, end in zip(lengths, ends, strict=True)]
-        found += [bytes(document[:-1]) for document in documents if set(document) != {END}]
-    return found
+        result += [bytes(document[:-1]) for document in documents if set(document) != {END}]
+    return result
 
 
 def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:
-    """The documents of each sequence of some epochs, batches being a sequence each."""
+    """Return the documents of each sequence of some epochs, with one sequence per batch."""
     epochs: list[list[list[bytes]]] = [[] for _ in range(n)]
     for step in count():
         documents = documents_of(data.batch(step))
@@ -93,14 +93,14 @@ def test_epochs_and_seeds_have_orders_and_sequences_of_their_own(tmp_path):
 )
 def test_a_resumed_stream_equals_an_unbroken_one(tmp_path_factory, ns, places, packing, shuffle):
     path = write_sets(tmp_path_factory.mktemp("data"), ns)
-    whole, broken, at = stream(path, packing=packing, shuffle=shuffle), stream(path, packing=packing, shuffle=shuffle), 0
-    expected = [whole.batch(step) for step in range(places[-1] + 9)]
-    for left in [*places, places[-1] + 9]:
-        assert all(same(broken.batch(step), expected[step]) for step in range(at, left))
-        position, at = json.loads(json.dumps(broken.position(left))), left
+    unbroken, broken, offset = stream(path, packing=packing, shuffle=shuffle), stream(path, packing=packing, shuffle=shuffle), 0
+    expected = [unbroken.batch(step) for step in range(places[-1] + 9)]
+    for n_done in [*places, places[-1] + 9]:
+        assert all(same(broken.batch(step), expected[step]) for step in range(offset, n_done))
+        position, offset = json.loads(json.dumps(broken.position(n_done))), n_done
         broken = stream(path, packing=packing, shuffle=shuffle)
-        assert broken.resume(left, position)
-        assert (broken.position(left), broken.fingerprint) == (position, whole.fingerprint)
+        assert broken.resume(n_done, position)
+        assert (broken.position(n_done), broken.fingerprint) == (position, unbroken.fingerprint)
 
 
 def test_a_step_that_is_asked_again_is_the_same(tmp_path):
@@ -124,7 +124,7 @@ def test_what_is_wrong_with_a_row_is_said_when_its_step_comes(tmp_path):
 
 
 def test_conversations_in_several_documents_are_resumed_within(tmp_path):
-    """A template that rewrites earlier turns makes a document of each answer."""
+    """A template that rewrites earlier turns makes one document per answer."""
     roles = ("user", "assistant")
     turns = [[{"role": role, "content": f"{role[0]}{i}.{k}"} for k in range(i % 3 + 1) for role in roles] for i in range(9)]
     path = write_lines(tmp_path / "data" / "a.jsonl", ({"messages": messages} for messages in turns))
@@ -134,12 +134,12 @@ def test_conversations_in_several_documents_are_resumed_within(tmp_path):
     def chats() -> RunData:
         return read_data(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True)
 
-    whole = chats()
-    batches = [whole.batch(step) for step in range(30)]
-    for left in range(0, 20, 3):
+    unbroken = chats()
+    batches = [unbroken.batch(step) for step in range(30)]
+    for n_done in range(0, 20, 3):
         again = chats()
-        again.resume(left, whole.position(left))
-        assert all(same(again.batch(step), batches[step]) for step in range(left, left + 4))
+        again.resume(n_done, unbroken.position(n_done))
+        assert all(same(again.batch(step), batches[step]) for step in range(n_done, n_done + 4))
 
 
 def test_going_on_reads_no_file_that_was_read_before(tmp_path, monkeypatch):
@@ -158,15 +158,15 @@ def test_going_on_reads_no_file_that_was_read_before(tmp_path, monkeypatch):
 
 def test_a_changed_stream_has_another_fingerprint(tmp_path):
     path = write_sets(tmp_path, [9, 9])
-    before, content = stream(path).fingerprint, (path / "0.jsonl").read_bytes()
+    initial, content = stream(path).fingerprint, (path / "0.jsonl").read_bytes()
     (path / "0.jsonl").write_bytes(content.replace(b"001", b"901"))
-    assert stream(path).fingerprint != before
+    assert stream(path).fingerprint != initial
     (path / "0.jsonl").write_bytes(content)
-    assert stream(path).fingerprint == before
+    assert stream(path).fingerprint == initial
     ends = []
     for end in "ab":
         (path / "long.txt").write_text("x" * 400_000 + end)
         ends.append(stream(path).fingerprint)
     (path / "long.txt").unlink()
-    others = [{"seed": 4}, {"seq_len": 25}, {"batch_size": 1}, {"shuffle_buffer": 6}, {"packing": "one"}, {"too_long": "split"}]
-    assert len({before, *ends, *(stream(path, **other).fingerprint for other in others)}) == 3 + len(others)
+    variants = [{"seed": 4}, {"seq_len": 25}, {"batch_size": 1}, {"shuffle_buffer": 6}, {"packing": "one"}, {"too_long": "split"}]
+    assert len({initial, *ends, *(stream(path, **variant).fingerprint for variant in variants)}) == 3 + len(variants)

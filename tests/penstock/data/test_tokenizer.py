@@ -1,4 +1,4 @@
-"""Tokenizers: ids are those of transformers, whatever was saved with them, and a broken one is one line."""
+"""Tokenizers: same ids as transformers for any saved options; errors are one line."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.bytes_of_files import tokens_of, write_lines
 
 
 def write_tokenizer(folder: Path, config: object = None) -> Path:
-    """Words to ids, `<s>` put in front, and saved with truncation and padding switched on, as some are."""
+    """Write a word tokenizer that prepends `<s>`, saved with truncation and padding enabled."""
     words = ["<s>", "</s>", "<unk>", "the", "river", "runs", "down"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -37,11 +37,11 @@ def ids_of(folder: Path, texts: list[str], vocab_size: int = 7) -> list[list[int
 
 def test_the_tokenizer_of_the_model_is_used_whole(tmp_path):
     write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
-    texts = ["the river runs down the river", "down", "down </s>"]  # the last brings its end
+    texts = ["the river runs down the river", "down", "down </s>"]  # the last token ends the text
     expected = [[0, 3, 4, 5, 6, 3, 4, 1], [0, 6, 1], [0, 6, 1]]
     assert ids_of(tmp_path, texts) == expected
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert [[*theirs(text)["input_ids"], theirs.eos_token_id] for text in texts[:2]] == expected[:2]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts[:2]] == expected[:2]
 
 
 @given(text=st.text())

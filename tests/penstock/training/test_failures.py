@@ -1,4 +1,4 @@
-"""Accidents: each stops all lanes, is named, and leaves a checkpoint from which the run goes on to the same bits."""
+"""Failures: all lanes stop, the error has a name, and the run resumes bitwise from its checkpoint."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ ACCIDENTS = settings(
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
-    phases=[Phase.explicit, Phase.generate],  # an example takes a second, and making it smaller a thousand of them
+    phases=[Phase.explicit, Phase.generate],  # an example takes a second; shrinking would need a thousand of them
 )
 ERRORS = (
     *(OSError(28, "No space left on device"), MemoryError(), KeyError("boom"), AssertionError("ours"), StopIteration()),
@@ -46,7 +46,7 @@ Fields = tuple[tuple[str, object], ...]
 
 
 def drawn_plan(data: st.DataObject, **fields) -> Plan:
-    """A plan of any legal policy for the model of `session_of`."""
+    """Sample a plan with any legal policy for the model of `session_of`."""
     semantics = semantics_of("llama", **fields)
     policy = data.draw(policies(semantics, build_workload(Model(tiny_config("llama")), semantics)), label="policy")
     return plan_of(tiny_config("llama"), semantics, policy)
@@ -54,7 +54,7 @@ def drawn_plan(data: st.DataObject, **fields) -> Plan:
 
 @lru_cache(maxsize=16)
 def undisturbed(folder: Path, fields: Fields = (), left_out: int | None = None) -> tuple[Tensors, Tensors, Tensors]:
-    """The state after N_STEPS, or what it would be if one step's updates were left out."""
+    """Return the state after N_STEPS, optionally without the updates of one step."""
 
     class Runs(LeavesOut):
         pass
@@ -64,7 +64,7 @@ def undisturbed(folder: Path, fields: Fields = (), left_out: int | None = None) 
 
 
 def go_on(session: Session) -> int:
-    """Resume from the last checkpoint, or begin again where there is none; the step it resumed from."""
+    """Resume from the last checkpoint or start anew; return the step it resumed from."""
     if latest(session.folder) is not None:
         return train(resumed(session)).first_step
     host = session.store.host
@@ -83,8 +83,8 @@ def awaited(plan: Plan) -> list[int]:
 @ACCIDENTS
 @given(data=st.data())
 def test_an_exception_anywhere_is_named_and_the_run_goes_on(tmp_path_factory, data):
-    """In any op of any plan, before it, in its midst or after it, or where a lane hands over to another; of any kind. Then the
-    same machine goes on from its checkpoint, or a new one does under another plan."""
+    """Exceptions of any kind before, within or after any op of any plan, or at a handover between lanes. Then the run resumes
+    from its checkpoint on the same machine, or on a new one with another plan."""
     plan, where = drawn_plan(data), data.draw(st.sampled_from(["before", "middle", "after", "mark", "follow"]), label="where")
     index = data.draw(st.sampled_from(awaited(plan) if where == "follow" else range(len(plan.ops))), label="op")
     step = data.draw(st.integers(0, N_STEPS - 1), label="step")
@@ -96,16 +96,16 @@ def test_an_exception_anywhere_is_named_and_the_run_goes_on(tmp_path_factory, da
     every, background = data.draw(st.integers(1, 2), label="every"), data.draw(st.booleans(), label="background")
     folder = tmp_path_factory.mktemp("struck")
     session = session_of(folder, plan.policy, Breaks, every=every, background=background)
-    before = threading.active_count()
+    n_threads = threading.active_count()
     with pytest.raises((OpError, DataError)) as caught:
         in_time(lambda: train(session))
-    assert threading.active_count() == before, "a lane was left running"
+    assert threading.active_count() == n_threads, "a lane was left running"
     if isinstance(Breaks.error, PenstockError):
         assert caught.value is Breaks.error
     else:
         assert caught.value.__cause__ is Breaks.error
         assert f" failed: {type(Breaks.error).__name__}: " in str(caught.value)
-        if where != "follow":  # then it is the lane that follows which is named
+        if where != "follow":  # the error then names the following lane
             assert str(caught.value).startswith(f"step {step + 1}, lane {plan.ops[index].lane}: {plan.ops[index].name} failed")
     stands = whole_checkpoints(folder)
     last = step // every * every
@@ -127,7 +127,7 @@ COMPUTING = (Kind.FORWARD, Kind.LOSS, Kind.BACKWARD)
 @pytest.mark.parametrize(("kind", "step"), [*((kind, 3) for kind in COMPUTING), (Kind.UPDATE, 2), (Kind.SETTLE, 2)])
 @pytest.mark.parametrize("policy", [{"save": saves(all=(1, 2))}, {"save": saves(products=(1, 2))}], ids=["keeps", "saves"])
 def test_a_machine_forgets_the_step_in_which_it_failed(tmp_path, kind, step, policy):
-    """Graphs of a step that is not the next one it performs; a clip factor and a count of updates of one that is."""
+    """Drops autograd graphs if another step follows; drops the clip factor and update count if the same step is repeated."""
     policy = Policy(accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,), **policy)
     of_kind = [i for i, op in enumerate(plan_of(tiny_config("llama"), semantics_of("llama"), policy).ops) if op.kind is kind]
 
@@ -143,7 +143,7 @@ def test_a_machine_forgets_the_step_in_which_it_failed(tmp_path, kind, step, pol
 
 
 def poisoned(data: st.DataObject, folder: Path, **fields) -> tuple[Session, int]:
-    """A run of a drawn plan in which one op of one step writes NaN; and that step."""
+    """Make a run of a sampled plan with an op that writes NaN in one step; return it and the step."""
     plan, step = drawn_plan(data, **fields), data.draw(st.integers(0, N_STEPS - 1), label="step")
 
     class Strikes(Poisoned):
@@ -157,7 +157,7 @@ def poisoned(data: st.DataObject, folder: Path, **fields) -> tuple[Session, int]
 @ACCIDENTS
 @given(data=st.data())
 def test_nan_stops_the_run_with_the_name_of_a_parameter(tmp_path_factory, data):
-    """Whatever it was first: a weight, a boundary, a gradient, a sum. No update of that step is done."""
+    """NaN may start in a weight, boundary, gradient or sum. No update of that step is applied."""
     folder = tmp_path_factory.mktemp("stops")
     session, step = poisoned(data, folder)
     with pytest.raises(NonFiniteError) as caught:
@@ -185,24 +185,24 @@ def test_nan_that_skips_a_step_touches_no_state(tmp_path_factory, data):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Text, and three plans of one model with policies that differ in everything."""
+    """Folder with text, and three plans of one model with different policies."""
     home = make_home(tmp_path_factory.mktemp("home"))
-    asked = [
+    policies = [
         {"accumulation_group": 1},
         {"accumulation_group": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "save": {"all": [1]}},
         {"accumulation_group": 4, "update": "deferred", "spill_blocks": [0, 1]},
     ]
-    for i, policy in enumerate(asked):
+    for i, policy in enumerate(policies):
         (home / "policy.json").write_text(json.dumps(policy))
         plan_in(home, "--micro-batch", 1, "--policy", home / "policy.json", name=f"plan-{i}.json")
     return home
 
 
-def befallen(home: Path, folder: Path, what: str, n_trials: int, seed: int, *before: str) -> str:
-    """Run an accident of `accidents` in a process of its own, in a copy of the home."""
+def befallen(home: Path, folder: Path, accident: str, n_trials: int, seed: int, *prefix: str) -> str:
+    """Run a failure of `accidents` in a separate process, in a copy of the home folder."""
     shutil.copytree(home, folder, dirs_exist_ok=True)
-    command = [*before, sys.executable, "-m", "tests.accidents", what, str(folder), str(seed), str(n_trials)]
-    process = (subprocess.Popen if before else Forked)(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True)
+    command = [*prefix, sys.executable, "-m", "tests.accidents", accident, str(folder), str(seed), str(n_trials)]
+    process = (subprocess.Popen if prefix else Forked)(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True)
     out, errors = process.communicate(timeout=ENDED_S)
     assert process.returncode == 0, out + errors
     print(out)
@@ -212,17 +212,17 @@ def befallen(home: Path, folder: Path, what: str, n_trials: int, seed: int, *bef
 @pytest.mark.soak_cases("3-5")
 @pytest.mark.parametrize(("n_trials", "seed"), [(1, 13), (3, 5)])
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_bits(home, tmp_path, n_trials, seed):
-    """By SIGKILL, in ops and in the midst of a checkpoint's files; and once more after it went on."""
+    """SIGKILL within ops and checkpoint files; and again after the resume."""
     assert "killed" in befallen(home, tmp_path, "killed", n_trials, seed)
 
 
 @pytest.mark.soak
 def test_a_run_that_gets_sigterm_saves_its_step_and_exits_with_0(home, tmp_path):
-    """At any moment, as machines that are taken back send it; the next run goes on to the same bits."""
+    """SIGTERM at any moment, as on preemptible machines; the next run resumes, bitwise identical."""
     assert "terminated" in befallen(home, tmp_path, "terminated", 2, 5)
 
 
-NAMESPACE = ("unshare", "-rm")  # where any user can mount a disk of a few megabytes
+NAMESPACE = ("unshare", "-rm")  # systems on which any user can mount a disk of a few megabytes
 
 
 def can_mount() -> bool:
@@ -236,5 +236,5 @@ def can_mount() -> bool:
 @pytest.mark.soak
 @pytest.mark.skipif(not can_mount(), reason="needs a namespace in which to mount a small disk")
 def test_a_disk_full_at_any_moment_is_one_line_and_resumable(home, tmp_path):
-    """Whether it was a checkpoint, a line of the log or the timeline that found no room."""
+    """The full disk may hit a checkpoint, a log line or the timeline."""
     assert "full" in befallen(home, tmp_path, "full_disk", 3, 5, *NAMESPACE)

@@ -1,4 +1,4 @@
-"""Generation: the streamed model writes what transformers has it write."""
+"""Generation by the streamed model, compared with transformers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.late_streams import LateStreams
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import N_STEPS, differences, plain, semantics_of
 
-# Of lengths on both sides of a step of the shapes, one of them among padding
+# Lengths on both sides of a shape bucket, one of them within padding
 PROMPTS = [[5, 17, 3], [1], list(range(20, 82)), [7, 7, 9, 40, 2, 11]]
 
 
@@ -27,9 +27,9 @@ def said_by_transformers(model, prompt: list[int], n: int, end_ids=()) -> list[i
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_the_likeliest_tokens_are_those_of_transformers(model_type):
-    """Windows shorter than the prompts, experts, three sequences a micro-batch: the last one is alone among padding.
+    """Windows shorter than the prompts, experts, three sequences per micro-batch: the last has only padding next to it.
 
-    Weights so large that every position counts, and an output matrix that does not repeat what it was given.
+    Large weights make every position matter; the output matrix does not repeat its input.
     """
     config = tiny_config(model_type, attention_dropout=0.5, initializer_range=0.3, tie_word_embeddings=False)
     semantics = exact(model_type, seq_len=96, batch_size=3, micro_batch=3)
@@ -74,8 +74,8 @@ def test_a_sequence_ends_where_the_plans_sequences_end():
 def test_prompts_and_weights_that_cannot_be_used_are_refused():
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
     long = "prompt 1 has 1,600 tokens, and a sequence .* holds 16; "
-    for prompts, said in (([[1], []], "prompt 2 is empty; "), ([[1] * 1600], long)):
-        with pytest.raises(DataError, match=f"^{said}"):
+    for prompts, message in (([[1], []], "prompt 2 is empty; "), ([[1] * 1600], long)):
+        with pytest.raises(DataError, match=f"^{message}"):
             check_prompts(prompts, 16)
     for p in machine.host.owned[1]:
         machine.host.set_weight(p, torch.full(p.shape, torch.nan))

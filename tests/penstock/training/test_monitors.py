@@ -1,4 +1,4 @@
-"""Monitors: what TensorBoard, W&B and MLflow are told, and a run that goes on when they fail."""
+"""Monitors: values sent to TensorBoard, W&B and MLflow, and runs that continue after their errors."""
 
 import math
 import sys
@@ -16,8 +16,8 @@ def never(words):
     raise AssertionError(words)
 
 
-def told(tmp_path, *names, first_step=0, steps=(1,), values={"loss": 1.5}, say=never):  # noqa: B006
-    """Open monitors, tell them values and a text at each step, and close them."""
+def log_to(tmp_path, *names, first_step=0, steps=(1,), values={"loss": 1.5}, say=never):  # noqa: B006
+    """Open monitors, log values and a text at each step, and close them."""
     monitors = Monitors(names, (tmp_path, SETTINGS, first_step), say)
     with monitors:
         for step in steps:
@@ -30,9 +30,9 @@ def events_of(folder):
 
 
 def test_tensorboard_reads_back_what_a_run_logged(tmp_path):
-    """Of a run that resumed, without what was logged after the checkpoint."""
-    told(tmp_path, "tensorboard", steps=range(1, 6), values={"loss": 1.0, "eval_loss": math.nan})
-    told(tmp_path, "tensorboard", first_step=3, steps=range(4, 8), values={"loss": 2.0})
+    """A resumed run, without the log after its checkpoint."""
+    log_to(tmp_path, "tensorboard", steps=range(1, 6), values={"loss": 1.0, "eval_loss": math.nan})
+    log_to(tmp_path, "tensorboard", first_step=3, steps=range(4, 8), values={"loss": 2.0})
     events = events_of(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(s, 1.0 if s < 4 else 2.0) for s in range(1, 8)]
     assert [e.step for e in events.Scalars("eval/loss")] == [1, 2, 3]
@@ -43,14 +43,14 @@ def test_tensorboard_reads_back_what_a_run_logged(tmp_path):
 
 def test_a_monitor_that_cannot_begin_is_said_and_left_out(tmp_path):
     (tmp_path / "tensorboard").write_text("in the way")
-    said = []
-    told(tmp_path, "tensorboard", say=said.append)
-    assert len(said) == 1
-    assert said[0].startswith("tensorboard: FileExistsError: ")
-    assert said[0].endswith("; the run continues without it")
+    messages = []
+    log_to(tmp_path, "tensorboard", say=messages.append)
+    assert len(messages) == 1
+    assert messages[0].startswith("tensorboard: FileExistsError: ")
+    assert messages[0].endswith("; the run continues without it")
 
 
-# -- clients that need not be installed: stand-ins that remember what they were told
+# -- clients that need not be installed: stand-ins that record their calls
 
 
 def stand_in(monkeypatch, name):
@@ -60,10 +60,10 @@ def stand_in(monkeypatch, name):
 
 
 def test_a_monitor_that_fails_is_said_once_and_others_go_on(tmp_path, monkeypatch):
-    said, run = [], stand_in(monkeypatch, "wandb").init.return_value
+    messages, run = [], stand_in(monkeypatch, "wandb").init.return_value
     run.log.side_effect = ConnectionError("no route\nto host")
-    told(tmp_path, "wandb", "tensorboard", "wandb", steps=(1, 2), say=said.append)
-    assert said == ["wandb: ConnectionError: no route to host; the run continues without it"]
+    log_to(tmp_path, "wandb", "tensorboard", "wandb", steps=(1, 2), say=messages.append)
+    assert messages == ["wandb: ConnectionError: no route to host; the run continues without it"]
     assert run.log.call_count == 1
     assert [e.step for e in events_of(tmp_path).Scalars("train/loss")] == [1, 2]
 
@@ -74,9 +74,9 @@ def test_wandb_needs_no_login_and_is_sent_no_code(tmp_path, monkeypatch, key, mo
     if key:
         monkeypatch.setenv("WANDB_API_KEY", key)
     client = stand_in(monkeypatch, "wandb")
-    told(tmp_path, "wandb", steps=(3,), values={"loss": 1.5, "eval_loss": 2.0})
-    asked, off = client.init.call_args.kwargs, client.Settings.call_args.kwargs
-    assert (asked["mode"], asked["dir"], asked["config"]) == (mode, str(tmp_path), SETTINGS)
+    log_to(tmp_path, "wandb", steps=(3,), values={"loss": 1.5, "eval_loss": 2.0})
+    init_options, off = client.init.call_args.kwargs, client.Settings.call_args.kwargs
+    assert (init_options["mode"], init_options["dir"], init_options["config"]) == (mode, str(tmp_path), SETTINGS)
     assert (off["save_code"], off["disable_git"], off["disable_code"]) == (False, True, True)
     run = client.init.return_value
     run.log.assert_any_call({"train/loss": 1.5, "eval/loss": 2.0}, step=3)
@@ -85,7 +85,7 @@ def test_wandb_needs_no_login_and_is_sent_no_code(tmp_path, monkeypatch, key, mo
 
 def test_mlflow_keeps_a_run_in_the_runs_own_folder(tmp_path, monkeypatch):
     client, out = stand_in(monkeypatch, "mlflow"), tmp_path / "out put"
-    told(out, "mlflow", steps=(3,))
+    log_to(out, "mlflow", steps=(3,))
     client.set_tracking_uri.assert_called_once_with(f"sqlite:///{out}/mlflow.db")
     client.log_params.assert_called_once_with({"seed": "0", "optimizer.lr": "1e-05", "optimizer.no_decay": "('a', 'b')"})
     client.log_metrics.assert_called_once_with({"loss": 1.5}, step=3)

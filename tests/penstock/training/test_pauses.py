@@ -1,4 +1,4 @@
-"""Pauses of training: validations are made when they are due, made up for after a resume, and cost no step."""
+"""Pauses of training: validations run on schedule, or after a resume, and cost no step."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from tests.sessions import evaluating, lines, resumed, session_of, steps_of, tra
 
 
 class Looks:
-    """A validation that notes the steps after which it was made, and asserts that no lane is at work."""
+    """Validation that records its steps and asserts that lanes are idle."""
 
     def __init__(self, session: Session, **fields) -> None:
         self.session, self.steps, self.others = session, [], set(threading.enumerate())
@@ -32,7 +32,7 @@ class Looks:
 
 
 def looked(session: Session, n_steps: int, every: int | None = None, on_step=lambda metrics: None, **fields) -> list[int]:
-    """Train with a validation; the steps after which it was made."""
+    """Train with a validation; return its steps."""
     looks = Looks(session := evaluating(session, every), **fields)
     train(session, n_steps, on_step, [looks.validation])
     return looks.steps
@@ -48,14 +48,14 @@ def test_validations_come_every_n_steps_and_at_the_end(tmp_path, every, expected
 def test_a_run_asked_to_end_makes_up_for_its_validation_later(tmp_path):
     session = session_of(tmp_path, every=1)
     assert looked(session, 6, 2, lambda metrics: session.stop.request() if metrics.step == 2 else None) == []
-    done = len(lines(tmp_path))
-    seen = [step for n_steps in (6, 8) for step in looked(resumed(session_of(tmp_path, every=1)), n_steps, done)]
-    assert seen == sorted({done, *(n for n in range(done, 9, done)), 6, 8}), "each step once"
+    n_done = len(lines(tmp_path))
+    validated = [step for n_steps in (6, 8) for step in looked(resumed(session_of(tmp_path, every=1)), n_steps, n_done)]
+    assert validated == sorted({n_done, *(n for n in range(n_done, 9, n_done)), 6, 8}), "each step once"
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_the_last_checkpoint_precedes_the_last_validation(tmp_path, background):
-    """A run that is killed while it validates loses no step. On the way that is so where lanes are drained to save."""
+    """A run killed during the validation loses no step. Earlier validations have this order if lanes are drained to save."""
     named = {}
     session = evaluating(session_of(tmp_path, every=2, background=background), 2)
     note = Validation("metrics.jsonl", "eval_loss", lambda step: named.update({step: (tmp_path / f"checkpoint-{step}").exists()}))
@@ -66,7 +66,7 @@ def test_the_last_checkpoint_precedes_the_last_validation(tmp_path, background):
 
 
 def test_a_validation_before_the_first_step_changes_no_bit(tmp_path):
-    """Also where a run of another model left its log in the folder; a resumed run has it already."""
+    """Includes a folder with the log of another model; a resumed run already has the validation."""
     train(session_of(tmp_path / "without"), 2)
     session = session_of(tmp_path / "with", every=1)
     (tmp_path / "with" / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 1.0}\n')
@@ -98,22 +98,22 @@ def test_a_run_that_broke_in_its_last_validation_lacks_only_that(tmp_path, how):
         Trainer(replace(again, n_steps=3), validations=[Looks(again).validation])
 
 
-@pytest.mark.parametrize(("background", "at", "every"), [(True, 2, None), (False, 4, 2)])
-def test_a_validation_that_is_abandoned_leaves_its_state_saved(tmp_path, background, at, every):
+@pytest.mark.parametrize(("background", "stop_step", "every"), [(True, 2, None), (False, 4, 2)])
+def test_a_validation_that_is_abandoned_leaves_its_state_saved(tmp_path, background, stop_step, every):
     session = evaluating(session_of(tmp_path, every=every, background=background), 2)
-    looks, others = Looks(session), []
+    looks, samples = Looks(session), []
 
     def abandon(step: int) -> None:
-        if step == at:
+        if step == stop_step:
             session.stop.request()
             raise Abandoned
         looks.perform(step)
 
-    other = Validation("samples.jsonl", "prompt", others.append)
-    train(session, 4, validations=[replace(looks.validation, perform=abandon), other])
-    assert others == looks.steps == ([2] if at == 4 else [])
-    assert latest(tmp_path).name == f"checkpoint-{at}"
-    assert looked(resumed(session_of(tmp_path, background=background)), 4, 2) == sorted({at, 4})
+    sampling = Validation("samples.jsonl", "prompt", samples.append)
+    train(session, 4, validations=[replace(looks.validation, perform=abandon), sampling])
+    assert samples == looks.steps == ([2] if stop_step == 4 else [])
+    assert latest(tmp_path).name == f"checkpoint-{stop_step}"
+    assert looked(resumed(session_of(tmp_path, background=background)), 4, 2) == sorted({stop_step, 4})
 
 
 def test_no_line_of_a_later_step_is_left_on_resume(tmp_path):

@@ -1,4 +1,4 @@
-"""Learning rate schedules: each step has the rate that transformers' own scheduler would set."""
+"""Learning rate schedules: same rates as transformers' schedulers."""
 
 import pytest
 import torch
@@ -21,26 +21,26 @@ SCHEDULES = [
 
 
 def stepped(make, n_steps):
-    """The learning rates that a loop of torch would use, step by step."""
+    """Return the learning rate of each step of a PyTorch training loop."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
-    scheduler, found = make(optimizer), []
+    scheduler, rates = make(optimizer), []
     for _ in range(n_steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
+    return rates
 
 
-def ours(n_steps, **schedule):
-    of = learning_rates(OptimizerSettings(lr=LR, schedule=ScheduleSettings(**schedule)), n_steps)
-    return [of(step) for step in range(n_steps)]
+def rates_of(n_steps, **schedule):
+    schedule_of = learning_rates(OptimizerSettings(lr=LR, schedule=ScheduleSettings(**schedule)), n_steps)
+    return [schedule_of(step) for step in range(n_steps)]
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7])
 @pytest.mark.parametrize("n_steps", [8, 40, 101])
 @pytest.mark.parametrize(("schedule", "make"), SCHEDULES, ids=[" ".join(map(str, s.values())) for s, _ in SCHEDULES])
 def test_every_step_has_the_rate_of_transformers_scheduler(schedule, make, warmup_steps, n_steps):
-    assert ours(n_steps, warmup_steps=warmup_steps, **schedule) == stepped(lambda o: make(o, warmup_steps, n_steps), n_steps)
+    assert rates_of(n_steps, warmup_steps=warmup_steps, **schedule) == stepped(lambda o: make(o, warmup_steps, n_steps), n_steps)
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_every_step_has_the_rate_of_transformers_scheduler(schedule, make, warmu
 )
 def test_a_schedule_that_does_not_fit_the_run_is_refused(schedule, words):
     with pytest.raises(RunConfigError, match=words):
-        ours(10, **schedule)
+        rates_of(10, **schedule)

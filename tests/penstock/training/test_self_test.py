@@ -1,4 +1,4 @@
-"""The self-test of a model at its first run: what passes, what is refused, and what is remembered."""
+"""Self-test of a model at its first run: passes, rejections, and cached results."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SHIPPED = ["llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3-671b", "gemma3-1b", "
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A memory of its own, which begins empty, for the command, too."""
+    """Empty cache folder for tests and their commands."""
     module._tried.cache_clear()
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     token = trace_cache.folder.set(tmp_path / "kept")
@@ -36,22 +36,22 @@ def llama(n_vocab=97):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_model_of_any_size_is_cut_down_and_passes(name):
     model = shipped_model(name)
-    of = semantics_of("llama", seq_len=8192, attention=supported_attention(model)[0])
-    assert module._tried(module.key_of(model), of, name) is None
+    semantics = semantics_of("llama", seq_len=8192, attention=supported_attention(model)[0])
+    assert module._tried(module.key_of(model), semantics, name) is None
 
 
 def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
-    said = []
-    module.self_test(llama(), said.append)
-    assert len(said) == len([*cache.iterdir()]) == 1
+    messages = []
+    module.self_test(llama(), messages.append)
+    assert len(messages) == len([*cache.iterdir()]) == 1
     module._tried.cache_clear()
     monkeypatch.setattr(module, "reference_step", None)
-    module.self_test(llama(), said.append)
-    assert len(said) == 1, "another process remembers"
+    module.self_test(llama(), messages.append)
+    assert len(messages) == 1, "another process remembers"
 
 
 def test_a_length_at_which_windows_hide_something_is_tried_apart(cache):
-    """What is cut down keeps a layer of each kind, and by then there are more of them."""
+    """The reduced model has one layer of each kind; at this length it has more kinds."""
     for seq_len, n_tried in ((8, 1), (9, 2), (10, 2), (7, 2)):
         semantics = semantics_of("gemma2", seq_len=seq_len)
         module.self_test(plan_of(tiny_config("gemma2"), semantics, Policy()), lambda _: None)
@@ -59,19 +59,19 @@ def test_a_length_at_which_windows_hide_something_is_tried_apart(cache):
 
 
 def test_a_forward_whose_bits_depend_on_grad_mode_is_refused(tmp_path, monkeypatch):
-    own = LlamaRMSNorm.forward
-    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda norm, x: own(norm, x) * (1.0 if torch.is_grad_enabled() else 1.001))
+    original = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda norm, x: original(norm, x) * (1.0 if torch.is_grad_enabled() else 1.001))
     with pytest.raises(module.WorkloadError, match="its forward has other bits under no_grad"):
         module.self_test(llama(), lambda _: None)
 
 
 def test_a_run_whose_stream_computes_something_else_is_refused(tmp_path, monkeypatch):
-    home, taken, own = make_home(tmp_path), list[int](), Templates.layer
+    home, allocations, original = make_home(tmp_path), list[int](), Templates.layer
     plan = plan_in(home)
-    monkeypatch.setattr("penstock.training.session.machine_of", lambda *_: taken.append(1))
-    monkeypatch.setattr(Templates, "layer", lambda *of, **how: own(*of, **how) * (0.999 if of[1] == 2 else 1))
+    monkeypatch.setattr("penstock.training.session.machine_of", lambda *_: allocations.append(1))
+    monkeypatch.setattr(Templates, "layer", lambda *args, **how: original(*args, **how) * (0.999 if args[1] == 2 else 1))
     one_line(train(home, plan), 2, "self-test failed: a streamed step is not transformers' own (loss")
-    assert not taken, "nothing was allocated"
+    assert not allocations, "nothing was allocated"
 
 
 def test_a_copy_that_cannot_be_made_does_not_stop_a_run(capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""The training loop: what is counted, logged and saved between steps, and the same bits after a resume."""
+"""Training loop: counts, logs and checkpoints between steps, and bitwise resume."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.training import LEAN, state_of
 
 
 class Infinite(CpuMachine):
-    """The gradient of the embedding, the last to arrive, is infinite in the second step."""
+    """Makes the embedding gradient, the last to arrive, infinite in the second step."""
 
     def perform(self, index, op, step):
         super().perform(index, op, step)
@@ -30,61 +30,61 @@ class Infinite(CpuMachine):
 
 
 def test_a_skipped_step_is_logged_as_json(tmp_path):
-    seen = []
-    session = train(session_of(tmp_path, Policy(accumulation_group=4), Infinite, on_nonfinite="skip"), 3, seen.append)
+    logged = []
+    session = train(session_of(tmp_path, Policy(accumulation_group=4), Infinite, on_nonfinite="skip"), 3, logged.append)
     assert [line["skipped"] for line in lines(tmp_path)] == [False, True, False]
     assert [line["grad_norm"] is None for line in lines(tmp_path)] == [False, True, False]
-    assert [line["step"] for line in lines(tmp_path)] == [m.step for m in seen] == [1, 2, 3]
+    assert [line["step"] for line in lines(tmp_path)] == [m.step for m in logged] == [1, 2, 3]
     assert load_state(tmp_path / "checkpoint-3").fields["n_updates"] == 2
     assert session.store.compute.losses == {}, "results are handed over as they are logged"
 
 
 def test_a_nonfinite_step_leaves_the_state_before_it(tmp_path):
-    """Also under a deferred update: what was deferred is done by then, and nothing of the bad step is."""
+    """Deferred updates of the previous step are applied, none of the non-finite step."""
     session = session_of(tmp_path, Policy(accumulation_group=4, update=Update.DEFERRED), Infinite, every=1)
     with pytest.raises(ValueError, match=r"step 2: the gradient of model.embed_tokens.weight is not finite"):
         train(session, 3)
     assert same_state(session, train(session_of(tmp_path / "good", Policy(accumulation_group=4)), 1))
 
 
-KEPT: dict[str, dict] = {"fp32": {}, "bf16": {"master_dtype": "bf16"}} | LEAN
-SAVED = [(kept, every) for kept in KEPT for every in (1, 2, 5) if every == 2 or kept in ("fp32", "bf16", "adamw:moments=bf16")]
+STATES: dict[str, dict] = {"fp32": {}, "bf16": {"master_dtype": "bf16"}} | LEAN
+SAVED = [(state, every) for state in STATES for every in (1, 2, 5) if every == 2 or state in ("fp32", "bf16", "adamw:moments=bf16")]
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(("kept", "every"), SAVED)
-def test_a_run_resumed_under_another_plan_is_the_unbroken_one(tmp_path, every, kept):
+@pytest.mark.parametrize(("state", "every"), SAVED)
+def test_a_run_resumed_under_another_plan_is_the_unbroken_one(tmp_path, every, state):
     """Deferred updates are done before a checkpoint is written; a skipped step before it is not forgotten."""
-    fields = {"on_nonfinite": "skip"} | KEPT[kept]
+    fields = {"on_nonfinite": "skip"} | STATES[state]
     policy = Policy(update=Update.DEFERRED, save=saves(all=(1, 2)), accumulation_group=4)
     unbroken = train(session_of(tmp_path / "whole", policy, Infinite, **fields), 9)
     train(session_of(tmp_path / "parts", policy, Infinite, every=every, **fields), 5)
-    other = Policy(prefetch_depth=3, accumulation_group=3)
-    assert same_state(train(resumed(session_of(tmp_path / "parts", other, Infinite, **fields)), 9), unbroken)
-    told = [[(line["step"], line["loss"], line["lr"]) for line in lines(tmp_path / name)] for name in ("parts", "whole")]
-    assert told[0] == told[1]
+    other_policy = Policy(prefetch_depth=3, accumulation_group=3)
+    assert same_state(train(resumed(session_of(tmp_path / "parts", other_policy, Infinite, **fields)), 9), unbroken)
+    logs = [[(line["step"], line["loss"], line["lr"]) for line in lines(tmp_path / name)] for name in ("parts", "whole")]
+    assert logs[0] == logs[1]
     weights = [weights_in(tmp_path / name / "checkpoint-9") for name in ("parts", "whole")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_weight_decay_spares_what_transformers_spares(model_type):
-    """And the attention sinks of gpt_oss, which have one dimension like a bias; there it would pull them towards zero."""
+    """Includes attention sinks of gpt_oss, one-dimensional like a bias; decay would pull them towards zero."""
     config = tiny_config(model_type, **({"attention_bias": True} if model_type in ("llama", "qwen3", "qwen3_moe") else {}))
     with torch.device("meta"):
         model = hf_model(config)
-    theirs = set(TrainerOfTransformers.get_decay_parameter_names(None, model))
+    reference = set(TrainerOfTransformers.get_decay_parameter_names(None, model))
     for name, p in model.named_parameters():
-        assert decays(name, tuple(p.shape)) == (name in theirs and not name.endswith(".sinks")), name
+        assert decays(name, tuple(p.shape)) == (name in reference and not name.endswith(".sinks")), name
 
 
 def test_each_step_logs_busy_lanes_and_its_prediction(tmp_path):
-    told = []
-    session = replace(session_of(tmp_path), n_steps=3, device="cuda")  # of the kind that the plan is for
+    metrics = []
+    session = replace(session_of(tmp_path), n_steps=3, device="cuda")  # same kind as in the plan
     trainer = Trainer(session, validations=())
-    trainer.monitors.log = lambda step, values: told.append((step, values))
+    trainer.monitors.log = lambda step, values: metrics.append((step, values))
     trainer.train()
-    for line, (step, values) in zip(lines(tmp_path), told, strict=True):
+    for line, (step, values) in zip(lines(tmp_path), metrics, strict=True):
         assert step == line["step"]
         assert values["loss"] == line["loss"]
         assert line["predicted_step_s"] == values["predicted_step_s"] == session.prediction.step_s
@@ -104,7 +104,7 @@ def test_other_optimizer_settings_are_refused_by_difference(tmp_path):
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("n_updates", 2, "n_updates"),
         ("data_position", {"epoch": 9}, "data position"),
@@ -113,14 +113,14 @@ def test_other_optimizer_settings_are_refused_by_difference(tmp_path):
         ("semantics", {"clip_norm": 0.25}, r"of another meaning of a step .*: batch_size was"),
     ],
 )
-def test_another_runs_state_is_refused_and_nothing_changed(tmp_path, field, value, said):
+def test_another_runs_state_is_refused_and_nothing_changed(tmp_path, field, value, message):
     train(session_of(tmp_path), 1)
     state = load_state(tmp_path / "checkpoint-1")
-    other = session_of(tmp_path)
-    before = state_of(other.store)
-    with pytest.raises(CheckpointError, match=rf"checkpoint-1.*{said}"):
-        resumed(other, replace(state, fields=state.fields | {field: value}))
-    assert same_state(other, before)
+    session = session_of(tmp_path)
+    initial = state_of(session.store)
+    with pytest.raises(CheckpointError, match=rf"checkpoint-1.*{message}"):
+        resumed(session, replace(state, fields=state.fields | {field: value}))
+    assert same_state(session, initial)
 
 
 def test_out_of_device_memory_is_one_line_and_resumable(tmp_path):

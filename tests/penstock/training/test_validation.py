@@ -1,4 +1,4 @@
-"""The loss on held-out data: that of transformers, and without a trace in the training around it."""
+"""Loss on held-out data: equal to transformers, without effect on training."""
 
 import math
 from dataclasses import replace
@@ -31,34 +31,34 @@ LAW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_the_loss_is_that_of_transformers_without_dropout(model_type):
-    """Nine sequences on arenas for two micro-batches of two: a micro-batch that is half padding, and one that is nothing else."""
+    """Nine sequences in arenas for two micro-batches of two: one is half padding, another is padding only."""
     semantics, config = exact(model_type, micro_batch=2), tiny_config(model_type, attention_dropout=0.5)
     machine = machine_of(config, semantics, Policy(accumulation_group=2), delay_seed=1)
     held_out = sequences(config["vocab_size"], 9)
-    found = evaluate(machine, sequences_of(held_out), 9)
+    evaluated = evaluate(machine, sequences_of(held_out), 9)
     with torch.no_grad():
         logits = resident(config, semantics)(input_ids=held_out.input_ids, use_cache=False).logits.float()
     loss = F.cross_entropy(logits.flatten(0, 1), held_out.targets.flatten(), ignore_index=-100)
-    assert found["eval_loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert found["eval_tokens"] == held_out.n_supervised
-    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
-    assert found["eval_s"] > 0
+    assert evaluated["eval_loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert evaluated["eval_tokens"] == held_out.n_supervised
+    assert evaluated["eval_perplexity"] == pytest.approx(math.exp(evaluated["eval_loss"]))
+    assert evaluated["eval_s"] > 0
 
 
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, policy):
-    """To the bit; also where MLPs are computed by tiles."""
+    """Bitwise identical, with tiled MLPs, too."""
     if model_type == "gpt_oss" and policy.device_blocks:
         pytest.skip("parameters of four elements, whose state stays on the host")
     tiles = {"mlp_tile_tokens": 5} if model_type == "llama" else {}
     semantics, config = semantics_of(model_type, loss_tile_tokens=7, **tiles), tiny_config(model_type, num_hidden_layers=3)
     machine = machine_of(config, semantics, policy, delay_seed=2)
     batch = batches_of(config["vocab_size"], 4, 16)[0]
-    found = evaluate(machine, sequences_of(batch), 4)
+    loss = evaluate(machine, sequences_of(batch), 4)
     execute(machine.plan, machine, 1)
-    assert (found["eval_loss"], found["eval_tokens"]) == (machine.results[0].loss, batch.n_supervised)
+    assert (loss["eval_loss"], loss["eval_tokens"]) == (machine.results[0].loss, batch.n_supervised)
 
 
 @pytest.mark.drawn
@@ -113,12 +113,12 @@ def test_late_streams_evaluate_and_train_the_same(model_type):
 
 
 def test_a_failed_evaluation_leaves_nothing_in_the_layers():
-    """Neither masks of another length, nor graphs, results or modes."""
+    """Masks of another length, graphs, results and modes are removed."""
     semantics, config = semantics_of("gemma2"), tiny_config("gemma2")
     machine = machine_of(config, semantics, Policy(accumulation_group=4))
     execute(machine.plan, machine, 1)
     modules = [m for layer in (*machine.compute.templates.layers, machine.compute.templates.model) for m in layer.modules()]
-    before = [id(machine.compute.inputs.first), list(machine.results), len(machine.compute._graphs)]
+    initial = [id(machine.compute.inputs.first), list(machine.results), len(machine.compute._graphs)]
 
     def fails(last):
         assert not any(m.training for m in modules)
@@ -128,7 +128,7 @@ def test_a_failed_evaluation_leaves_nothing_in_the_layers():
     with pytest.raises(OpError, match="no"):
         execute(plan, machine.forwards(plan, lambda step: sequences(96, 2, 8), fails), 1)
     assert all(m.training for m in modules)
-    assert [id(machine.compute.inputs.first), list(machine.results), len(machine.compute._graphs)] == before
+    assert [id(machine.compute.inputs.first), list(machine.results), len(machine.compute._graphs)] == initial
     execute(machine.plan, machine, 2, 1)
     assert differences(machine, plain("gemma2", semantics)) == []
 
@@ -155,10 +155,10 @@ def test_weights_are_loaded_once_for_as_many_sequences_as_fit():
     for n in (4, 8, 9):
         machine = machine_of(config, semantics, Policy(accumulation_group=2), CpuMachine)
         assert most_micro_batches(machine.plan) == 5
-        done = []
-        watch_forwards(machine, lambda op, step, done=done: done.append(op))
+        performed = []
+        watch_forwards(machine, lambda op, step, performed=performed: performed.append(op))
         evaluate(machine, sequences_of(sequences(96, n)), n)
-        counts[n] = sum(op.kind is Kind.LOAD for op in done)
+        counts[n] = sum(op.kind is Kind.LOAD for op in performed)
     assert counts == {4: 6, 8: 12, 9: 12}
 
 
@@ -170,7 +170,7 @@ def test_held_out_data_without_a_supervised_token_is_refused():
 
 
 class _AfterSomePasses(Stop):
-    """Asked to end while a pass goes on; counts how many begin."""
+    """Stop request during a pass; counts the passes that begin."""
 
     def __init__(self, machine, n: int) -> None:
         super().__init__()
@@ -201,21 +201,21 @@ def test_an_evaluation_asked_to_end_ends_after_its_pass():
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_a_forward_needs_no_more_of_the_device_than_a_step(model_type):
-    """Memory of the allocator, arenas apart. What layers are passed with their input is there in training too."""
+    """Compares allocator memory without arenas. Extra arguments of layers exist in training, too."""
     semantics = exact(model_type, seq_len=96, micro_batch=2, loss_tile_tokens=64)
     config = tiny_config(model_type, hidden_size=128, intermediate_size=352)
     machine = machine_of(config, semantics, Policy(), CpuMachine)
     plan = forward_plan(machine.plan, 1)
-    batch, found = sequences(config["vocab_size"], 2, 96), []
+    batch, losses = sequences(config["vocab_size"], 2, 96), []
 
     def score(last):
-        found.append(last.templates.head.summed_losses(last.weights, last.hidden_BTD, last.targets_BT))
+        losses.append(last.templates.head.summed_losses(last.weights, last.hidden_BTD, last.targets_BT))
 
     def work():
         forward = machine.forwards(plan, lambda step: batch, score)
         with forward.lane(Lane.GPU):
             for index, op in enumerate(plan.ops):
                 forward.perform(index, op, 0)
-        return found
+        return losses
 
     assert peak_bytes(work) <= machine.plan.transient_bytes
