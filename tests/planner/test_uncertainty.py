@@ -19,7 +19,7 @@ from penstock.planner.show.waterfall import RESOURCES
 from penstock.runtime.host import slabs
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
-from tests.planner.test_waterfall import with_free
+from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
 from tests.tiny import tiny_config
 
@@ -76,7 +76,7 @@ def test_wider_spreads_make_a_wider_interval(case):
 def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
     """Only compute takes time and all rates scale together: p10 and p90 differ from p50 by the spread."""
     free_groups = (RESOURCES[name] for name in ("link", "disk", "host DRAM", "optimizer"))
-    bare = with_free(MADE_UP, *free_groups, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
+    bare = without(MADE_UP, *free_groups, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
     alone_s = predicted(case.plan, bare).step_s
     result = interval(case.plan, spread(bare, fraction, *RESOURCES["device compute"]), n_draws)
     assert result.p50_step_s == pytest.approx(alone_s, rel=1e-6)
