@@ -1,4 +1,4 @@
-"""Activations that wait on the host: they come back as they left, or the run stops."""
+"""Activations offloaded to the host: reloaded bitwise identical, or the run stops."""
 
 from dataclasses import replace
 
@@ -38,18 +38,21 @@ def test_products_are_computed_in_the_slot_where_they_wait() -> None:
     assert torch.equal(first, x @ weights[0])
     assert first.data_ptr() == shelf.slot.data_ptr()
     elsewhere = shelf.slot.clone()
-    shelf.slot.fill_(0xFF)  # NaN: who still reads there is seen
+    shelf.slot.fill_(0xFF)  # NaN reveals a late read
     shelf.slot = elsewhere
     assert all(map(torch.equal, wanted, torch.autograd.grad(y.sum(), weights)))
 
 
 @pytest.mark.parametrize(
     ("saved", "smaller_alone", "policy"),
-    [(Saved.PRODUCTS, True, PRODUCTS), (Saved.ATTENTION, False, BOTH)],  # the first: in a slot with room for what does not move
+    [
+        (Saved.PRODUCTS, True, PRODUCTS),
+        (Saved.ATTENTION, False, BOTH),
+    ],  # first: its slot also has room for the other tensors
     ids=["products of a smaller micro-batch", "attention"],
 )
 def test_undercounted_bytes_are_an_error_and_no_wrong_bits(monkeypatch, saved, smaller_alone, policy):
-    """Plans say half of the bytes that layers save in this way: of every micro-batch, or of a smaller one."""
+    """Halve the saved bytes in a plan, for every micro-batch or for a smaller one."""
 
     def less(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         def halved(tier: Tier) -> Tier:

@@ -1,4 +1,4 @@
-"""LoRA adapters: formula, roundings and training of PEFT's, whatever is kept of a forward and wherever they are."""
+"""LoRA adapters: formula, rounding and training equal PEFT's under any checkpointing and placement."""
 
 import copy
 import math
@@ -53,7 +53,7 @@ def adapted(bias: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.
 
 @pytest.mark.parametrize(("bias", "dropout"), [(False, 0.0), (True, 0.4)])
 def test_its_gradients_are_those_of_the_formula(bias: bool, dropout: float) -> None:
-    """In fp64, where what is rounded where is nothing. In an evaluation nothing is dropped."""
+    """Compare in fp64, where rounding is negligible. An evaluation applies no dropout."""
     module, x = adapted(bias, dropout), torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(5)
     y = module(x)
@@ -82,7 +82,7 @@ def test_only_gradients_that_are_asked_for_are_made() -> None:
 
 
 def test_a_new_adapter_does_nothing_yet_and_is_drawn_as_pefts() -> None:
-    """And the weights of its layer begin as they would without it."""
+    """Base weights of the layer keep their initial values."""
     shapes = {"q.lora_A.weight": (8, 512), "q.lora_B.weight": (64, 8)}
     a, b = initial_factors(shapes, 3).values()
     assert not b.any()
@@ -110,7 +110,7 @@ class Attention(nn.Module):
 
 
 def sharing(targets: Sequence[str] = TARGETS[:4], dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
-    """An attention with adapters, and those of one input computed together."""
+    """Return an attention layer with adapters that share one input."""
     torch.manual_seed(0)
     layer = nn.ModuleDict({"a": Attention(dtype)})
     with shared_inputs(layer) as shared:
@@ -124,7 +124,7 @@ def sharing(targets: Sequence[str] = TARGETS[:4], dropout: float = 0.0, dtype: t
 
 
 def outcome(module: Any, x: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Output, and gradients of a smooth function of it that magnifies no rounding, with the same numbers dropped each time."""
+    """Return the output and the gradients of a smooth function of it. Every call uses the same dropout mask."""
     x = x.clone().requires_grad_()
     torch.manual_seed(5)
     y = module(x)
@@ -138,7 +138,7 @@ def factors_in(module: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("base", ["fp32", "nf4", "int8", "fp8"])
 @pytest.mark.parametrize(("dropout", "targets"), [(0.0, TARGETS[:4]), (0.0, ("q_proj", "v_proj")), (0.3, TARGETS[:4])])
 def test_projections_with_one_input_are_pefts(base: Base, dropout: float, targets: tuple[str, ...]) -> None:
-    """Outputs and gradients in fp32, to 1e-5 of the largest number of each, on frozen weights that were packed, too."""
+    """Compare fp32 outputs and gradients to 1e-5 of their largest element, on frozen weights that can be packed."""
     layer = sharing(targets, dropout)
     for name in TARGETS[:4]:
         weight = layer.get_submodule(f"a.{name}").weight
@@ -165,7 +165,7 @@ def test_projections_with_one_input_are_pefts(base: Base, dropout: float, target
 
 
 def test_partners_are_computed_for_one_input_alone() -> None:
-    """Each gradient is that of plain formulas and autograd, also where partners get different inputs, or are called twice."""
+    """Compare gradients with plain formulas under autograd, also if partners have different inputs or are called twice."""
     layer, x, other = sharing(dtype=torch.float64), *torch.randn(2, 5, 64, dtype=torch.float64)
     parts = [layer.get_submodule(f"a.{name}") for name in TARGETS[:3]]
     for inputs in ((x, x, x), (x, other, x), (x, x, other), (other, x, x)):
@@ -191,7 +191,7 @@ def test_a_layer_leaves_nothing_with_its_partners() -> None:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_what_is_computed_together_is_what_the_plan_counts(model_type: str) -> None:
-    """Products with a stack of A: the same in the modules that a run builds and in its plan, by their widths."""
+    """Compare stacked products of A in the modules of a run and in its plan, by width."""
     for targets in (TARGETS, ("q_proj", "v_proj", "up_proj")):
         if model_type in EXPERT_TYPES and "up_proj" in targets and targets != TARGETS:
             targets = ("q_proj", "v_proj")
@@ -206,7 +206,7 @@ def test_what_is_computed_together_is_what_the_plan_counts(model_type: str) -> N
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])  # inputs before outputs in a stack, and after
 def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and gradients in fp32: of stacks to which `get_delta_weight` is added, and ours, which never make a delta."""
+    """Compare fp32 outputs and gradients with stacks plus `get_delta_weight`. Penstock computes no delta."""
     config, lora = tiny_config(model_type, num_hidden_layers=1), Lora(rank=8, alpha=12.0, targets=("experts",))
     theirs = hf_model(config, dtype=torch.float32).requires_grad_(False)
     theirs.set_experts_implementation("grouped_mm")
@@ -277,7 +277,7 @@ def test_a_replay_of_adapters_saves_what_the_plan_says(case: Case) -> None:
 
 
 def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved | None) -> list[torch.Tensor]:
-    """Of input and adapters; with the same numbers dropped each time."""
+    """Return gradients of input and adapters, with the same dropout mask in every call."""
 
     def forward(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         torch.manual_seed(3)
@@ -289,12 +289,12 @@ def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved 
 
 
 def mixed_blocks(config: dict[str, Any], semantics: Semantics) -> tuple[int, ...]:
-    """Partly trained blocks: those whose adapters can be on the device."""
+    """Return partly trained blocks with adapters that fit on the device."""
     return build_workload(Model(config), semantics).mixed
 
 
 def peft_of(config: dict[str, Any], semantics: Semantics, begun: dict[str, torch.Tensor], lora: Lora) -> Any:
-    """Transformers' model with PEFT's adapters, which are fp32, from the same weights."""
+    """Return transformers' model with PEFT's fp32 adapters and the same weights."""
     model = hf_model(config, dtype=DTYPES[semantics.compute_dtype], attn_implementation=semantics.attention)
     of_peft = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=[*lora.targets], lora_dropout=0.0)
     model = get_peft_model(model, of_peft, autocast_adapter_dtype=True).train()
@@ -307,14 +307,14 @@ def peft_of(config: dict[str, Any], semantics: Semantics, begun: dict[str, torch
 
 
 def ours(name: str) -> str:
-    """Our name of one of PEFT's parameters."""
+    """Map a parameter name of PEFT to its name in Penstock."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
 
 
 def trained_by_peft(
     config, semantics: Semantics, lora: Lora, begun, batches, settings
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Adapters and losses of a common training loop, under autocast."""
+    """Train adapters in a common loop under autocast. Return adapters and losses."""
     model = peft_of(config, semantics, begun, lora)
     trained = {ours(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, losses = torch.optim.AdamW(trained.values(), **settings[0]), []
@@ -337,8 +337,8 @@ def trained_by_peft(
     ("model_type", "dtype", "of_loss", "of_way"), [*((t, "fp32", 1e-6, 1e-4) for t in DENSE), ("llama", "bf16", 2e-4, 0.1)]
 )
 def test_training_is_what_peft_does(model_type: str, dtype: str, of_loss: float, of_way: float) -> None:
-    """To some roundings: losses, and adapters in the mean, relative to the way they went. In bf16, autocast rounds the adapters as
-    we do, and sums in another order what has eight bits."""
+    """Compare losses, and the mean adapter error relative to its update, within rounding. Autocast rounds adapters to bf16, too,
+    but sums in another order with eight bits."""
     semantics = semantics_of(model_type, train=Train(lora=LORA), compute_dtype=dtype, gradient_dtype="fp32")
     config = tiny_config(model_type)
     begun = initial_masters(config, semantics)
@@ -363,7 +363,7 @@ EVALUATED = {
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("model_type", "way"), [*(("llama", way) for way in EVALUATED), ("gemma2", "on the device, packed")])
 def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: str) -> None:
-    """The loss of a batch is to the bit that of the training step, had dropout been off there."""
+    """Compare the loss of a batch bitwise with a training step without dropout."""
     fields, policy = EVALUATED[way]
     config = tiny_config(model_type, num_hidden_layers=3)
     without = semantics_of(model_type, train=Train(lora=LORA), **fields)
@@ -380,7 +380,7 @@ def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: s
 
 
 def test_a_frozen_weight_keeps_the_bits_of_its_file() -> None:
-    """One that is wider is rounded to the nearest, ties to even, as transformers would load it."""
+    """Round a wider weight to nearest even, like transformers."""
     machine = machine_for(plan_of(tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA)), Policy()))
     p = machine.host.frozen[1][0]
     weight = torch.randn(p.shape)
@@ -393,7 +393,7 @@ def test_a_frozen_weight_keeps_the_bits_of_its_file() -> None:
 
 
 class Narrow(TorchDispatchMode):
-    """Bytes that products with a factor of an adapter read and write, of what is as wide as a layer."""
+    """Count bytes that products with an adapter factor read and write, for tensors of layer width."""
 
     def __init__(self, *widths: int) -> None:
         super().__init__()
@@ -409,9 +409,9 @@ class Narrow(TorchDispatchMode):
 
 
 def test_adapters_move_the_bytes_that_are_counted() -> None:
-    """Narrow products have few FLOP for each number they move: an H200 took 15 % longer than by their FLOP. Forward: three
-    projections with one input read it once, and write each output once. Backward: gradients and input are read once for B, once
-    for A, and the gradient of the input is written once."""
+    """Narrow products have few FLOP per element: an H200 took 15 % longer than their FLOP predict. Forward: three projections with
+    one input read it once, and write each output once. Backward: gradients and input are read once for B, once for A, and the input
+    gradient is written once."""
     layer, x, m = sharing(), torch.randn(3000, 64).requires_grad_(), 3000
     parts = [layer.get_submodule(f"a.{name}") for name in TARGETS[:3]]
     operands = [[part.get_parameter(name) for part in parts] for name in ("weight", "bias", "lora_A.weight", "lora_B.weight")]

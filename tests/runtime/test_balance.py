@@ -1,4 +1,4 @@
-"""The loss of routers: transformers' own, whatever the schedule and however many micro-batches and ranks."""
+"""Router loss: transformers' values under any schedule, micro-batch count and rank count."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ def own(model_type, router_loss=0.3):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "jamba", "minimax_m2"])
 def test_loss_and_gradients_are_transformers_own(model_type):
-    """In bits, of one micro-batch, recomputed and saved; but for the loss, whose two parts are added in fp64 here."""
+    """Compare bitwise for one micro-batch, recomputed and saved. The two parts of the loss are added in fp64 here."""
     found = own(model_type)
     assert differences(found) == []
     assert differences(replace(found, semantics=replace(found.semantics, router_loss=0.2))) != []

@@ -25,12 +25,12 @@ from tests.real_layers import semantics
 from tests.tiny import tiny_config
 from tests.training import fused
 
-VOCABULARIES = [1, 7, 96, 1003, 9000]  # the last in more than a step of a thread
-OTHER = {"EXP(x)": "(1.0f / (1.0f - (x)))", "LOG(x)": "(2.0f * (x))"}  # with bits that any processor gives
+VOCABULARIES = [1, 7, 96, 1003, 9000]  # the last exceeds one step of a thread
+OTHER = {"EXP(x)": "(1.0f / (1.0f - (x)))", "LOG(x)": "(2.0f * (x))"}  # bitwise identical on any processor
 
 
 def drawn(n_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of all magnitudes, some -inf; targets, one row in four without; weights of both signs."""
+    """Return logits of all magnitudes, some -inf; targets, a quarter masked; weights of both signs."""
     generator = torch.Generator().manual_seed(vocab)
     logits_NV = torch.randn(n_rows, vocab, generator=generator) * 10.0 ** (torch.arange(n_rows) % 5 - 1.0)[:, None]
     targets_N = torch.randint(vocab, (n_rows,), generator=generator)
@@ -47,7 +47,7 @@ def of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, by: Any = refe
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_losses_and_gradients_are_those_of_cross_entropy_in_fp64(vocab: int) -> None:
-    """Losses to 1e-6 of themselves or of the largest logit, gradients to 1e-6 of the row's weight."""
+    """Compare losses to 1e-6 of the loss or the largest logit, gradients to 1e-6 of the row's weight."""
     logits_NV, targets_N, each_N = drawn(20, vocab)
     exact_NV = logits_NV.double().requires_grad_()
     exact_N = F.cross_entropy(exact_NV, targets_N, ignore_index=-100, reduction="none")
@@ -82,7 +82,7 @@ def test_a_logit_that_is_no_number_is_seen_in_its_row_alone() -> None:
 @NEEDS_A_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_adds_in_the_defined_order(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, at sizes even and odd: of rows that begin at any multiple of an element, of vectors that are not whole."""
+    """Compare bitwise at even and odd sizes: rows at any element offset, and partial vectors."""
     libraries: dict[int, Any] = {}
 
     def kernel(vocab: int, **defined: str) -> Any:
@@ -119,7 +119,7 @@ def test_a_kernel_that_differs_or_is_not_compiled_is_not_used(monkeypatch: pytes
 
 
 def test_the_weights_gradient_is_not_rounded_between_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By pieces of the vocabulary as at once; a sum of narrow products is a thousand times less exact."""
+    """Compare vocabulary pieces with one product. A sum of bf16 products has a thousand times the error."""
     generator = torch.Generator().manual_seed(0)
     tiles = [tuple(torch.randn(16, n, generator=generator).bfloat16() for n in (50, 24)) for _ in range(8)]
     exact = sum(gradient.double().t() @ rows.double() for gradient, rows in tiles)
@@ -132,7 +132,7 @@ def test_the_weights_gradient_is_not_rounded_between_tiles(monkeypatch: pytest.M
 
 
 def test_a_plan_counts_six_bytes_a_logit() -> None:
-    """Two reads and a write of bf16, a third of them in the forward."""
+    """Count two reads and one write of bf16; the forward has a third of them."""
     head = build_workload(Model(tiny_config("llama", vocab_size=3000)), semantics(2, 64, "bf16", **fused("llama"))).blocks[-1]
     assert 3 * (head.fused_bytes - head.norm_bytes) == 6 * 2 * 64 * 3000
 

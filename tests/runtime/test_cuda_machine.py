@@ -1,4 +1,4 @@
-"""A GPU's streams and events, on streams of the CPU that are late (`late_streams`): bits, waits, errors, tokens, commands."""
+"""GPU streams and events, emulated by delayed CPU streams (`late_streams`): bits, waits, errors, tokens, commands."""
 
 import gc
 import os
@@ -41,7 +41,7 @@ def test_late_streams_train_the_bits_of_the_plain_loop(model_type, data):
         model_type,
         compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype"),
         clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip_norm"),
-        micro_batch=data.draw(st.sampled_from([1, 3]), label="micro_batch"),  # of four: one is left
+        micro_batch=data.draw(st.sampled_from([1, 3]), label="micro_batch"),  # one of four remains
     )
     key = (("num_hidden_layers", n_layers), ("tie_word_embeddings", data.draw(st.booleans(), label="tied")))
     if semantics.clip_norm is not None:
@@ -54,7 +54,7 @@ def test_late_streams_train_the_bits_of_the_plain_loop(model_type, data):
     assert differences(machine) == []
 
 
-EDGES = {  # (waiting lane, awaited lane), of all that wait for streams
+EDGES = {  # (waiting lane, awaited lane) for all waits on streams
     (Lane.GPU, Lane.H2D), (Lane.GPU, Lane.D2H), (Lane.H2D, Lane.GPU),
     (Lane.H2D, Lane.D2H), (Lane.D2H, Lane.GPU), (Lane.CPU, Lane.D2H),
 }  # fmt: skip
@@ -63,7 +63,7 @@ EDGES = {  # (waiting lane, awaited lane), of all that wait for streams
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("waiting", "marking"), sorted(EDGES), ids=str)
 def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
-    """The law above can fail: take away the events that one lane hears of another, let streams dawdle, and bits differ."""
+    """Show that the law above can fail: remove the events of one lane for another, delay streams, and bits differ."""
     left_out = 0
 
     class Deaf(Poisoned):
@@ -75,13 +75,13 @@ def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
             nonlocal left_out
             marker, token = marked
             if lane is Lane.CPU:
-                time.sleep(0.03)  # streams run ahead of a host that dawdles too
+                time.sleep(0.03)  # streams can run ahead of a delayed host too
             if (lane, marker) == (waiting, marking):
                 left_out += 1
             else:
                 super().follow(lane, token)
 
-    for seed in range(list(Lane).index(marking), 40, 4):  # under which the stream that is not heard is the sleepy one
+    for seed in range(list(Lane).index(marking), 40, 4):  # delays the stream without an event
         machine = machine_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), EVERYTHING, seed, 0.97, Deaf)
         try:
             execute(machine.plan, machine, N_STEPS)
@@ -95,7 +95,7 @@ def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
 
 
 def test_everything_at_once_is_the_plain_loop():
-    """The machine of the test above with all its events, which are those of EDGES."""
+    """Run the machine of the test above with all events of EDGES."""
     for seed, haste in enumerate(HASTE):
         machine = machine_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), EVERYTHING, seed, haste)
         execute(machine.plan, machine, N_STEPS)
@@ -137,7 +137,7 @@ EVERYTHING_SMALL = Policy(save=saves(products=(1,)), update=Update.DEFERRED, spe
 
 
 class NotesThreads(LateForBoth):
-    """Which thread issued each lane's ops: the thread itself, as numbers of threads that have ended are given again."""
+    """Record the thread that issues ops of each lane. Hold the thread object: identifiers of ended threads are reused."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -158,7 +158,7 @@ class NotesThreads(LateForBoth):
 
 
 def test_one_thread_issues_all_that_a_machine_computes():
-    """Over runs, evaluations, samples, and a failure in any lane; it ends with the machine."""
+    """Run, evaluate, sample, and fail in any lane. The thread ends with the machine."""
     config = tiny_config("llama")
     machine = small_machine(machine_type=NotesThreads)
     execute(machine.plan, machine, 2)
@@ -175,13 +175,13 @@ def test_one_thread_issues_all_that_a_machine_computes():
     (thread,) = machine.threads[Lane.GPU]
     assert (thread.name, thread.is_alive()) == ("lane-gpu", True)
     del machine
-    gc.collect()  # what failed refers to itself, and to the machine
+    gc.collect()  # the failed object refers to itself and to the machine
     thread.join(10)
     assert not thread.is_alive()
 
 
 def test_when_a_run_ends_or_fails_every_stream_has_ended():
-    """After a failure before its first update the same machine does the step again."""
+    """Repeat a step on the same machine after a failure before its first update."""
 
     class FailsOnce(Poisoned):
         has_failed = False
@@ -216,7 +216,7 @@ def test_an_error_in_a_kernel_stops_the_run_and_is_said(kind):
 
 
 def test_a_machine_without_users_is_gone_at_once():
-    """It holds gigabytes, and locked ones."""
+    """Release the machine's gigabytes of pinned memory."""
     machine = small_machine(EVERYTHING_SMALL)
     execute(machine.plan, machine, N_STEPS)
     arenas = weakref.ref(machine.arenas)
@@ -233,7 +233,7 @@ def test_a_machine_without_users_is_gone_at_once():
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A plan, some text, and a "GPU" whose streams dawdle."""
+    """Create a plan, text, and a "GPU" with delayed streams."""
     monkeypatch.setattr("penstock.runtime.machines.torch_machine.CudaStreams", lambda: LateStreams(1, 0.5))
     monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", lambda: True)
     monkeypatch.setattr("penstock.runtime.machines.streams.free_cuda_bytes", lambda: 10**10)
@@ -246,7 +246,6 @@ def run(home, out, *extra):
 
 
 def test_a_run_on_a_gpu_and_one_on_a_cpu_write_the_same_files(home):
-    """If the GPU computes what the CPU does, and these "GPUs" do."""
     done = run(home, "on_gpu", "--save-every", 2)
     assert done.exit_code == 0, done.output
     assert "not comparable with this GPU" in done.stdout
@@ -281,10 +280,10 @@ def test_without_a_gpu_a_run_is_the_cpus_unless_it_asks_for_one(home, monkeypatc
     ],
 )
 def test_segments_of_the_allocator_may_grow_unless_the_user_says(monkeypatch, device, said, found):
-    """It is settled before the first look for a device, when torch may read it."""
+    """The setting is fixed before the first device query, when torch may read it."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for name in names:
-        monkeypatch.setenv(name, said.get(name, ""))  # so that what it was is put back
+        monkeypatch.setenv(name, said.get(name, ""))  # restores the previous value
         if name not in said:
             monkeypatch.delenv(name)
 
@@ -317,5 +316,5 @@ def test_deterministic_kernels_are_asked_for_before_computing(home, monkeypatch)
     assert asked == []
     monkeypatch.setattr("penstock.runtime.layers.attention._can_use", lambda *of: True)
     plan_in(home, "--deterministic")
-    assert run(home, "again").exit_code == 0  # what is planned so is run so
+    assert run(home, "again").exit_code == 0  # a plan with this setting runs with it
     assert asked == [":4096:8"]

@@ -1,4 +1,4 @@
-"""Gradient norms made on the device: their cost and bounds, the bits of training, and squares that are not finite."""
+"""Gradient norms on the device: cost, bounds, training bits, and non-finite squares."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_gradients_that_the_host_sums_are_not_squared_on_device():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_host_reads_no_gradient_twice(tied):
-    """Host memory is spared every gradient once, but for those of tied weights; the device reads it, at its own rate."""
+    """Host memory saves one read per gradient, except tied weights. The device reads the gradient at its own rate."""
     model, profile = read_model("qwen2.5-0.5b" if tied else "qwen2.5-7b"), read_profile("gh200")
     semantics = Semantics(512, 2, 1)
     workload = build_workload(model, semantics)
@@ -73,7 +73,7 @@ def test_the_host_reads_no_gradient_twice(tied):
 @given(st.data())
 @settings(deadline=None, max_examples=20)
 def test_the_machine_bound_is_the_least_of_any_device_shares(data):
-    """Held against a fine grid of shares, on machines on which either side binds, with room for some of the state or all of it."""
+    """Compare with a fine grid of shares, on machines bound by either side, with memory for part or all of the state."""
     fields = read_profile("gh200").to_json()
     fields["host"]["reduce_bytes_per_s"]["value"] *= 10.0 ** data.draw(st.floats(-3, 1))
     fields["device"]["memory_bytes_per_s"]["value"] *= 10.0 ** data.draw(st.floats(-3, 1))
@@ -98,7 +98,7 @@ def test_the_machine_bound_is_the_least_of_any_device_shares(data):
 @given(st.data())
 @settings(deadline=None, max_examples=30, derandomize=True)
 def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
-    """Where the host's norms bind, so that it counts what they are spared; the others are in tests/planner/test_search.py."""
+    """Select cases in which host norms bind, because only they benefit. tests/planner/test_search.py has the others."""
     s, dtype = data.draw(semantics().filter(lambda of: of.ranks == 1)), data.draw(st.sampled_from(["bf16", "fp32"]))
     s = replace(s, gradient_dtype=dtype)
     workload = data.draw(workloads(s, most_layers=3))
@@ -137,7 +137,7 @@ WAYS = {
     ("model_type", "tied", "way"), [("llama", False, "barrier"), ("llama", True, "speculating"), ("gpt_oss", False, "eager")]
 )
 def test_a_model_normed_on_the_device_is_the_plain_loop(model_type, tied, way):
-    """With more elements in the vocabulary than a chunk has, and clipping in some of the steps."""
+    """Use a vocabulary larger than a chunk, and clip in some steps."""
     key = (("tie_word_embeddings", tied), ("vocab_size", 2200))
     semantics = semantics_of(model_type, clip_norm=None)
     if way != "eager":
@@ -151,7 +151,7 @@ gradients_drawn = st.tuples(sizes_drawn, st.sampled_from(dtypes), st.integers(0,
 
 
 def cut_gradients(sizes, dtype, seed):
-    """Random gradients, and where each is cut: the first into three."""
+    """Return random gradients with their cuts: the first into three."""
     generator = torch.Generator().manual_seed(seed)
     gradients = [(torch.randn(n, generator=generator) * 10.0 ** (seed - 6)).to(dtype) for n in sizes]
     n = sizes[0]

@@ -1,4 +1,4 @@
-"""Masters and moments that stay on the device: they are updated there to the host's bits."""
+"""Masters and moments on the device: updates are bitwise identical to the host's."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ EVERYWHERE = Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Upd
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("fields", "n_sequences"), [*ALL_KEPT, *((fields, 4) for fields in LEAN.values())])
 def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_sequences: int) -> None:
-    """Parts of it are there in plans of the law in test_exactness."""
+    """The law in test_exactness covers plans with part of the state on the device."""
     config = tiny_config("qwen3", tie_word_embeddings=False)
     policy = replace(EVERYWHERE, accumulation_group=n_sequences)
     machine = streamed(config, semantics_of("qwen3", **fields, batch_size=n_sequences), policy)
@@ -39,7 +39,7 @@ def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_s
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: bool, tmp_path) -> None:
-    """And not if its multiply-adds round twice."""
+    """Multiply-adds that round twice must change the bits."""
     weight = torch.float32 if kind == "fp32" else torch.bfloat16
     assert in_cpp_matches_host(KernelLayout(weight, kind == "split", weight), tmp_path, fused) == fused
 
@@ -60,7 +60,7 @@ def in_cpp_matches_host(kept: KernelLayout, folder: Path, fused: bool = True) ->
 @NEEDS_A_COMPILER
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 7), (1, 70), (2, 66), (4, 69)])
 def test_the_kernel_updates_parts_that_are_no_whole_or_aligned_vectors(start: int, end: int, tmp_path) -> None:
-    """The expected elements are those of a step on all 80, which fill the vector registers of torch's kernel."""
+    """Compare with a step on all 80 elements, which fill the vector registers of torch's kernel."""
     kernel = by_two_threads(KernelLayout(torch.bfloat16, True, torch.bfloat16).compiled(partial(in_cpp, tmp_path)))
     before = random_state("split", 80, seed=0)
     whole, part = copied(before), copied(before)

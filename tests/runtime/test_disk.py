@@ -1,4 +1,4 @@
-"""A base on a disk: the same bits, read past the page cache, and one line where the disk fails."""
+"""Base weights on a disk: identical bits, reads past the page cache, and one line if the disk fails."""
 
 import ctypes
 import errno
@@ -36,7 +36,7 @@ POLICIES = [
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that several threads share a tiny layer."""
+    """Reduce the read size: several threads then share a tiny layer."""
     monkeypatch.setattr(base_file, "PIECE_BYTES", 4096)
 
 
@@ -44,7 +44,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 @pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
 def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_pieces: None) -> None:
-    """Slots are poisoned on release, and lanes are late at random."""
+    """Slots are poisoned on release, and lanes have random delays."""
     semantics = semantics_of("llama", train=LORA, base=base, gradient_dtype="fp32" if policy.device_blocks else "bf16")
     machine = streamed(tiny_config("llama", **dict(LAYERS)), semantics, policy, delay_seed=1)
     assert differences(machine, plain("llama", semantics, LAYERS)) == []
@@ -53,7 +53,7 @@ def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_p
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("seed", range(3))
 def test_reads_wait_for_the_loads_of_streams_that_are_late(seed: int) -> None:
-    """And without what tells them that a load is done, bits differ."""
+    """Remove the load-completion events: bits must then differ."""
 
     class Deaf(Poisoned):
         def follow(self, lane: Lane, token: Any) -> None:
@@ -64,7 +64,7 @@ def test_reads_wait_for_the_loads_of_streams_that_are_late(seed: int) -> None:
     machine, deaf = (machine_of(config, semantics, POLICIES[0], seed, 0.3, of) for of in (Poisoned, Deaf))
     execute(machine.plan, machine, 3)
     assert differences(machine, plain("llama", semantics, LAYERS)) == []
-    with pytest.raises(NonFiniteError):  # a slot is poisoned once it has been loaded from
+    with pytest.raises(NonFiniteError):  # a slot is poisoned after its load
         execute(deaf.plan, deaf, 3)
 
 
@@ -77,7 +77,7 @@ SIZES = {b: planned().read_bytes(b) for b in (1, 2, 3, 4)}
 
 
 def cached_pages(path: Path) -> int:
-    """Pages of a file in the page cache, as mincore(2) tells."""
+    """Count pages of a file in the page cache by mincore(2)."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as its_bytes:
         n = -(-len(its_bytes) // mmap.PAGESIZE)
         found = (ctypes.c_ubyte * n)()
@@ -88,14 +88,14 @@ def cached_pages(path: Path) -> int:
 
 
 def read_here() -> int:
-    """Bytes that this process had a disk read."""
+    """Return bytes that this process read from disk."""
     return int(next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes")).split()[1])
 
 
 def test_a_step_reads_as_planned_and_leaves_no_page_cache(tmp_path: Path) -> None:
     plan, n_steps = planned(), 3
     machine = machine_for(plan, disk=tmp_path / "base")
-    execute(plan, machine, 1)  # what was just written may stay in the page cache until the file system's journal is down
+    execute(plan, machine, 1)  # written pages can remain in the page cache until the file system flushes its journal
     before = read_here()
     execute(plan, machine, n_steps, 1)
     n_bytes = sum(plan.read_bytes(op.block) for op in plan.ops if op.kind == "read")
@@ -124,7 +124,7 @@ def test_one_run_at_a_time_writes_the_file(tmp_path: Path) -> None:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, fails: object, after: int) -> None:
-    """From some read on, `os.preadv` does what `fails` does."""
+    """Replace `os.preadv` by `fails` from some read on."""
     real, seen = os.preadv, [0]
 
     def preadv(file: int, buffers: list[memoryview], at: int) -> int:
@@ -197,7 +197,7 @@ IN_MEMORY = Path("/dev/shm")
 
 @pytest.mark.skipif(not (IN_MEMORY.is_dir() and is_in_memory(IN_MEMORY)), reason="needs a file system in memory")
 def test_a_file_system_in_memory_is_no_disk() -> None:
-    """It would take direct reads, and hold in memory what a disk is to spare it."""
+    """tmpfs accepts direct reads, but occupies the memory that a disk is meant to save."""
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         with pytest.raises(DiskError, match="its file system is in memory; choose a folder on a disk with --disk"):
             BaseFile(Path(folder) / "base", SIZES)

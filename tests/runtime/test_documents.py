@@ -1,4 +1,4 @@
-"""Packed sequences: each document trains as if it were alone, under any policy, in the memory that plans book."""
+"""Packed sequences: document isolation under any policy, in the memory that plans book."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ from .test_replay import WIDE, device_bytes
 from .test_sides import SHARED
 from .test_sides import TYPES as SIDES
 
-# Latent attention and experts, a part of heads rotated, none, other scales, windows in some layers
+# Latent attention and experts, part of heads rotated, none, other scales, windows in some layers
 FURTHER = ("deepseek_v3", "glm4_moe", "olmoe", "phi3", "glm4", "gpt2", "granite", "gemma3_text", "olmo3", "gpt_neox")
 POLICIES = {
     "one by one": Policy(),
@@ -43,7 +43,7 @@ POLICIES = {
     "on the host": Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3), accumulation_group=2),
     "strided": Policy(boundary_stride=2, accumulation_group=4),
 }
-# Of the sequences of a step: long and short documents, single tokens, one that is the whole sequence, and the same twice
+# Sequences of a step: long and short documents, single tokens, one that fills the sequence, and one repeated
 CUTS = ((1, 7, 3, 5), (16,), (9, 1, 1, 5), (9, 1, 1, 5))
 OTHERS = ((4, 12), (2,) * 8, (16,), (15, 1))
 
@@ -53,7 +53,7 @@ def config_of(model_type: str, **overrides) -> dict:
 
 
 def packed_batches(*cuts: Sequence[Sequence[int]] | None, seq_len: int = 16) -> list[Batch]:
-    """The batches that the tests train on, cut into documents. The last token of a document predicts nothing."""
+    """Cut the test batches into documents. The last token of a document has no label."""
     result = []
     for batch, cut in zip(batches_of(96, 4, seq_len), cuts, strict=True):
         targets = batch.targets.clone()
@@ -76,7 +76,7 @@ def plainly(config, semantics, batches) -> reference.Reference:
 WAYS = [*(("llama", name, {}, {}) for name in POLICIES)]
 WAYS += [("gemma4_text", "kept", SHARED, {})] if "gemma4_text" in SIDES else []
 WAYS += [(t, "kept" if t in EAGER_ONLY else name, {}, {}) for t, name in zip(MODEL_TYPES, cycle(["products", "kept", "attention"]))]
-WAYS += [("mistral", "on the host", {"sliding_window": n}, {}) for n in (16, 9, 8)]  # windows that hide nothing, or of one document
+WAYS += [("mistral", "on the host", {"sliding_window": n}, {}) for n in (16, 9, 8)]  # no effect, or within one document
 WAYS += [("qwen2", "kept", {}, {"micro_batch": 2}), ("qwen2", "attention", {}, {"micro_batch": 3, "compute_dtype": "fp32"})]
 WAYS += [("qwen2", "attention", {}, {"mlp_tile_tokens": 5}), ("llama", "strided", {}, {"attention": "eager", "micro_batch": 2})]
 
@@ -84,7 +84,7 @@ WAYS += [("qwen2", "attention", {}, {"mlp_tile_tokens": 5}), ("llama", "strided"
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("model_type", "name", "overrides", "fields"), WAYS)
 def test_documents_train_the_plain_loops_bits_on_any_policy(model_type, name, overrides, fields):
-    """Other documents in each micro-batch and step; in the second step none, and attention goes across."""
+    """Use different documents in each micro-batch and step; the second step attends across the sequence."""
     config, semantics = config_of(model_type, **overrides), semantics_of(model_type, **fields)
     batches, policy = packed_batches(CUTS, None, OTHERS), POLICIES[name]
     policy = replace(policy, accumulation_group=min(policy.accumulation_group, semantics.n_micro_batches))
@@ -100,7 +100,7 @@ def test_every_policy_draws_the_same_dropout():
 
 
 def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients by name, document after document through transformers' own model, without packing."""
+    """Return loss and gradients by name, one document at a time through transformers' model without packing."""
     model = reference.build(config, semantics, torch.float32)
     model.load_state_dict(initial_masters(config, semantics), strict=False)
     model.tie_weights()
@@ -117,7 +117,7 @@ def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *FURTHER])
 def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
-    """The first moment after one step is a tenth of the gradient, or as much as beta1 leaves of it."""
+    """Derive gradients from the first moment after one step: (1 - beta1) times the gradient."""
     config, semantics = config_of(model_type), exact(model_type, clip_norm=None, micro_batch=2)
     (batch, *_) = batches = packed_batches(CUTS, CUTS, CUTS)
     machine = trained(config, semantics, Policy(save=saves(all=(1,))), batches, n_steps=1)
@@ -129,7 +129,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
 
 
 def logits_of(machine, batch: Batch) -> torch.Tensor:
-    """Of every token, through the machine."""
+    """Return logits of every token, computed by the machine."""
     plan = forward_plan(machine.plan, len(batch.input_ids))
     found = []
 
@@ -143,7 +143,7 @@ def logits_of(machine, batch: Batch) -> torch.Tensor:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *FURTHER])
 def test_other_documents_change_nothing_of_a_documents_logits(model_type):
-    """To the bit; but experts see the others' tokens too, and round otherwise."""
+    """Compare bitwise. Experts also receive tokens of other documents, and round differently."""
     config, semantics = config_of(model_type), exact(model_type)
     machine = trained(config, semantics, Policy(), packed_batches(CUTS, CUTS, CUTS), n_steps=0)
     batch = packed_batches(CUTS, CUTS, CUTS)[0]
@@ -156,7 +156,7 @@ def test_other_documents_change_nothing_of_a_documents_logits(model_type):
     assert not torch.allclose(before[0, 8:], after[0, 8:])
     across = logits_of(machine, Batch(batch.input_ids, batch.targets))
     assert not torch.allclose(before[0, 1:8], across[0, 1:8])
-    alone = Batch(batch.input_ids[:1].roll(-1, 1), batch.targets[:1], ((7, 9),))  # where it stands in the sequence means nothing
+    alone = Batch(batch.input_ids[:1].roll(-1, 1), batch.targets[:1], ((7, 9),))  # its offset in the sequence has no effect
     assert torch.allclose(logits_of(machine, alone)[0, :7], before[0, 1:8], atol=1e-5)
 
 
@@ -181,7 +181,7 @@ def test_no_device_is_waited_for_after_two_micro_batches():
             if step and op.kind in (Kind.FORWARD, Kind.BACKWARD):
                 seen.extend(watching.seen)
 
-    batches = [replace(batch, n_counted=batch.n_supervised) for batch in packed_batches(CUTS, OTHERS, CUTS)]  # by the host
+    batches = [replace(batch, n_counted=batch.n_supervised) for batch in packed_batches(CUTS, OTHERS, CUTS)]  # on the host
     trained(config_of("llama"), semantics_of("llama"), Policy(), batches, Watched, streams=LateStreams(0, 0.5))
     assert seen == []
 
@@ -217,7 +217,7 @@ REFUSED = {
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_model_that_lets_documents_meet_is_refused_with_why(model_type):
-    """One whose rotary embedding depends on the longest document too, where a sequence is longer than its tables."""
+    """Reject a rotary embedding that depends on the longest document, if a sequence exceeds its tables."""
     longer = {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}
     config = tiny(model_type) | (longer if model_type == "internlm3" else {})
     semantics = semantics_of(model_type, attention=supported_attention(Model(config))[0])
@@ -232,7 +232,7 @@ def test_a_ten_thousandth_of_another_document_is_found(share, monkeypatch):
 
 
 def attended(inputs: Sequence[torch.Tensor], n_tokens: Sequence[int]) -> list[torch.Tensor]:
-    """What attention by document makes of queries, keys, values (B, H, T, E) and its result's gradient (B, T, H, E), and the
+    """Return the result of attention by document for queries, keys, values (B, H, T, E) and a result gradient (B, T, H, E), and the
     gradients of the first three; all with tokens second."""
     query, key, value, d_out = (x.detach().requires_grad_() for x in inputs)
     out = documents._Attention.apply(query, key, value, list(n_tokens), None)
@@ -249,7 +249,7 @@ def drawn(seq_len: int, dtype: torch.dtype, seed: int = 0, n_sequences: int = 1,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 100, 191, 193, 255])
 def test_a_documents_bits_are_the_same_wherever_it_is_packed(n, dtype):
-    """What is computed of its padding reaches nothing, not even where another document's values are not finite."""
+    """Padding affects no result, even if values of another document are not finite."""
     seq_len = 256
     first, other = drawn(seq_len, dtype), drawn(seq_len, dtype, seed=1)
     for x in other[:3]:
@@ -271,7 +271,7 @@ def test_length_classes_are_whole_blocks_of_queries_and_few():
 
 
 def test_torch_has_the_calls_of_a_document_on_cuda():
-    """On tensors that only claim to be on a device: names, arguments and shapes."""
+    """Check names, arguments and shapes on fake CUDA tensors."""
     with FakeTensorMode(), torch.no_grad():
         query, key, value = (torch.empty(1, n, 48, 16, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
         sums = torch.empty(1, 4, 48, device="cuda")

@@ -1,4 +1,4 @@
-"""The emulated machine: it keeps the time of the machine in its profile, with shared resources and stand-in models."""
+"""Emulated machine: profile timings with shared resources and stand-in models."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ from tests.training import machine_for
 
 
 def serve(region: Region, *demands: Demand) -> list[tuple[float, float]]:
-    """When each demand really began, from threads of their own, and when it was served."""
+    """Return start and completion times of each demand, one thread per demand."""
     live = LiveRegion(region)
     shares: dict[int, tuple[float, float]] = {}
 
@@ -43,12 +43,12 @@ def serve(region: Region, *demands: Demand) -> list[tuple[float, float]]:
 
 
 def test_two_that_need_all_of_a_resource_halve_each_other():
-    """However late a thread wakes, the times follow from when each began."""
+    """Times follow from the demand's start, however late its thread wakes."""
     uses = ((Resource.DRAM, 1.0),)
     served = serve(Region(((Resource.DRAM, 1.0),)), Demand(0.0, 0.06, uses), Demand(0.0, 0.02, uses))
     (first_s, first_end_s), (second_s, second_end_s) = sorted(served)
     last_end_s = max(first_end_s, second_end_s)
-    if second_s < first_end_s:  # they met: the resource was never idle
+    if second_s < first_end_s:  # they overlap: the resource was never idle
         assert last_end_s == pytest.approx(first_s + 0.08, abs=1e-6)
         assert second_end_s - second_s > 0.02 + 1e-6 or second_end_s == last_end_s
     else:
@@ -68,7 +68,7 @@ def test_the_time_that_a_lane_takes_to_wake_is_overhead(late_s, left_s):
 
 
 def test_an_emulated_step_takes_what_the_simulator_says():
-    """Never less, with the same demands and contention; how much more is measured in the benchmark, not here."""
+    """The emulated time is at least the simulated one for the same demands and contention. A benchmark measures the excess."""
     profile = read_profile("h200-pcie5")
     config = stand_in_config(read_model("qwen2.5-0.5b").config) | {"num_hidden_layers": 4}
     small = Semantics(seq_len=16, batch_size=2, micro_batch=1)
@@ -83,7 +83,7 @@ def test_an_emulated_step_takes_what_the_simulator_says():
     measured_s = sorted(timeline.step_times_s)[1] / machine.time_scale
     predicted_s = simulate(planned, demands, region).step_s
     assert measured_s > predicted_s * 0.98
-    for span in timeline.spans:  # of the overhead, some is the hand-over to the lane, before it begins
+    for span in timeline.spans:  # part of the overhead is the hand-over to the lane, before its start
         assert span.end_s - span.start_s >= demands[span.op].alone_s * machine.time_scale * 0.999
     state = store.host.param_state(plan.workload.blocks[1].parameters[0])
     assert torch.isfinite(state.master.values()).all(), "the stand-in really trained"
@@ -104,4 +104,4 @@ def test_every_shipped_model_has_a_stand_in_of_as_many_blocks(name):
     assert [b.kind for b in workload.blocks] == [b.kind for b in whole.blocks]
     assert workload.tied == whole.tied
     assert workload.n_params < 2 * 10**6
-    Templates(small.config, workload, semantics)  # transformers builds it with these parameters
+    Templates(small.config, workload, semantics)  # constructor parameters in transformers

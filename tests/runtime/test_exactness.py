@@ -1,4 +1,4 @@
-"""Bits of streamed training: any policy, dtype, kernel and timing gives those of the plain resident loop."""
+"""Bitwise exactness: streamed training equals the plain resident loop for any policy, dtype, kernel and timing."""
 
 import itertools
 import time
@@ -33,7 +33,7 @@ LAW = settings(max_examples=10, deadline=None, derandomize=True, suppress_health
 @LAW
 @given(data=st.data())
 def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
-    """With slots poisoned on release and lanes delayed at random; with clipping in some of the steps, and dropout."""
+    """Poison slots on release and delay lanes at random; clip in some steps, and apply dropout."""
     model_type = data.draw(st.sampled_from(family), label="model_type")
     compute_dtype = data.draw(st.sampled_from(["bf16", "bf16", "bf16", "fp32"]), label="compute_dtype")
     tied = data.draw(st.booleans(), label="tied")
@@ -92,7 +92,7 @@ REMEMBERING = [
     ],
 )
 def test_a_backward_finds_weights_in_whichever_slots_they_are(model_type, tile, policy):
-    """Our lowering brings a layer back to the slot it was in; another planner need not: exchange the two last loads' slots."""
+    """The lowering reloads a layer into its slot, which another planner need not do: exchange the slots of the last two loads."""
     semantics = semantics_of(model_type, mlp_tile_tokens=tile)
     if Saved.ATTENTION in policy.save and semantics.attention == "eager":
         policy = replace(policy, save=saves(products=policy.saving(Saved.ATTENTION)))
@@ -112,7 +112,7 @@ def test_a_backward_finds_weights_in_whichever_slots_they_are(model_type, tile, 
 
 
 def trains_the_plain_loop(plan):
-    """A plan that our planner would not make, and that the checker passes."""
+    """Train a plan that the checker passes but the planner does not generate."""
     check(replace(plan, profile=read_profile("cpu-2core").to_json()))
     assert differences(trained(plan, Hostile)) == []
 
@@ -140,7 +140,7 @@ def test_weights_are_rounded_half_up_into_a_bf16_master():
     assert float(machine.host.param_state(head.parameters[0]).master.values()[0]) == 1.0 + 2.0**-7
 
 
-# All that a plan may compute in and keep
+# Every dtype of a plan for compute and storage
 DTYPES = {"bf16": {}, "bf16 master": {"master_dtype": "bf16"}, "fp32": {"compute_dtype": "fp32"}} | LEAN
 GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1), (1, 4)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
 
@@ -149,7 +149,7 @@ GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1), (1, 4)]  # (micro-batch, micro-batches
 @pytest.mark.parametrize(("gradient_dtype", "tied"), [("bf16", False), ("fp32", True)])
 @pytest.mark.parametrize("kept", DTYPES)
 def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(kept, tied, gradient_dtype):
-    """What the law above may not draw: here each way that a gradient can take is taken once in every dtype; tiles, adapters."""
+    """Cover cases that random policies can miss: every path of a gradient in every dtype; tiles, adapters."""
     config = tiny_config("llama", tie_word_embeddings=tied, num_hidden_layers=1, vocab_size=2200)  # more than a chunk of elements
     dtypes = {"gradient_dtype": gradient_dtype} | DTYPES[kept]
     for number, (micro_batch, group) in enumerate(GROUPS):
@@ -175,7 +175,7 @@ def test_dropout_is_the_same_kept_recomputed_or_reordered(model_type, attention)
 
 @pytest.mark.soak
 def test_the_law_holds_at_2048_tokens_with_the_default_attention():
-    """Several tiles of keys in the attention kernel, and several tiles of the loss."""
+    """Use several tiles of keys in the attention kernel, and several tiles of the loss."""
     config = tiny_config("llama")
     semantics = semantics_of("llama", seq_len=2048, batch_size=2, loss_tile_tokens=1024, **fused("llama"))
     kept = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=2))
@@ -184,7 +184,7 @@ def test_the_law_holds_at_2048_tokens_with_the_default_attention():
 
 
 def test_a_missing_wait_is_seen_by_poison_and_delay():
-    """The laws above can fail: take away the wait of every layer's forward for its weights, and slow the loads."""
+    """Show that the laws above can fail: remove the wait of each forward for its weights, and slow the loads."""
     plan = plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), Policy(accumulation_group=4))
     ops = tuple(replace(op, waits=()) if op.kind is Kind.FORWARD and op.block > 1 else op for op in plan.ops)
 
@@ -203,7 +203,7 @@ def test_a_missing_wait_is_seen_by_poison_and_delay():
 
 
 def test_the_norm_is_of_this_step_whichever_block_comes_last():
-    """The checker allows the host any order of the blocks: swap the last two norms, whose gradients have both to arrive."""
+    """The checker allows any order of blocks on the host: exchange the last two norms, which both wait for gradients."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4))
     (a, b) = [i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM][-2:]
     assert plan.ops[b].block == 0

@@ -1,4 +1,4 @@
-"""The executor: order of lanes, waits, errors, interrupts, stalls, and the end that is asked for."""
+"""The executor: lane order, waits, errors, interrupts, stalls, and requested ends."""
 
 import dataclasses
 import gc
@@ -36,13 +36,13 @@ def tiny_plan(**policy) -> Plan:
 
 
 def look_every(monkeypatch, seconds: float) -> None:
-    """How often lanes, and the caller's thread, look for themselves."""
+    """Set the polling interval of lanes and of the caller's thread."""
     for room in (lane_track, executor):
         monkeypatch.setattr(room, "LOOK_S", seconds)
 
 
 class Jittery(NullMachine):
-    """Remembers when each repetition of an op began and ended, and its micro-batch; ops of some lanes are slow."""
+    """Record start, end and micro-batch of each repetition of an op; delay ops of some lanes."""
 
     def __init__(self, slow: Lane | None = None) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Jittery(NullMachine):
 
 
 def numbered(plan: Plan) -> list[tuple[int, int]]:
-    """For each op of the plan written out, its number in the plan as it is and its repetition."""
+    """Map each op of the unrolled plan to its number in the folded plan and its repetition."""
     repeat = plan.repeat or Repeat(0, 0, 1, 1)
     before, after = range(repeat.start), range(repeat.end, len(plan.ops))
     inside = [(i, k) for k in range(repeat.times) for i in range(repeat.start, repeat.end)]
@@ -79,7 +79,7 @@ def numbered(plan: Plan) -> list[tuple[int, int]]:
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans() | folded(max_repetitions=2), st.sampled_from([None, *Lane]))
 def test_every_op_runs_once_in_order_after_what_it_waits_for(plan, slow):
-    """Each repetition with its own micro-batch; the timeline has each of them that it keeps."""
+    """Each repetition has its own micro-batch; the timeline has a span per retained repetition."""
     machine, numbers = Jittery(slow), numbered(plan)
     timeline = execute(plan, machine, 3)
     assert machine.ended.keys() == {(step, *number) for step in range(3) for number in numbers}
@@ -98,7 +98,7 @@ def test_every_op_runs_once_in_order_after_what_it_waits_for(plan, slow):
 
 
 def test_a_deferred_policy_lets_a_lane_run_into_the_next_step():
-    """The last update of a step ends only once an op of the next one has begun."""
+    """The last update of a step ends after an op of the next step begins."""
     plan, next_began, seen = tiny_plan(update=Update.DEFERRED), threading.Event(), list[bool]()
     last = max(i for i, op in enumerate(plan.ops) if op.lane is Lane.CPU)
 
@@ -123,7 +123,7 @@ def test_steps_are_reported_in_order_and_the_last_spans_kept(monkeypatch):
 
 
 def test_batches_are_prepared_one_step_ahead_on_the_callers_thread():
-    """The last op of each step waits until the batch of the next one is prepared; no batch beyond the run is."""
+    """The last op of each step waits for the batch of the next step. No batch is prepared beyond the run."""
     plan, prepared, is_ahead = tiny_plan(), list[tuple[int, int]](), {step: threading.Event() for step in (5, 6, 7, 8)}
 
     class Preparing(NullMachine):
@@ -166,12 +166,12 @@ def test_a_prepared_batch_is_made_once_and_its_error_is_raised_where_it_is_used(
     with pytest.raises(DataError, match="no such row"):
         batches(3)
     assert batches(4).input_ids.tolist() == [14]
-    batches.prepare(4)  # as after a long break of the caller, in which a lane made it
+    batches.prepare(4)  # emulates a long pause of the caller, during which a lane prepares it
     assert made == [1, 2, 3, 4]
 
 
 def reported(report, *given, **how):
-    """Execute, and report each step when it is done."""
+    """Execute, and report each finished step."""
     with Execution(*given, **how) as steps:
         for step in steps:
             report(step)
@@ -179,7 +179,7 @@ def reported(report, *given, **how):
 
 
 class Failing(NullMachine):
-    """Fails at an op, given by its number in the plan or by its name."""
+    """Fail at an op, selected by its number in the plan or by its name."""
 
     def __init__(self, at: tuple[int, int | str], error: Exception) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_a_caller_who_fails_or_leaves_the_loop_stops_the_lanes():
 
 
 def test_after_a_failure_no_lane_begins_another_op():
-    """Not even one without waits: the lane that computes may have hours of work before its next wait."""
+    """Ops without waits do not begin either: compute can have hours of ops before its next wait."""
     plan = tiny_plan()
     plan = dataclasses.replace(plan, ops=tuple(dataclasses.replace(op, waits=()) for op in plan.ops))
     failed = threading.Event()
@@ -246,7 +246,7 @@ def test_after_a_failure_no_lane_begins_another_op():
             if op.lane is Lane.D2H:
                 raise KeyError("boom")
             failed.wait(20)
-            time.sleep(0.05)  # the failure is told after the lane's context has ended
+            time.sleep(0.05)  # the failure is reported after the lane's context has ended
             super().perform(index, op, step)
 
     machine = Slow()
@@ -284,7 +284,7 @@ def performs_all(machine: NullMachine, n_steps: int, **how) -> None:
 
 
 def test_a_run_ends_though_no_bell_is_ever_heard(monkeypatch):
-    """Lanes look for themselves from time to time."""
+    """Lanes poll from time to time."""
     look_every(monkeypatch, 0.001)
 
     class Mute(SimpleQueue):
@@ -297,14 +297,14 @@ def test_a_run_ends_though_no_bell_is_ever_heard(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch) -> SimpleQueue:
-    """The lines that the executor says of lanes that are long at something."""
+    """Return the executor's lines about lanes with long ops."""
     lines = SimpleQueue()
     monkeypatch.setattr(executor, "say", lines.put)
     return lines
 
 
 def test_a_lane_that_is_long_in_an_op_is_named_and_not_killed(monkeypatch, said):
-    """A hang cannot be told from an op on a trillion parameters; a person can."""
+    """A hang looks like an op on a trillion parameters; the user decides."""
     look_every(monkeypatch, 0.005)
 
     class Long(NullMachine):
@@ -321,7 +321,7 @@ def test_a_lane_that_is_long_in_an_op_is_named_and_not_killed(monkeypatch, said)
 
 
 class Hanging(NullMachine):
-    """Its gpu lane hangs at the second layer until `ends` is set; meanwhile another lane fails."""
+    """Hang the gpu lane at the second layer until `ends` is set; meanwhile another lane fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ def test_an_error_comes_out_though_another_lane_hangs(said):
 
 
 class Asks(Jittery):
-    """A lane asks for the end while it is at an op."""
+    """Request the end from a lane during an op."""
 
     def __init__(self, at: tuple[int, int], slow: Lane | None = None) -> None:
         super().__init__(slow)
@@ -364,7 +364,7 @@ class Asks(Jittery):
 @settings(max_examples=40, deadline=None)
 @given(plans(), st.sampled_from([None, *Lane]), st.integers(0, 3), st.data())
 def test_all_lanes_end_after_the_same_step_when_asked_to_end(plan, slow, step, data):
-    """The step is the furthest that any lane had begun, or the one after it if a lane was just about to begin that."""
+    """End after the furthest step begun by any lane, or after the next one if a lane is about to begin it."""
     machine = Asks((step, data.draw(st.integers(0, len(plan.ops) - 1))), slow)
     told = []
     timeline = reported(lambda step: told.append(step.number), plan, machine, 50, stop=machine.stop)
@@ -387,7 +387,7 @@ def test_an_end_asked_for_before_the_first_step_or_in_the_last():
 
 @pytest.mark.parametrize("asked_to_end", [False, True])
 def test_lanes_that_wait_for_each_other_are_seen_and_named(asked_to_end, monkeypatch):
-    """Also after an end was asked for: lanes that have ended are not mistaken for busy ones."""
+    """Detect it after a requested end, too: finished lanes do not count as busy."""
     look_every(monkeypatch, 0.01)
     plan, stop = tiny_plan(), Stop()
     load, forward = (next(i for i, op in enumerate(plan.ops) if op.kind is kind) for kind in (Kind.LOAD, Kind.FORWARD))
@@ -399,7 +399,7 @@ def test_lanes_that_wait_for_each_other_are_seen_and_named(asked_to_end, monkeyp
 
 
 def test_each_step_says_how_long_each_lane_was_at_its_ops():
-    """Over all repetitions, in the order of the steps."""
+    """Sum over all repetitions, in the order of the steps."""
     plan, machine = small(40), Jittery(Lane.CPU)
     with Execution(plan, machine, 2, first_step=3) as steps:
         busy_s = {step.number: step.busy_s for step in steps}
@@ -415,7 +415,7 @@ def test_each_step_says_how_long_each_lane_was_at_its_ops():
 
 
 def test_steps_that_were_done_when_a_lane_failed_are_reported():
-    """Though the caller was busy with an earlier one."""
+    """The caller is busy with an earlier step meanwhile."""
     plan, told, failed = tiny_plan(), [], threading.Event()
 
     class Late(Failing):
@@ -435,7 +435,7 @@ def test_steps_that_were_done_when_a_lane_failed_are_reported():
 
 @pytest.mark.parametrize(("plan", "n_steps"), [(tiny_plan(), 40), (small(400), 3)], ids=["steps", "repetitions"])
 def test_tokens_of_an_op_reach_the_lanes_that_wait_for_it(plan, n_steps):
-    """And are then forgotten: a CUDA event per op of a long run would be a leak; one forgotten too early, a race."""
+    """Discard tokens afterwards: a CUDA event per op of a long run is a leak; an early discard is a race."""
     alive, most, n_followed, followed = set(), 0, Counter(), set()
 
     class Token:
@@ -466,7 +466,7 @@ def test_tokens_of_an_op_reach_the_lanes_that_wait_for_it(plan, n_steps):
 
 
 def test_an_interrupt_while_a_lane_is_started_comes_out(monkeypatch):
-    """A thread whose start was interrupted cannot be joined."""
+    """A thread cannot be joined after an interrupted start."""
     start, started = threading.Thread.start, []
 
     def interrupted(thread):
@@ -482,7 +482,7 @@ def test_an_interrupt_while_a_lane_is_started_comes_out(monkeypatch):
 
 
 def test_lanes_may_ask_while_an_op_that_is_done_collects_garbage():
-    """A collection runs code, in which other lanes have their turn."""
+    """A garbage collection runs code, during which other lanes run."""
     track, made, begun = Track(Lane.GPU, None), [], []
     track._waiters |= {Track(Lane.CPU, None): 10**9 for _ in range(4)}
 
@@ -494,7 +494,7 @@ def test_lanes_may_ask_while_an_op_that_is_done_collects_garbage():
     gc.callbacks.append(collected)
     try:
         for n in range(100):
-            made += [(n, i) for i in range(200)]  # tuples that lay ready: the next ones are new
+            made += [(n, i) for i in range(200)]  # tuples of the free list: later ones are newly allocated
             gc.set_threshold(1, 10**6, 10**6)
             begun.append(n)
             track.advance(None)

@@ -1,4 +1,4 @@
-"""Footprints: a run asks for the bytes that its plan booked."""
+"""Footprints: a run allocates the bytes that its plan booked."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ MACHINES = ("h100-sxm", "rtx4090-desktop", "gh200", "cpu-2core")
 
 @st.composite
 def real_plans(draw: st.DrawFn) -> Plan:
-    """Of real, tiny models under any policy and kernels, for any machine."""
+    """Plan real, tiny models under any policy and kernels, for any machine."""
     name, machine = draw(st.sampled_from(MODEL_TYPES)), read_profile(draw(st.sampled_from(MACHINES)))
     model = Model(tiny_config(name))
     kernels = {part: draw(st.sampled_from(["eager", FUSED[part]])) for part in sorted(fusible(model))}
@@ -43,7 +43,7 @@ def real_plans(draw: st.DrawFn) -> Plan:
 
 
 def exactly(plan: Plan, short_device_bytes: int = 0, short_host_bytes: int = 0) -> Plan:
-    """The plan, made for a machine that has exactly what it needs, or so much less."""
+    """Plan for a machine with exactly the required memory, minus some bytes."""
     needs = footprint(plan, Profile.from_json(plan.profile, "made up"))
     fields = json.loads(json.dumps(plan.profile))
     fields["device"]["memory_bytes"]["value"] = float(needs.device_peak_bytes - short_device_bytes)
@@ -52,8 +52,8 @@ def exactly(plan: Plan, short_device_bytes: int = 0, short_host_bytes: int = 0) 
 
 
 def start(plan: Plan, device: str) -> None:
-    """What a run refuses, on the machine of the plan's profile once the process and its context are there; of several ranks, which
-    the profile is a part for, on all of it."""
+    """Return the error of a run on the machine of the plan's profile, after the process and its context start. The profile covers a
+    share of the machine if the plan has several ranks."""
     on_device, on_host = (plan.profile[place] for place in ("device", "host"))
     free_bytes = int(on_device["memory_bytes"]["value"]) - round(on_device["context_bytes"]["value"])
     host_bytes = int(on_host["memory_bytes"]["value"]) - round(on_host["runtime_bytes"]["value"])

@@ -1,4 +1,4 @@
-"""Training a part of a model: streamed bits are the plain loop's, and what is frozen keeps its own."""
+"""Partial training: streamed bits equal the plain loop's, and frozen weights do not change."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ WAYS = {
 }
 
 
-# Type, format of the base, what is on the device, and a policy
+# Type, format of the base, blocks on the device, and a policy
 PACKED = [
     ("llama", "nf4", False, Policy(accumulation_group=4, save=saves(products=(1,)), prefetch_depth=2, update=Update.DEFERRED)),
     ("gemma2", "int8", True, Policy(accumulation_group=2, resident_blocks=(1,), boundary_stride=2)),
@@ -65,8 +65,7 @@ def test_packed_weights_are_computed_with_as_what_they_mean(model_type: str, bas
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataObject) -> None:
-    """With clipping or without, tied or not, packed or not, state on the host or on the device; what adapters drop is what they
-    drop where everything is kept."""
+    """Vary clipping, ties, packing and state placement. Adapter dropout masks equal those of a run that saves everything."""
     model_type = data.draw(st.sampled_from(family), label="model_type")
     ways = [name for name in WAYS if name != "experts" or model_type in EXPERT_TYPES]
     way = WAYS[data.draw(st.sampled_from(ways), label="way")]
@@ -92,7 +91,7 @@ def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataOb
 
 
 def test_blocks_below_what_is_trained_have_no_backward_or_update() -> None:
-    """And what is frozen has no master and no moments."""
+    """Frozen blocks have no master and no moments."""
     config = tiny_config("llama", num_hidden_layers=3)
     ops = plan_of(config, semantics_of("llama", train=Train(layers=(1, 1)), gradient_dtype="fp32"), Policy()).ops
     assert {op.block for op in ops if op.kind in (Kind.UPDATE, Kind.NORM, Kind.OFFLOAD_GRADIENT)} == {2}

@@ -1,4 +1,4 @@
-"""Calls that would make the host wait for a GPU in the midst of a step: compute and copies make none."""
+"""Host synchronisation: compute and copies make no call in mid-step that waits for a GPU."""
 
 from dataclasses import replace
 from itertools import cycle, product
@@ -19,7 +19,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select
 
 
 class Watching(TorchDispatchMode):
-    """Notes calls that on a GPU would wait for all that was issued: their result, or its shape, is needed on the host."""
+    """Record calls that synchronise with a GPU because the host needs their result or its shape."""
 
     def __init__(self, hosts_own):
         super().__init__()
@@ -37,10 +37,10 @@ class Watching(TorchDispatchMode):
 
 
 def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
-    """What compute waits for after its first two micro-batches."""
+    """Return the synchronising calls of compute after its first two micro-batches."""
     hosts_own, arange = [], torch.arange
 
-    def counted(*args, **kwargs):  # without a device's name it is the host's own, also where there is a GPU
+    def counted(*args, **kwargs):  # no device name means the CPU, even with a GPU
         out = arange(*args, **kwargs)
         if kwargs.get("device") is None:
             hosts_own.append(out)
@@ -60,7 +60,7 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
                 self.seen += watching.seen
 
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    counted_before = [replace(batch, n_counted=batch.n_supervised) for batch in batches]  # by the host, of what is its own
+    counted_before = [replace(batch, n_counted=batch.n_supervised) for batch in batches]  # host calls on host data
     machine = machine_for(plan_of(config, semantics, policy), Watched, counted_before, streams=LateStreams())
     execute(machine.plan, machine, 2)
     assert machine.n_ops
@@ -81,7 +81,7 @@ def test_compute_never_waits_for_the_device(model_type, policy, monkeypatch):
 
 
 def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
-    """The types that we know have no such layers. Were it so, the model's own forward would have to run every time."""
+    """Known types have no such layers. Such a layer requires the model's own forward in every step."""
     machine = machine_for(plan_of(tiny_config("llama"), semantics_of("llama"), Policy()))
     templates, given_to = machine.compute.templates, set()
     embed, layer = templates.embed, templates.layer
@@ -115,7 +115,7 @@ def test_a_model_is_asked_for_masks_and_positions_twice(model_type, monkeypatch)
 
 
 class OnlyCopying(TorchDispatchMode):
-    """Notes what a lane of the link does beyond copying between arenas, without the host's waiting for it."""
+    """Record calls of a link lane other than asynchronous copies between arenas."""
 
     def __init__(self, slabs):
         super().__init__()
@@ -143,7 +143,7 @@ EVERY_COPY += [Policy(accumulation_group=4, resident_blocks=(1,), update=Update.
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("policy", EVERY_COPY, ids=["spills", "resident"])
 def test_lanes_of_the_link_only_copy_between_arenas(policy, tied):
-    """On a GPU, memory that a side stream took from the allocator would be another's before the copy is done."""
+    """Memory that a side stream allocates on a GPU can be reused before the copy ends."""
     found = []
 
     class Watched(CudaMachine):

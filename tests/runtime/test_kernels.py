@@ -1,4 +1,4 @@
-"""Fused kernels: the bits or the meaning of eager ones, and the bytes and calls that plans count for them."""
+"""Fused kernels: equality with eager ones, and the bytes and calls that plans count for them."""
 
 import dataclasses
 import sys
@@ -52,12 +52,12 @@ DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def same_bytes(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> bool:
-    """Equal to the last bit, signs of zeros included, and in the same order in memory, in which a sum may be made of them."""
+    """Compare bitwise, including signs of zeros and memory order, which can determine the order of a sum."""
     return all(a.stride() == b.stride() and same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of all magnitudes, zeros of both signs among them."""
+    """Return numbers of all magnitudes, including zeros of both signs."""
     generator = torch.Generator().manual_seed(draw.draw(st.integers(0, 2**32), label="seed"))
     numbers = torch.randn(*shape, generator=generator) * 10.0 ** draw.draw(st.integers(-20, 4), label="magnitude")
     for zero, threshold in ((0.0, 0.05), (-0.0, 0.1)):
@@ -83,7 +83,7 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
     x = some(data, 2, 7, 3, 8, dtype=dtype).transpose(1, 2).requires_grad_()
     cos, sin = (some(data, 2, 7, 8, dtype=dtype) for _ in range(2))
     gradient = some(data, 2, 3, 7, 8, dtype=dtype)
-    if data.draw(st.booleans(), label="token after token"):  # as fused attention leaves it; else head after head
+    if data.draw(st.booleans(), label="token after token"):  # memory order after fused attention; otherwise head by head
         gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
     ours, _ = rotary(CALL_BY_CALL, x, x.detach(), cos, sin)
     theirs, _ = apply_rotary_pos_emb(x, x.detach(), cos, sin)
@@ -95,7 +95,7 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
 def test_a_gpu_has_a_kernel_of_eagers_bits_for_each_function(dtype: torch.dtype) -> None:
-    """Also by several launches; a fault would warn, and leave the function itself."""
+    """Use several launches, too. A fault must warn, and fall back to the function."""
     cuda, plain = torch.device("cuda"), Pointwise()
     found = compiled(cuda, dtype, tuple(GATES))
     for name in TIMES_THE_BYTES:
@@ -114,7 +114,7 @@ def test_a_gpu_has_a_kernel_of_eagers_bits_for_each_function(dtype: torch.dtype)
 
 @pytest.mark.parametrize("n_rows", [1, 1024, 2600])
 def test_a_norms_gradients_are_those_of_pytorchs_function(n_rows: int) -> None:
-    """In fp64's light: rows by the thousand and their sums change nothing but the last digits."""
+    """Compare with fp64: thousands of rows and their sums change only the last digits."""
     x, gradient = (torch.randn(n_rows, 24, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     x, weight = x.requires_grad_(), torch.rand(24).requires_grad_()
     y = rms_norm(x, weight, 1e-6)
@@ -131,7 +131,7 @@ def test_a_norms_gradients_are_those_of_pytorchs_function(n_rows: int) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_losses_and_norms_are_those_of_eager_kernels(model_type: str, dtype: str, tolerance: float) -> None:
-    """Relative to the largest: 2e-6 in fp32; in bf16 2e-2, a few of its last digits."""
+    """Compare relative to the largest element: 2e-6 in fp32; 2e-2 in bf16, a few of its last digits."""
     eager = semantics_of(model_type, compute_dtype=dtype)
     at_once = plain(model_type, dataclasses.replace(eager, **fused(model_type)))
     usual = plain(model_type, eager)
@@ -141,7 +141,7 @@ def test_losses_and_norms_are_those_of_eager_kernels(model_type: str, dtype: str
 
 @pytest.mark.parametrize("model_type", [t for t in STRUCTURES if not t.startswith("gemma")])
 def test_a_models_logits_are_those_of_transformers(model_type: str) -> None:
-    """In fp32, where no rounding hides a wrong formula: 1e-5 of the largest logit."""
+    """Compare in fp32, where rounding hides no wrong formula: 1e-5 of the largest logit."""
     config = tiny_config(model_type)
     model = hf_model(config, attn_implementation="eager" if model_type in EAGER_ONLY else "sdpa").eval()
     tokens = torch.randint(0, config["vocab_size"], (2, 24))
@@ -158,7 +158,7 @@ def test_a_models_logits_are_those_of_transformers(model_type: str) -> None:
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("case", [c for c in cases(STRUCTURES) if c[0] != "gemma2"], ids="-".join)
 def test_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str, str]) -> None:
-    """Of a scale for each row, which a GPU keeps and a CPU does not, two in a hundred are allowed for."""
+    """Allow two percent for a scale per row, which only a GPU saves."""
     for size in SIZES:
         for block, layer, x, kwargs in layers_of(case, *size, fused(case[0])):
             gradient, weights = torch.randn_like(x), list(layer.parameters())
@@ -215,7 +215,7 @@ def test_what_no_fused_kernel_computes_is_refused_in_one_line() -> None:
 
 
 def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only there, though transformers would take it: it is installed here, as a sum over taps."""
+    """The package is installed here as a sum over taps. Transformers alone would always use it."""
     found: list[int] = []
 
     def causal_conv1d_fn(x_BDT: torch.Tensor, weight_DW: torch.Tensor, bias: None, activation: str) -> torch.Tensor:
@@ -232,7 +232,7 @@ def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", wrapped)
     torch.testing.assert_close(model(input_ids=tokens).logits, own)
     assert found == [24, 24, 24], "a layer each, but for attention's"
-    use_own_calls(model)  # as a run's begins
+    use_own_calls(model)  # like the start of a run
     assert torch.equal(model(input_ids=tokens).logits, own)
     assert len(found) == 3
     for layer in model.model.layers:  # type: ignore[union-attr]

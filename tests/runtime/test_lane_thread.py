@@ -1,4 +1,4 @@
-"""The thread of a lane that outlives runs: one for all of them, which ends with its owner."""
+"""Lane thread: one thread for all runs, which ends with its owner."""
 
 import threading
 
@@ -28,7 +28,7 @@ def test_the_thread_ends_with_its_owner_also_while_it_works():
 
 
 class OnOneThread(NullMachine):
-    """A machine whose gpu lane has a thread of its own."""
+    """Give the gpu lane of a machine its own thread."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Long contexts, scaled down to a narrow model: they train in the memory that is planned, which MLPs by tiles keep small."""
+"""Long contexts, scaled down to a narrow model: they train in the planned memory, which tiled MLPs keep small."""
 
 from functools import lru_cache
 from typing import Any
@@ -33,14 +33,14 @@ def semantics_of(seq_len: int, tile: int | None, dtype: str = "fp32") -> Semanti
 
 @lru_cache(maxsize=16)
 def most_bytes(seq_len: int, inner: int, tile: int | None) -> int:
-    """The most that computing two steps held beyond the arenas."""
+    """Return the peak of computing two steps beyond the arenas."""
     return device_bytes(plan_of(config_of(inner), semantics_of(seq_len, tile), LEAN))[1]
 
 
 @pytest.mark.soak_cases("4096-12288")
 @pytest.mark.parametrize(("few", "many"), [(1024, LONG), (LONG, LONGER)])
 def test_by_tiles_memory_grows_as_attention_and_a_boundary_do(few: int, many: int) -> None:
-    """A dozen tensors as large as a layer's input: norms, queries, keys, values, and their gradients."""
+    """Allow a dozen tensors of the layer's input size: norms, queries, keys, values, and their gradients."""
     boundary_bytes = build_workload(Model(config_of(512)), semantics_of(many - few, None)).blocks[1].boundary_bytes
     grown = most_bytes(many, 128, 128) - most_bytes(few, 128, 128)
     assert grown < 13 * boundary_bytes
@@ -57,7 +57,7 @@ def test_spilled_boundaries_take_no_more_for_more_layers() -> None:
 
 @pytest.mark.soak
 def test_a_searched_plan_trains_a_context_four_times_the_device() -> None:
-    """Tiles and spills are the planner's own choice; arenas and peak together stay within the device's memory."""
+    """The planner selects tiles and offloads; arenas plus peak fit the device's memory."""
     model, asked = Model(config_of(512, n_layers=4)), semantics_of(LONGER, None)
     profile = read_profile("cpu-2core").with_memory(DEVICE_BYTES, None)
     whole = frame(model, build_workload(model, asked), asked, Policy())

@@ -1,4 +1,4 @@
-"""Steps performed in repetitions train the bits of the plain loop, and files of plans with and without them are the same."""
+"""Repeated steps: folded plans train the bits of the plain loop, and write the same files as unrolled plans."""
 
 import random
 import time
@@ -15,7 +15,7 @@ from tests.training import Remembering, clip_some_steps, differences, plan_of, s
 
 
 class Delayed(Remembering):
-    """Lanes are delayed at random."""
+    """Delay lanes at random."""
 
     rng = random.Random(3)
 
@@ -56,7 +56,7 @@ def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name)
 
 @pytest.mark.soak
 def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monkeypatch):
-    """Begun under the plan that repeats and resumed under the one written out, and the other way round: the same files."""
+    """Start with the folded plan and resume with the unrolled one, and vice versa: the files are equal."""
     home = make_home(tmp_path)
     sizes = ("--batch-size", "16", "--micro-batch", "1", "--policy", "megatrain-plus")
     written = plan_in(home, *sizes, name="written.json")

@@ -1,4 +1,4 @@
-"""Losses: each held against its definition in plain torch, streamed under several policies, refused where it cannot be."""
+"""Losses: compared with plain torch definitions, streamed under several policies, rejected if unsupported."""
 
 import re
 from dataclasses import replace
@@ -34,7 +34,7 @@ EXTRAS = {"label": torch.tensor([1.0, 1, 0, 0]), "advantage": ADVANTAGES, "old":
 
 
 def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The sum of a loss, from whole fp64 logits, as its paper writes it."""
+    """Return the sum of a loss from complete fp64 logits, as in its paper."""
     n, there = of.numbers, targets != -100
     logps = logits.log_softmax(-1)
     own = logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * there
@@ -42,12 +42,12 @@ def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, referenc
         return (-(1 - n["epsilon"]) * own - n["epsilon"] * logps.mean(-1) * there).sum()
     if of.name == "z-loss":
         return (-own + n["weight"] * logits.exp().sum(-1).log() ** 2 * there).sum()
-    if of.name == "distill":  # each distribution with all but the teacher's likeliest ids as one outcome
+    if of.name == "distill":  # each distribution with one outcome for all but the teacher's likeliest tokens
         ids = TEACHER.topk(int(n["k"])).indices
         top = [(z / n["temperature"]).double().softmax(-1).gather(-1, ids) for z in (TEACHER, logits)]
         exact, q = (torch.cat([t, 1 - t.sum(-1, keepdim=True)], -1).clamp(min=1e-20) for t in top)
         p = teacher_of(of)["teacher"][..., -ids.shape[-1] - 1 :].contiguous().view(torch.float16).double().softmax(-1)
-        torch.testing.assert_close(p, exact, rtol=5e-3, atol=1e-15)  # as files round it
+        torch.testing.assert_close(p, exact, rtol=5e-3, atol=1e-15)  # rounded like the file
         kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
         beta, mixed = n["beta"], (1 - n["beta"]) * q + n["beta"] * p
         each = kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, mixed) + (1 - beta) * kl(q, mixed)
@@ -61,7 +61,7 @@ def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, referenc
         each = (n["beta"] * (over.exp() - over - 1) - torch.minimum(ratio * a, near * a)) * there
         each = each / there.sum(1, keepdim=True) if of.name == "grpo" else each / n.get("max_completion_length", 1)
         return each.sum()
-    if of.name == "kto":  # the second answer of two is not wanted
+    if of.name == "kto":  # masks the second answer of two
         gain = sums - reference
         over = gain[0::2] - gain[1::2].mean().detach().clamp(min=0)
         wanted, unwanted = 1.5 * (1 - (n["beta"] * over[0]).sigmoid()), 0.5 * (1 - (-n["beta"] * over[1]).sigmoid())
@@ -83,14 +83,14 @@ def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, referenc
 
 
 def teacher_of(of: Objective) -> dict[str, torch.Tensor]:
-    """What a teacher's file has of it."""
+    """Return the fields of a teacher file."""
     if of.n_top is None:
         return {}
     return {"teacher": top_and_rest(TEACHER.flatten(0, 1), of.n_top, of.numbers["temperature"]).view(4, 16, -1)}
 
 
 def head_of(semantics: Semantics, vocab_size: int = 96) -> tuple[Templates, dict[str, torch.Tensor], int]:
-    """Templates, random weights of their head, and what the planner books for it."""
+    """Return templates, random weights of their head, and its booked bytes."""
     config = tiny_config("llama", vocab_size=vocab_size)
     workload = build_workload(Model(config), semantics)
     weights = {p.name: torch.randn(p.shape) * 0.2 for p in workload.blocks[-1].parameters}
@@ -98,7 +98,7 @@ def head_of(semantics: Semantics, vocab_size: int = 96) -> tuple[Templates, dict
 
 
 def batch_of_pairs(seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, targets of four sequences with answers of other lengths, and log-probabilities of a reference."""
+    """Return hidden states, targets of four sequences with different answers, and log-probabilities of a reference."""
     torch.manual_seed(1)
     hidden, targets = torch.randn(4, seq_len, 32), torch.randint(0, 96, (4, seq_len))
     targets[:, :3], targets[1, -4:], targets[2, -1:] = -100, -100, -100
@@ -106,12 +106,12 @@ def batch_of_pairs(seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def packed(batch: Batch, rows_each: int, n_each: int = 3) -> Batch:
-    """Documents in each sequence; those of a pair or a group lie in all sequences of their unit, in an order of its own."""
+    """Pack documents into each sequence. Documents of a pair or a group span all sequences of their unit, in random order."""
     n_rows, seq_len = batch.targets.shape
     ends = torch.linspace(0, seq_len, n_each + 1).long()
     targets = batch.targets.index_fill(1, ends[1:] - 1, -100)
     member, number = torch.arange(n_rows)[:, None], torch.arange(n_each)
-    first = (member + number) % rows_each * seq_len  # of the row in which it lies
+    first = (member + number) % rows_each * seq_len  # its row in the batch
     answer, lengths = torch.stack([first + ends[:-1], first + ends[1:]], dim=2), tuple(ends.diff().tolist())
     extras = {"answer": answer, "last": answer[..., 1] - 2, "label": (member // 2 + number) % 2.0}
     extras["reference"] = torch.linspace(-20, -10, answer[..., 0].numel(), dtype=torch.float64).view(n_rows, -1)
@@ -126,8 +126,8 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
     semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=4, **more), objective=of)
     templates, weights, _ = head_of(semantics)
     hidden, targets, reference = batch_of_pairs(semantics.seq_len)
-    reference -= 50 * (of.name == "kto")  # above which the others' answers are, too
-    reference /= 10 if of.per is not of.of or of.name == "dapo" else 1  # of a token
+    reference -= 50 * (of.name == "kto")  # upper bound of the other answers, too
+    reference /= 10 if of.per is not of.of or of.name == "dapo" else 1  # per token
     n, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros_like(weights[templates.head.weight])
     extras = EXTRAS | {"reference": reference} | teacher_of(of)
     loss, gradient, _ = templates.head.loss(weights, hidden, targets, n, total, extras)
@@ -145,7 +145,7 @@ ALONE = ("cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1", "
 @pytest.mark.soak_cases("grpo-256")
 @pytest.mark.parametrize(("name", "n_packed"), [*product(ALONE, [0]), *product(("dpo", "grpo", "reward"), [256])])
 def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name, n_packed):
-    """Logits decide, or where answers share long sequences what is done to each token."""
+    """Logits dominate, or per-token values if answers share long sequences."""
     tile, seq_len, vocab_size = (16, 512, 96) if n_packed else (128, 64, 4096)
     sizes = {"compute_dtype": "fp32", "micro_batch": 4, "seq_len": seq_len, "loss_tile_tokens": tile}
     semantics = replace(semantics_of("llama", **sizes), objective=parse_objective(name))
@@ -167,7 +167,7 @@ ANY = ("dpo", "kto:group=2", "grpo:beta=0.1", "reward")
 
 
 def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
-    """Semantics of four micro-batches with a loss, and batches with all that it asks for."""
+    """Return semantics of four micro-batches with a loss, and batches with its extras."""
     n = max((objective := parse_objective(name)).rows_each, 2)
     semantics = semantics_of("llama", batch_size=4 * n, micro_batch=n, objective=objective, loss_tile_tokens=12)
     extras = {"reference": torch.linspace(-40, -30, 4 * n, dtype=torch.float64), "label": torch.arange(4 * n) // 2 % 2}
@@ -191,7 +191,7 @@ def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
     [*product((*ANY, "distill:9,beta=0.5", "classify:mean=1"), [False]), *product((*ANY, "classify"), [True])],
 )
 def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
-    """Whose tiles begin in the middle of a sequence."""
+    """Use tiles that begin in the middle of a sequence."""
     semantics, batches = with_loss(name, is_packed)
     policies = [
         Policy(),
@@ -215,7 +215,7 @@ def test_extras_of_a_function_reach_the_rows_that_they_are_of():
     """A loss of tokens in which each sequence has a weight, and each token one."""
     objective = Objective("own.py:f", {}, LossUnit.TOKENS, ("weight", "advantage"), 3, "0" * 64)
     semantics = semantics_of("llama", compute_dtype="fp32", micro_batch=4, objective=objective)
-    of = lambda logits, targets, weight, advantage: (  # noqa: E731  # what it does to targets moves no mask
+    of = lambda logits, targets, weight, advantage: (  # noqa: E731  # it changes targets but no mask
         F.cross_entropy(logits, targets.clamp_(min=0), reduction="none") * weight * advantage
     )
     workload = build_workload(Model(tiny_config("llama")), semantics)
@@ -242,7 +242,7 @@ def test_an_unlikely_rollout_has_a_finite_gradient():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["classify:3", "reward:0.1"])
 def test_a_head_of_ones_own_is_that_of_transformers(name, dtype):
-    """Loss and gradients, of the last token as its model for sequence classification takes it."""
+    """Compare loss and gradients on the last token, like transformers' model for sequence classification."""
     of, config = parse_objective(name), tiny_config("llama", vocab_size=96)
     torch.manual_seed(2)
     hf_config = AutoConfig.for_model(**config | {"num_labels": of.n_labels, "pad_token_id": 0})

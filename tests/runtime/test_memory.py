@@ -1,4 +1,4 @@
-"""Arenas: slots of the bytes asked for, views of them, and host memory that does not grow with the steps."""
+"""Arenas: slots of the requested bytes, views of them, and constant host memory over the steps."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ sizes = st.lists(st.integers(0, 6).map(lambda n: n * 256), min_size=1, max_size=
 @settings(max_examples=50, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=4))
 def test_slots_have_the_bytes_asked_for_and_never_overlap(slot_bytes):
-    """Each begins zero and is filled with a number of its own; none is found changed afterwards."""
+    """Slots begin as zeros and are filled with distinct numbers. No number changes afterwards."""
     asked = [Arena(f"arena_{'abcd'[i]}", Place.DEVICE, tuple(s)) for i, s in enumerate(slot_bytes)]
     arenas = Arenas(asked, CPU)
     assert arenas.n_bytes == {a.name: a.n_bytes for a in asked}
@@ -52,7 +52,7 @@ def test_writing_a_view_keeps_what_autograd_saved_of_another():
 @pytest.mark.long
 @pytest.mark.soak
 def test_memory_does_not_grow_with_the_steps():
-    """Autograd's graphs are out of Python's sight: had 20 steps left theirs, the process would hold 20 times `kept_bytes` more."""
+    """Python does not see autograd graphs: if 20 steps leak theirs, the process grows by 20 times `kept_bytes`."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)
     plan = plan_of(config, semantics_of("llama", seq_len=128), Policy(save=saves(all=(1, 2)), accumulation_group=4))
     machine = trained(plan, CpuMachine, n_steps=10)

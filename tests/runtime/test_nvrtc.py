@@ -30,7 +30,7 @@ SOURCES: dict[str, list[dict[str, str | int]]] = {
     "loss.cu": [{"LOGIT": of, "THREADS": 512} for of in (BF16, FP32)],
 }  # fmt: skip
 INCLUDED = {"vectors.cu"}
-# (loads, stores) of 16 bytes a thread; each kernel of pointwise.cu has as many of one element, for what fills no vector
+# (loads, stores) of 16 bytes a thread; kernels of pointwise.cu have an equal number of one element, for partial vectors
 WIDE = {"gated": (2, 1), "gated_gradients": (3, 2), "rotate": (6, 2), "rotate_back": (6, 2)}
 
 
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def compiled(file: str, n: int, architecture: int) -> tuple[str, bytes]:
-    """(PTX, binary) of a file with its n-th definitions."""
+    """Return (PTX, binary) of a file with its n-th definitions."""
     source, program = nvrtc.source(file, **SOURCES[file][n]), ctypes.c_void_p()
     assert library().nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None) == 0
     options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{architecture}".encode())
@@ -68,7 +68,7 @@ def _read(program: ctypes.c_void_p, part: str) -> bytes:
 
 
 def accesses(ptx: str) -> Iterator[tuple[str, Counter[tuple[str, int]]]]:
-    """The name of each kernel, and its accesses of global memory: (ld or st, bytes)."""
+    """Return accesses of global memory by kernel name: (ld or st, bytes)."""
     for kernel in ptx.split(".visible .entry ")[1:]:
         found = re.findall(r"(ld|st)\.global(?:\.nc)?(?:\.L\w+)*(?:\.v(\d))?\.[usfb](\d+)", kernel)
         yield kernel[: kernel.index("(")], Counter((way, int(n or 1) * int(bits) // 8) for way, n, bits in found)
@@ -92,7 +92,7 @@ def test_a_source_compiles_for_each_architecture(file: str, architecture: int) -
 @pytest.mark.soak_cases("1", "2", "4", "5", "7")
 @pytest.mark.parametrize("n", range(len(SOURCES["pointwise.cu"])))
 def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
-    """One element at a time in the loop over the rest alone: were the vectors split, there would be four or eight as many."""
+    """Only the loop over the rest accesses single elements. Split vectors multiply the count by four or eight."""
     item = 2 if SOURCES["pointwise.cu"][n]["ELEMENT"] == BF16 else 4
     kernels = dict(accesses(compiled("pointwise.cu", n, 90)[0]))
     is_gate = "ACTIVATION" in SOURCES["pointwise.cu"][n]
@@ -120,7 +120,7 @@ def test_unpacking_loads_the_codes_of_8_numbers_and_stores_16_bytes(n: int) -> N
 @pytest.mark.soak_cases("1", "2")
 @pytest.mark.parametrize("n", range(len(SOURCES["adamw.cu"])))
 def test_adamw_loads_and_stores_8_and_16_bytes(n: int) -> None:
-    """The compiler may write a loop twice: for either form of the first moment's interpolation."""
+    """The compiler can emit a loop twice: for either form of the first moment's interpolation."""
     of, ((_, found),) = SOURCES["adamw.cu"][n], accesses(compiled("adamw.cu", n, 90)[0])
     n_short = {"ld": 2 + int(of["IS_SPLIT"]), "st": 1 + int(of["IS_SPLIT"])} if of["WEIGHT"] == BF16 else {"ld": 0, "st": 0}
     n_wide = {"ld": 2, "st": 2} if of["WEIGHT"] == BF16 else {"ld": 4, "st": 3}
@@ -141,7 +141,7 @@ def test_the_loss_loads_and_stores_16_bytes(n: int) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("file", "n"), [(f, n) for f in ("low_bit_optim.cu", "squares.cu") for n in range(1, len(SOURCES[f]))])
 def test_other_definitions_compile(file: str, n: int) -> None:
-    """Definitions of files whose accesses no test counts."""
+    """Compile definitions of files without an access count."""
     assert compiled(file, n, 90)[1][:4] == b"\x7fELF"
 
 
@@ -158,7 +158,7 @@ def test_machine_code_keeps_the_wide_accesses(file: str, tmp_path: Path) -> None
 
 
 def test_a_machine_without_a_toolkit_compiles(monkeypatch):
-    """As one on which pip installed torch alone: torch asks for the toolkit's folder, and our sources include no header."""
+    """Emulate a pip installation of torch alone: torch looks for the toolkit's folder, and our sources include no header."""
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     with pytest.raises(OSError, match="CUDA_HOME"):
         cpp_extension.include_paths("cuda")

@@ -1,4 +1,4 @@
-"""A GPU performs plans as the CPU's tests say; all here needs a CUDA device (`test_cuda_machine` does without)."""
+"""GPU runs: the laws of the CPU tests on a CUDA device (`test_cuda_machine` needs none)."""
 
 import gc
 import os
@@ -41,12 +41,12 @@ from .test_frozen import LORA, PACKED
 from .test_losses import with_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it on first use
 
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 LONGEST_SLEEP_CYCLES = 2_000_000  # about a millisecond
-# Models that are recorded, not retold, and how they attend
+# Models run by layer traces, and their attention
 RECORDED = dict.fromkeys(("gemma3n_text", "deepseek_v3", "qwen3_next", "glm4_moe", "olmo2", "phi3", "gpt2"), "sdpa")
 RECORDED |= dict.fromkeys(("bloom", "mamba2"), "eager")
 
@@ -59,11 +59,11 @@ def _same_kernels() -> Iterator[None]:
 
 
 class Remembering(training.Remembers, CudaMachine):
-    """On the GPU."""
+    """Run on the GPU."""
 
 
 class Sleepy(Remembering):
-    """Each stream sleeps at random before and after an op, and fills with NaN, in its turn, slots that are released."""
+    """Sleep at random on each stream before and after an op, and fill released slots with NaN in stream order."""
 
     def __init__(self, plan: Plan, *args, sleep_seed: int = 0, **kwargs) -> None:
         super().__init__(plan, *args, **kwargs)
@@ -86,7 +86,7 @@ class Sleepy(Remembering):
         self._sleep()
         for slot in released[index]:
             whole = self.arenas.raw(slot)
-            whole.copy_(self.nan[: whole.numel()], non_blocking=True)  # by the stream, of host memory too
+            whole.copy_(self.nan[: whole.numel()], non_blocking=True)  # in stream order, for host memory too
 
     def _sleep(self) -> None:
         if self.rng.random() < 0.3:
@@ -102,7 +102,7 @@ def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, 
 @LAW
 @given(data=st.data())
 def test_no_plan_changes_a_bit_on_a_gpu(model_type, data):
-    """Slots poisoned on release, streams asleep at random, dropout, grouped products of experts."""
+    """Poison slots on release, delay streams at random, apply dropout, use grouped products of experts."""
     dropout = data.draw(st.sampled_from([0.0, 0.2]), label="dropout")
     semantics = semantics_of(model_type, compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype"))
     n_layers = data.draw(st.integers(1, 4), label="n_layers")
@@ -117,7 +117,7 @@ def test_no_plan_changes_a_bit_on_a_gpu(model_type, data):
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "deterministic"])
 def test_attention_at_2048_tokens_keeps_its_bits_on_a_gpu(kernel):
-    """With each attention kernel as a run takes it; `cudnn` is the default. Only `deterministic` is promised to hold."""
+    """Use each attention kernel of a run; `cudnn` is the default. Only `deterministic` guarantees the result."""
     torch.use_deterministic_algorithms(kernel == "deterministic")
     semantics = semantics_of("llama", seq_len=2048, loss_tile_tokens=1024, **training.fused("llama", kernel))
     config = tiny_config("llama", head_dim=64)
@@ -130,7 +130,7 @@ def test_attention_at_2048_tokens_keeps_its_bits_on_a_gpu(kernel):
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_gpu_trains_as_the_plain_loop_there_within_rounding(model_type):
-    """The plain loop's optimizer runs on the GPU too, in another order of roundings: tolerance, not bits."""
+    """The plain loop's optimizer runs on the GPU too, with another order of rounding: tolerance, not bits."""
     semantics, config = semantics_of(model_type, compute_dtype="fp32", gradient_dtype="fp32"), tiny_config(model_type)
     machine = run(config, semantics, Policy())
     masters = {name: master.cuda() for name, master in training.initial_masters(config, semantics).items()}
@@ -143,12 +143,12 @@ def test_a_gpu_trains_as_the_plain_loop_there_within_rounding(model_type):
         assert machine.results[step].grad_norm == pytest.approx(expected.norms[step], rel=1e-4)
     for name, master in training.state_of(machine)[0].items():
         off = (master - expected.masters[name].cpu()).abs()
-        assert float((off > 1e-5).float().mean()) < 0.01, name  # where a gradient is next to nothing, AdamW magnifies its rounding
+        assert float((off > 1e-5).float().mean()) < 0.01, name  # AdamW magnifies the rounding of tiny gradients
 
 
 @pytest.mark.parametrize(("model_type", "base", "on_device", "policy"), PACKED)
 def test_adapters_beside_packed_weights_keep_their_bits(model_type, base, on_device, policy):
-    """Whose state the host has, or the device."""
+    """Keep their state on the host or on the device."""
     train = Train(lora=Lora(rank=8, targets=("q_proj", "experts"))) if model_type in EXPERT_TYPES else LORA
     semantics = semantics_of(model_type, train=train, base=base, gradient_dtype="fp32" if on_device else "bf16")
     config = tiny_config(model_type, num_hidden_layers=3)
@@ -165,7 +165,7 @@ def test_adapters_beside_packed_weights_keep_their_bits(model_type, base, on_dev
 @pytest.mark.parametrize("policy", [EVERYTHING, Policy(boundary_stride=2)])
 @pytest.mark.parametrize("model_type", RECORDED)
 def test_recorded_models_keep_their_bits_on_a_gpu(model_type, policy):
-    """Of which nothing was told by hand: side inputs, several streams, hybrid attention, experts of all sorts."""
+    """Run models without a handwritten layer: side inputs, several streams, hybrid attention, experts of all kinds."""
     config = tiny(model_type)
     config |= {"num_hidden_layers": 4} if "layer_types" not in config else {}
     n_layers = len(build_workload(Model(config), of := semantics_of(model_type, attention=RECORDED[model_type])).blocks) - 2
@@ -196,7 +196,7 @@ def test_any_loss_keeps_its_bits_on_a_gpu(name, is_packed):
 
 
 class SleepyForBoth(OfAnyPlan, Sleepy):
-    """Sleepy also while it performs a forward plan."""
+    """Sleep during a forward plan, too."""
 
 
 def machine_for_both(config, semantics: Semantics, policy: Policy, batches=()) -> SleepyForBoth:
@@ -241,7 +241,7 @@ def test_a_gpu_says_what_transformers_says_on_a_cpu(model_type):
 
 
 class NeverWaits(CudaStreams):
-    """From now on a call that waits for the device is an error, but for the wait at a run's end."""
+    """Raise an error from now on if a call waits for the device, except for the wait at a run's end."""
 
     def finish(self, stream) -> None:
         torch.cuda.set_sync_debug_mode("default")
@@ -269,10 +269,10 @@ def test_after_its_first_step_no_lane_waits_for_the_device(model_type, policy):
 def test_a_long_run_takes_no_more_memory_than_a_short_one():
     semantics, config = semantics_of("llama"), tiny_config("llama", num_hidden_layers=4)
     gc.collect()
-    torch.cuda.empty_cache()  # else the streams of machines before this one may have all that it needs
+    torch.cuda.empty_cache()  # otherwise streams of earlier machines can hold all required memory
     before = {segment["address"] for segment in torch.cuda.memory_snapshot()}
     machine = run(config, semantics, EVERYTHING, n_steps=4)
-    assert machine.results.pop(3).loss > 0.0  # the first look at one takes a little pinned memory
+    assert machine.results.pop(3).loss > 0.0  # the first query takes a little pinned memory
 
     def all_taken() -> tuple[int, ...]:
         of_device, n_of_host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()["num_host_alloc"]
@@ -288,7 +288,7 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
     assert not side & {segment["stream"] for segment in new}
 
 
-DTYPES = (torch.bfloat16, torch.float32, torch.uint8)  # of moments: the last of those in int8
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8)  # moment dtypes: the last in int8
 
 
 @pytest.mark.parametrize(("weight", "is_split"), [("fp32", False), ("bf16", True), ("bf16", False)])
@@ -298,7 +298,7 @@ def test_a_gpu_updates_to_the_hosts_bits(weight, is_split, gradient) -> None:
     drawn = {"fp32": [False], "bf16": [False, True] if is_split else [True]}[weight]
     of_less = [(rule, of, is_drawn) for rule in ("adamw", "lion") for of in DTYPES for is_drawn in drawn]
     for kept in (of_torch, *(KernelLayout(*of_torch[:3], of, rule, is_drawn) for rule, of, is_drawn in of_less)):
-        device_kernel(torch.device("cuda"), kept)  # which says so else
+        device_kernel(torch.device("cuda"), kept)  # warns otherwise
 
 
 def test_every_arena_of_the_host_is_locked_and_let_go():
@@ -320,7 +320,7 @@ def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
     spans = execute(plan, machine_for(plan, Slow), 6).spans
     at = {(span.step, span.op): span for span in spans}
     assert len(at) == 6 * len(plan.ops)
-    resolution_s = 50e-6  # of two clocks set against each other, and single precision
+    resolution_s = 50e-6  # covers the comparison of two clocks, and single precision
     for (step, number), span in at.items():
         assert span.end_s >= span.start_s
         for wait in plan.ops[number].waits:
@@ -347,7 +347,7 @@ def test_fused_attention_is_saved_by_the_name_it_has_on_this_gpu(dtype, masked):
 
 
 def test_an_illegal_access_ends_a_run_with_a_line_that_says_so():
-    """In a process of its own: a device that has failed is gone for the whole process."""
+    """Use a separate process: a failed device remains unusable for the whole process."""
     code = """
 from tests.runtime.test_on_a_gpu import *
 from penstock.runtime.batch import Batch
@@ -366,7 +366,7 @@ except Exception as error:
 
 
 def test_a_large_step_takes_the_memory_of_its_plan():
-    """The allocator's peak, beyond the arenas, within what the plan books and what cuBLAS keeps."""
+    """The allocator's peak beyond the arenas is at most the plan's bookings plus the memory of cuBLAS."""
     config = tiny_config("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=8)
     config |= {"vocab_size": 8192, "max_position_embeddings": 2048, "num_hidden_layers": 3}
     semantics = semantics_of("llama", seq_len=2048, batch_size=4, micro_batch=4, loss_tile_tokens=1024)

@@ -1,4 +1,4 @@
-"""The host's AdamW, norms and sums in chunks, by several threads: the bits of the plainest code."""
+"""Host AdamW, norms and sums in chunks by several threads: bitwise equal to a reference implementation."""
 
 import os
 import platform
@@ -39,7 +39,7 @@ SIZES = (1, 15, 127, 4096, chunks.UPDATE_ELEMENTS + 65)
 
 
 def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
-    """A parameter in the middle of training; `odd`: with zeros, infinities, NaN and ties among its numbers."""
+    """Return a parameter in the middle of training; `odd`: with zeros, infinities, NaN and ties among its elements."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(n, generator=generator)
     if odd:
@@ -65,7 +65,7 @@ def copied(of: ParamState) -> ParamState:
 
 
 def wide_master(of: ParamState) -> torch.Tensor:
-    if of.master.remainder is not None:  # as the design says it: the weight's bits, and what they lack
+    if of.master.remainder is not None:  # as in the design: bits of the weight, and the residual
         lacks = of.master.remainder.long() << 8 * (of.master.remainder.itemsize == 1)
         bits = (of.master.weight.view(torch.int16).long() << 16) + lacks
         return bits.to(torch.int32).view(torch.float32)
@@ -73,7 +73,7 @@ def wide_master(of: ParamState) -> torch.Tensor:
 
 
 def plainly(of: ParamState, gradient: torch.Tensor, factor: float, n_updates: int) -> tuple[torch.Tensor, ...]:
-    """Master, moments after one step, on the whole parameter at once."""
+    """Return master, moments after one step, on the whole parameter at once."""
     wide, m, v = wide_master(of).clone(), *(moment.clone() for moment in of.moments)
     s = SETTINGS
     torch._fused_adamw_(
@@ -110,7 +110,7 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
         assert same_bits(before.moments[0], kept.moments[0])
 
 
-LEAN_KINDS = [*product(("adamw", "lion"), ("split", "bf16", "split24"), ("fp32", "bf16", "int8"))][1:]  # the first keeps all
+LEAN_KINDS = [*product(("adamw", "lion"), ("split", "bf16", "split24"), ("fp32", "bf16", "int8"))][1:]  # the first saves everything
 LEAN_KINDS += [("lion", "fp32", "bf16")]
 
 
@@ -119,7 +119,7 @@ LEAN_KINDS += [("lion", "fp32", "bf16")]
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
 def test_less_state_is_updated_as_by_a_plain_loop_whole_or_cut(rule, kind, moments, elsewhere, n):
-    """Also by ranks that have a part each; with infinities and NaN among masters."""
+    """Include ranks with a part each, and infinities and NaN among masters."""
     before = random_state(kind, n, seed=n, odd=True)
     kept = before.moments[: 2 - (rule == "lion")]
     if moments == "int8":
@@ -157,7 +157,7 @@ def in_fp32(moment: torch.Tensor, is_root: bool, n: int) -> torch.Tensor:
 
 
 def test_a_full_disk_does_not_end_what_is_compiled(tmp_path):
-    """No byte can be written: nothing is kept, and the loop runs."""
+    """Fail every write: the loop runs without a cache."""
     code = """if 1:
         import resource, torch
         from penstock.runtime.host import compiled_loops
@@ -179,12 +179,12 @@ def begin_plainly(x: int) -> int:
 
 @pytest.mark.parametrize("is_root", [False, True])
 def test_packing_what_was_unpacked_changes_no_bit(is_root):
-    """Every code beside scales of every size, and a short last group."""
+    """Pack every code at scales of every size, and a short last group."""
     generator = np.random.default_rng(0)
     codes = generator.integers(0, 256, (4000, 32), np.uint8)
     codes[::3] = np.arange(256, dtype=np.uint8).reshape(8, 32)[np.arange(1334) % 8]
     if not is_root:
-        codes[codes == 128] = 127  # to which nothing is packed
+        codes[codes == 128] = 127  # never the result of packing
     codes[:, 5] = 255 if is_root else 127  # the largest
     scales = generator.integers(127 - 40 << 7, 127 + 50 << 7, (4000, 1), np.uint16)
     codes[7] = scales[7] = codes[-1, 12:] = 0
@@ -198,7 +198,7 @@ def test_packing_what_was_unpacked_changes_no_bit(is_root):
 
 @pytest.mark.parametrize("is_root", [False, True])
 def test_groups_of_every_size_are_rounded_once(is_root):
-    """However their scales were rounded: also at the least and the greatest that are kept, and with what is not finite."""
+    """Include rounded scales, the least and the greatest stored scale, and non-finite elements."""
     generator, bits = np.random.default_rng(0), np.uint32([0x7FC00000, 0x7FFFFFFF, 0x7F800000])
     x = generator.random((3000, 32), np.float32) * 2.0 ** generator.integers(-70, 122, (3000, 1))
     x[::3] *= (255 if is_root else 1) * 2.0**-58 * generator.uniform(0.99, 1.01, (1000, 1)) / x[::3].max(1, keepdims=True)
@@ -220,8 +220,8 @@ def of_part(state: ParamState, part: slice) -> ParamState:
 
 
 def test_a_moment_of_fewer_bits_decays_as_it_should_on_average():
-    """By 0.1 % an update, which is less than half of what bf16 tells apart: to the nearest it would not at all. In int8 too, and
-    where fp16 scales would not: of roots of 1e-5."""
+    """Decay by 0.1 % an update, less than half a bf16 ulp: rounding to nearest never decays. Use int8, too, and roots of 1e-5, for
+    which fp16 scales never decay."""
     assert sorted(compiled_loops.order()[: rounding.TURN].tolist()) == [*range(rounding.TURN)], "some numbers are likelier"
     n, settings, small = 4096, replace(SETTINGS, beta2=0.999), np.full(2**17, 1e-10, np.float32)
     groups = tuple(torch.from_numpy(rounding.packed(x, is_root)) for x, is_root in ((0 * small, False), (small, True)))
@@ -258,7 +258,7 @@ def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, found, dtype, 
 
 
 def test_a_gradient_that_is_no_number_is_none_when_it_is_rounded():
-    """Also NaN as GPUs write it, all of whose bits are ones: rounding would carry into its sign."""
+    """Include NaN as GPUs write it, with all bits set: rounding carries into its sign."""
     parts = torch.full((300,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32), torch.zeros(300)
     for n_parts in (1, 2):
         gradient, state = SummedGradient(parts[:n_parts], torch.bfloat16), random_state("fp32", 300, seed=5)
@@ -267,7 +267,7 @@ def test_a_gradient_that_is_no_number_is_none_when_it_is_rounded():
         assert bool(state.master.weight.isnan().all())
 
 
-# Every layout that a plan may ask for: weight or master, split or not, gradient, moments, rule, drawn
+# Every layout of a plan: weight or master, split or not, gradient, moments, rule, stochastic rounding
 MASTERS = ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False))
 TABLE = [KernelLayout(weight, is_split, gradient) for weight, is_split in MASTERS for gradient in GRADIENTS]
 TABLE += [
@@ -281,7 +281,7 @@ TABLE += [
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("kept", TABLE, ids=str)
 def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients(kept, monkeypatch):
-    """Scalar ones are ten times as slow: LLVM emits them where it cannot prove that arrays are apart."""
+    """Scalar instructions are ten times slower: LLVM emits them if it cannot prove that arrays do not overlap."""
     fresh = compiled_loop(compiled_loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache
     monkeypatch.setattr(compiled_loops, "update", fresh)
     assert list(optimizer._differences(kept)) == []
@@ -296,7 +296,7 @@ def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients
 
 
 def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):
-    """Also without numba: the definition runs, and one line says so."""
+    """Without numba, too, the definition runs, with one warning line."""
     kept = KernelLayout(torch.float32, False, torch.float32)
     monkeypatch.setattr(optimizer, "_differences", lambda kept: iter(["weight"]))
     optimizer._tell_once.cache_clear()
@@ -310,11 +310,11 @@ def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1))
-@example(0x7F800001)  # NaN whose payload half up rounds away, or carries into the sign
+@example(0x7F800001)  # NaN with a payload that half up rounds away, or carries into the sign
 @example(0x7FFFFFFF)
 @example(0xFFFFFFFF)
 @example(0xFF800001)
-@example(0x7F7FFFFF)  # the largest number, whose weight is infinite
+@example(0x7F7FFFFF)  # the largest number; its weight is infinite
 def test_a_master_survives_being_cut_and_joined_to_the_last_bit(bits):
     wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
     short = Master(torch.zeros(1, dtype=torch.bfloat16), torch.full((1,), 7, dtype=torch.int8))
@@ -334,7 +334,7 @@ def test_a_master_survives_being_cut_and_joined_to_the_last_bit(bits):
 
 @pytest.mark.parametrize("n_threads", [2, 3, 7])
 def test_the_number_of_workers_changes_no_bit(n_threads):
-    """One large parameter of several tasks: its update, its sum of squares, and a sum of gradients."""
+    """Use one large parameter of several tasks: its update, its sum of squares, and a sum of gradients."""
     n = 3 * optimizer.TASK_ELEMENTS + chunks.CHUNK_ELEMENTS + 77
     gradient = torch.randn(n, generator=torch.Generator().manual_seed(0))
     summed = SummedGradient((gradient,), torch.float32)
@@ -360,7 +360,7 @@ def test_the_number_of_workers_changes_no_bit(n_threads):
 
 @contextmanager
 def no_grad():
-    """What a machine does for its lanes: also one thread inside a kernel, or a chunk's sum would be one of several parts."""
+    """Set up a lane like a machine, with one thread per kernel: otherwise a chunk's sum has several parts."""
     torch.set_num_threads(1)
     with torch.no_grad():
         yield
@@ -396,7 +396,7 @@ def test_the_first_error_of_a_task_is_raised_and_workers_go_on(n_threads, fails,
 
 @pytest.mark.parametrize("in_helper", [False, True], ids=["in the lane's own thread", "in a helper"])
 def test_an_error_in_a_worker_is_the_ops_error(in_helper, monkeypatch):
-    """And every thread ends."""
+    """Every thread ends."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4))
     machine, asked = machine_for(plan, n_workers=2), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Memory traffic and allocations of the host's optimizer, counted from what its kernels take."""
+"""Memory traffic and allocations of the host's optimizer, counted from the arguments of its kernels."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from .test_optimizer import KINDS, SETTINGS, random_state
 
 
 def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> float:
-    """Bytes of the arrays that a kernel takes: it loads each element once, and stores what is state; its scratch is in a cache."""
+    """Return bytes of a kernel's arrays: one load per element, one store per state element. Scratch is in a cache."""
     assert Scratch().block.nbytes <= 32 * KiB
     n, moved = 3 * optimizer.TASK_ELEMENTS // 2, list[int]()
 
@@ -32,7 +32,7 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
     return sum(moved) / n
 
 
-MOVED_BYTES = {"split": 26, "bf16": 22, "fp32": 28}  # the last with fp32 gradients, as fp32 compute has
+MOVED_BYTES = {"split": 26, "bf16": 22, "fp32": 28}  # the last with fp32 gradients of fp32 compute
 SEMANTICS = {"bf16": {"master_dtype": "bf16"}, "fp32": {"compute_dtype": "fp32", "gradient_dtype": "fp32"}}
 
 
@@ -48,7 +48,7 @@ def test_an_update_moves_the_bytes_that_the_planner_counts(kind, monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_hosts_lane_allocates_next_to_nothing(tied):
-    """Whole copies of a vocabulary's gradient would be gigabytes that no plan counts, and any copy page faults in every step."""
+    """A copy of a vocabulary's gradient takes gigabytes outside the plan, and page faults in every step."""
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)

@@ -1,4 +1,4 @@
-"""Loss, gradients, norm, rounding and AdamW against PyTorch's and transformers' own."""
+"""Loss, gradients, norm, rounding and AdamW against PyTorch and transformers."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, same_bits, semantics_of
 from tests.updating import update_
 
-# What configurations of a type may say besides what the smallest one does
+# Settings of a type's configuration, in addition to those of the smallest one
 OPTIONS = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
@@ -39,10 +39,10 @@ OPTIONS = {
 
 
 def faults(config, attention=None, compute_dtype="fp32") -> list[str]:
-    """What our first step and transformers' own `forward(labels=...)`, from the same random weights, do not have in common."""
+    """Return differences of our first step from transformers' `forward(labels=...)` with the same random weights."""
     of = Semantics(1, 1, 1, attention=attention or supported_attention(Model(config))[0])
     found = differences(reference_step(config, of, compute_dtype))
-    # The two gradients of a tied matrix are added up in fp32 here, and rounded once
+    # The two gradients of a tied matrix are added in fp32 here, and rounded once
     rounds = compute_dtype == "bf16" and read_config(config).tie_word_embeddings
     return [name for name in found if not (rounds and "embed" in name)]
 
@@ -52,7 +52,7 @@ def faults(config, attention=None, compute_dtype="fp32") -> list[str]:
     ("model_type", "compute_dtype"), [*product(sorted(MODEL_TYPES), ["fp32"]), *product(["llama", "gemma2", "gpt_oss"], ["bf16"])]
 )
 def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dtype):
-    """The parametrisation is the table's: a type cannot enter it without being held here."""
+    """Parametrise by the table of types, which covers every type."""
     overrides = [{"tie_word_embeddings": False}, {"tie_word_embeddings": True}, OPTIONS.get(model_type, {})]
     configs = [tiny_config(model_type, **some) for some in overrides]
     if model_type not in MODEL_TYPES:
@@ -87,7 +87,7 @@ def test_norm_and_clip_factor_are_those_of_clip_grad_norm_():
 
 
 def test_adamw_is_that_of_torch():
-    """Three steps, against the loop that torch runs per tensor, at the tolerance of fp32."""
+    """Compare three steps with torch's loop per tensor, at the tolerance of fp32."""
     generator = torch.Generator().manual_seed(4)
     n = CHUNK_ELEMENTS + 777
     start, gradients = torch.randn(n, generator=generator), [torch.randn(n, generator=generator) for _ in range(3)]
@@ -104,7 +104,7 @@ def test_adamw_is_that_of_torch():
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_rounding_half_up_breaks_ties_away_from_zero(bits):
-    """And takes the nearest else."""
+    """Other numbers round to nearest."""
     wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
     out = torch.empty(1, dtype=torch.bfloat16)
     Master(out).put(slice(None), wide)
@@ -117,7 +117,7 @@ def test_rounding_half_up_breaks_ties_away_from_zero(bits):
 
 
 def test_a_tile_of_the_loss_only_rounds():
-    """Other tile sizes give the same loss and gradient up to the rounding that the design states."""
+    """Change the tile size: loss and gradient change by the rounding stated in the design."""
     config = tiny_config("llama")
     results = []
     for tile in (3, 64):

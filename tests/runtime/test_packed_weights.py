@@ -30,13 +30,13 @@ from penstock.runtime.plan.workload import SLOT_ALIGN_BYTES
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.training import same_bits as same
 
-with suppress(ModuleNotFoundError):  # which a GPU's machine need not have; tests that need it fail there
+with suppress(ModuleNotFoundError):  # optional on a GPU's machine; tests that need it fail there
     from bitsandbytes import functional as bnb
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
 DTYPES = st.sampled_from((torch.bfloat16, torch.float32))
 ODD = (0.0, -0.0, 1e-45, -1e-39, 3e-38, 1e-6, 1.0, -448.0, 3.3e38)
-EDGES = ((NF4[:-1] + NF4[1:]) / 2).tolist()  # between two codes: whichever is taken must be theirs
+EDGES = ((NF4[:-1] + NF4[1:]) / 2).tolist()  # between two codes: both must choose the same one
 
 n_columns = st.integers(1, 5).map(lambda n: n * NF4_BLOCK)
 narrow = st.tuples(st.integers(1, 9), n_columns) | st.tuples(st.integers(1, 3), st.integers(1, 4), n_columns)
@@ -46,7 +46,7 @@ blocky = st.tuples(edges, edges) | st.tuples(st.integers(1, 3), edges, edges)
 
 @st.composite
 def weights(draw, shapes=narrow, odd=ODD):
-    """Of all magnitudes, a row each, with rows of zeros and some odd numbers."""
+    """Return rows of all magnitudes, with rows of zeros and some odd numbers."""
     shape, dtype = draw(shapes), draw(DTYPES)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     weight = torch.randn(shape, generator=generator)
@@ -60,7 +60,7 @@ def weights(draw, shapes=narrow, odd=ODD):
 
 @contextmanager
 def chunks_of(n_elements):
-    """Small weights are then of many chunks, too."""
+    """Reduce the chunk size: small weights then have many chunks."""
     size, room.UNPACK_CHUNK_ELEMENTS = room.UNPACK_CHUNK_ELEMENTS, n_elements
     try:
         yield
@@ -103,7 +103,7 @@ def test_int8_has_the_bits_of_bitsandbytes(weight, size):
         back = {dtype: unpacked(packed, weight.shape, "int8", dtype) for dtype in (torch.bfloat16, torch.float32)}
     rows = weight.reshape(-1, weight.shape[-1])
     codes, scales, _ = bnb.int8_vectorwise_quant(rows.clone())
-    codes[scales == 0] = 0  # which they are there too, by the grace of the processor
+    codes[scales == 0] = 0  # which the processor also computes
     ours, our_scales = parts(packed, tuple(weight.shape), "int8")
     assert same(ours.view(rows.shape), codes)
     assert same(our_scales, scales)
@@ -112,7 +112,7 @@ def test_int8_has_the_bits_of_bitsandbytes(weight, size):
 
 
 def blocks_of(shape):
-    """(matrix, rows, columns, place of the scale) of every block."""
+    """Yield (matrix, rows, columns, index of the scale) of every block."""
     *_, n_rows, n_columns = shape
     for e in range(prod(shape[:-2])):
         for g, row in enumerate(range(0, n_rows, FP8_BLOCK)):
@@ -156,7 +156,7 @@ def test_fp8_has_the_bits_of_transformers(weight):
 
 
 def published_mxfp4(codes, scales, shape):
-    """(blocks, scales) as files have them, (.., outputs, inputs), by a loop over single numbers."""
+    """Return (blocks, scales) in the file's layout, (.., outputs, inputs), by a loop over single numbers."""
     _, n_in, n_out = shape
     numbers = torch.stack((codes & 15, codes >> 4), -1).view(-1, n_in, n_out).transpose(1, 2)  # one code each
     numbers = numbers.reshape(-1, n_out, n_in // MXFP4_BLOCK, MXFP4_BLOCK // 2, 2)
@@ -246,7 +246,7 @@ def test_only_matrices_of_projections_and_experts_are_packed():
 
 
 class Counting(TorchDispatchMode):
-    """Calls that compute, the bytes that they read and write, and those that they allocate."""
+    """Record compute calls, the bytes that they read and write, and those that they allocate."""
 
     def __init__(self):
         super().__init__()
@@ -285,7 +285,7 @@ def test_unpacking_costs_what_the_planner_books(base, shape):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_kernel_unpacks_to_the_bits_of_torchs_calls(base, dtype, tmp_path):
-    """On every code, by one launch and by several, and into memory that is aligned to no vector. One wrong number is seen."""
+    """Check every code, by one launch and by several, and into unaligned memory. One wrong element is detected."""
     cpu, kernel = torch.device("cpu"), by_two_threads(room.kernel_of(base, dtype, partial(in_cpp, tmp_path)))
     assert room.unpacking_fault(kernel, cpu, base, dtype) == ""
     for shape, most in product(room.PROBE_SHAPES[base], (MOST_ELEMENTS, 2**14)):
@@ -323,7 +323,7 @@ def test_without_a_compiler_unpacking_runs_by_calls_and_says_so(base, monkeypatc
 
 
 def test_a_gpu_is_booked_one_kernel_a_matrix_and_its_bytes_once():
-    """A CPU is booked torch's calls."""
+    """A plan for a CPU books torch's calls."""
     model, of = read_model("qwen2.5-0.5b"), Semantics(64, 2, 1, base="int8", train=Train(lora=Lora(8, 16.0)))
     plan = frame(model, build_workload(model, of), of, Policy())
     block = plan.workload.blocks[1]

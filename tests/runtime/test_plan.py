@@ -1,4 +1,4 @@
-"""The plan language: a plan in text, in JSON and in memory is the same plan, and a damaged one is refused in a line."""
+"""Plan language: text, JSON and memory hold the same plan, and a damaged plan raises a one-line error."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ LINES = (
 
 
 def small_plan() -> Plan:
-    """One layer between embedding and head; not a schedule anyone would run, but every field is used."""
+    """Return a plan with one layer between embedding and head; it is impractical, but uses every field."""
     parts = (Parameter("w", (8, 16)), Parameter("norm", (8,))), (Matmul(4, 8, 16, 2),), Attention(1, 2, 4, 8, 4)
     layer = Block("model.layers.0", BlockKind.LAYER, *parts, 100, 7, 64, 512, 1024)
     embedding = Block("model.embed_tokens", BlockKind.EMBEDDING, (Parameter("embed", (96, 8)),), boundary_bytes=64)
@@ -79,7 +79,7 @@ def _is_one_line(error: PenstockError) -> None:
 
 
 def legal_operands(kind: Kind) -> Iterator[tuple[str, ...]]:
-    """All the names that an op of the kind can have, with repeated ones up to twice."""
+    """Return all operand names of the kind, with repeated ones up to twice."""
     row = OPS[kind]
     counts = [range(name in row.required, 2 + (name in row.repeated)) for name in row.names]
     for chosen in product(*counts):
@@ -87,7 +87,7 @@ def legal_operands(kind: Kind) -> Iterator[tuple[str, ...]]:
 
 
 def line_of(kind: Kind, names: Sequence[str]) -> str:
-    """An op with these operands, each in an arena of its own name."""
+    """Return an op with these operands, each in an arena of the same name."""
     return " ".join([f"{kind} {LANE_OF[kind]} b1", *(f"{name}={name}s[{i}]" for i, name in enumerate(names))])
 
 
@@ -109,7 +109,7 @@ NO_OPS = [
     *(LOAD.replace("=weights[0]", other) for other in ("=", "", "=weights[-1]", "=w[1]=w[1]", "=w[99999999999]", " = weights[0]")),
     LOAD.replace("load h2d", "fly gpu"),
     LOAD.replace(" weights", "\u2003weights"),
-    "load h2d b1 < state[1] > weights[0]",  # of an older Penstock
+    "load h2d b1 < state[1] > weights[0]",  # a field of an older Penstock
     f"{LOAD} {'a' * 5000}=weights[0]",
 ]
 
@@ -142,7 +142,7 @@ def test_operands_of_every_kind_are_parsed_and_printed(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_operands_that_a_kind_does_not_have_are_refused(kind: Kind) -> None:
-    """Unknown, missing, out of order, or repeated; the message says those it has."""
+    """Try unknown, missing, misplaced and repeated operands; the message lists the valid ones."""
     row, whole = OPS[kind], OPS[kind].names
     others = {name for of in OPS.values() for name in of.names} | {"surprise"}
     wrong = [(*whole, name) for name in others - {*whole}] + [whole[::-1]] * (len(whole) > 1)
@@ -276,7 +276,7 @@ def test_a_hand_edited_plan_is_refused_in_one_line(tmp_path: Path, what: str) ->
 
 
 def test_a_hand_edited_plan_that_is_well_formed_is_read(tmp_path: Path) -> None:
-    """What the edits above are refused for is the edit alone."""
+    """Only the edit makes the plans above invalid."""
     _fields(tmp_path)
     assert PlanFile.read(tmp_path / "whole.json") == PlanFile(PLAN, {"prediction": {}})
     for edit in (_put("ops", 0, value=f"{LOAD} ^ 7@1 6"), _put("workload", "blocks", 1, "tiers", value=[TIER])):
@@ -287,7 +287,7 @@ def test_a_hand_edited_plan_that_is_well_formed_is_read(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_an_older_penstock_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    """Whatever else it holds: the version is read first."""
+    """The version is read before other fields."""
     fields = _fields(tmp_path) | {"format_version": 3}
     fields["semantics"] |= {"loss": "fused"}
     del fields["semantics"]["lora_products"]
@@ -329,7 +329,7 @@ def test_two_models_of_equal_shapes_have_different_fingerprints() -> None:
 
 
 def test_a_policy_is_kept_as_tuples_however_it_is_said() -> None:
-    """A policy is a key of what the search knows; and an iterator is gone once it is read."""
+    """The search uses policies as keys; an iterator is exhausted after one read."""
     kept = Policy(save=saves(all=(1, 3), products=(2,)), device_blocks=(2,))
     for save in ({"all": [3, 1], "products": [2]}, ("all", "products", "all"), list(kept.save), iter(kept.save)):
         policy = Policy(save=save, device_blocks=iter([2]))  # type: ignore[arg-type]
@@ -355,7 +355,7 @@ def test_a_step_ends_with_its_last_op_and_lasts_from_end_to_end() -> None:
 
 
 def test_a_trace_has_processes_for_timelines_threads_for_lanes() -> None:
-    """In microseconds, as the format has it."""
+    """Times are in microseconds, as the format requires."""
     predicted, measured = Timeline((Span(0, 0, 0.5, 0.75), Span(2, 0, 0.75, 1.0))), Timeline((Span(0, 3, 1.0, 3.0),))
     events = json.loads(chrome_trace(PLAN, {"predicted": predicted, "measured": measured}))["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -370,7 +370,7 @@ def test_a_trace_has_processes_for_timelines_threads_for_lanes() -> None:
 
 
 def test_sizes_are_read_in_units_of_links_and_of_memory() -> None:
-    """What is no size is refused with an example."""
+    """The error of an invalid size has an example."""
     read = {"80GB": 80 * GB, "1.5TB": 15 * TB // 10, "24gib": 24 * GiB, " 0.5 MiB ": MiB // 2, "1B": 1, "128G": 128 * GB}
     assert {text: parse_bytes(text) for text in read} == read
     for text in ("1024", "", "-1GB", "0", "0.1B", "nan", "1,5TB", "80 GB each", "9" * 400, "\u0663GB"):

@@ -1,4 +1,4 @@
-"""Kernels of pointwise functions, compiled as C++: the functions' bits at any size, alignment and cut; their check at run time."""
+"""Pointwise kernels, compiled as C++: the functions' bits at any size, alignment and cut; their check at run time."""
 
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.training import same_bits
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]
 GATED = [name for gate in GATES for name in (gate, f"{gate}_gradients")]
-# Largest share of bf16 results whose bits may differ, since exp, tanh and erf of torch's CPU build are not those of C
+# Largest share of bf16 results with different bits, because exp, tanh and erf of torch's CPU build are not those of C
 OTHER_SHARE = 4e-3
 
 
@@ -39,7 +39,7 @@ def one_kernel(name: str, dtype: torch.dtype, folder: Path, most: int = MOST_ELE
 
 
 def unchecked(one: OneKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The numbers of the kernel, whatever they are."""
+    """Return the kernel's result without a check."""
     results = tuple(result.fill_(torch.nan) for result in one._results(inputs[0]))
     for operands in one._launches(inputs + results):
         one._launch(operands)
@@ -58,7 +58,7 @@ def test_a_rotary_embedding_has_torchs_bits(name: str, dtype: torch.dtype, most:
         ours, theirs = unchecked(one, inputs)[0], function(*inputs)
         assert ours.stride() == theirs.stride()
         assert same_bits(ours, theirs)
-        shifted = [torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x) for x in inputs]  # aligned to no vector
+        shifted = [torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x) for x in inputs]  # unaligned
         assert same_bits(unchecked(one, tuple(shifted))[0], function(*shifted))
 
 
@@ -91,14 +91,14 @@ def _are_close(ours: torch.Tensor, theirs: torch.Tensor, inputs: tuple[torch.Ten
     slack, overflows = torch.full_like(a, 1e-37), torch.zeros_like(a, dtype=torch.bool)
     if is_gelu:
         gate, others = inputs[-2].double(), [x.double().abs() for x in (*inputs[:-2], inputs[-1])]
-        overflows = gate.abs() > 2.0**60  # whose square or cube is infinite, and times 0 no number in one of the two
+        overflows = gate.abs() > 2.0**60  # its square or cube is infinite, and times 0 one of the two results is NaN
         slack += 2**-20 * (1 + gate.abs().clamp(max=16)) ** 3 * torch.stack([1 + x for x in others]).prod(0)
     relative = 2**-7 if ours.dtype is torch.bfloat16 else 1e-4
     return overflows | (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= relative * b.abs() + slack)
 
 
 def test_a_kernel_is_compared_with_its_function_on_the_first_call_of_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At both ends and at the cuts between launches; a kernel with one wrong number there is never used again."""
+    """Check both ends and the cuts between launches; a kernel with one wrong number there is never used again."""
     monkeypatch.setitem(TIMES_THE_BYTES, "doubled", 1.0)
     asked: list[int] = []
 
@@ -160,7 +160,7 @@ def test_cuts_are_all_of_a_tensor_and_short(most: int) -> None:
 
 
 def index_of(part: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:
-    """The place of a part whose numbers are those of `arange`."""
+    """Return the offset of a part of `arange`."""
     at = (whole == part[0, 0, 0, 0]).nonzero()[0].tolist()
     return tuple(slice(first, first + n) for first, n in zip(at, part.shape, strict=True))
 
@@ -190,7 +190,7 @@ def test_a_kernel_whose_bits_differ_is_not_used(monkeypatch: pytest.MonkeyPatch,
 
 
 class Traffic(TorchDispatchMode):
-    """Elements that calls read and write."""
+    """Count elements that calls read and write."""
 
     n_elements = 0
 
@@ -204,7 +204,7 @@ class Traffic(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", TIMES_THE_BYTES)
 def test_what_a_warning_says_of_traffic_is_counted(name: str) -> None:
-    """With cosines and sines that many heads share, and queries as attention has them."""
+    """Use cosines and sines shared by many heads, and attention's layout of queries."""
     n_heads = 4096
     x, turn = torch.randn(1, 2, n_heads, 4).transpose(1, 2), torch.randn(1, 1, 2, 4)
     inputs = (x, turn, turn) if name.startswith("rotate") else (x.flatten(),) * (3 if name.endswith("_gradients") else 2)

@@ -1,4 +1,4 @@
-"""Several ranks train the bits of one; their plans, shares of a step, common memory and common end."""
+"""Several ranks: bits of one rank, plans, shares of a step, shared memory and a common end."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 from tests.training import differences, plain, plan_of, same_bits, semantics_of, trained
 
-# The fourth: a micro-batch each
+# The fourth: one micro-batch each
 SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "llama:pairs:2", "mistral:spilling:2:2", "llama:lean:2", "qwen3_moe:lion:4:4"]
 SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "llama:table:2:2", "llama:int8:2:2"]
 
@@ -35,7 +35,7 @@ SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "ll
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("cases", "by_memory"), [(SMOKE[::2], True), (SMOKE[1::2], True), (SMOKE, False)])
 def test_two_processes_train_to_the_bits_of_one(cases, by_memory, tmp_path):
-    """Masters, moments, losses and norms, after three steps with dropout; lanes are delayed and slots poisoned."""
+    """Compare masters, moments, losses and norms after three steps with dropout, random delays and poisoned slots."""
     assert trained_by(2, cases, tmp_path / "found.json", by_memory=by_memory) == {case: trained_alone(case) for case in cases}
 
 
@@ -48,7 +48,7 @@ def test_processes_train_types_to_the_bits_of_one(ranks, hosts, by_memory, group
 
 
 def test_sum_groups_of_ranks_are_the_plain_loops_tree():
-    """By one process; the norm's tiles are cut where ranks cut. fp32 sums of a few bf16 numbers would be exact in any order."""
+    """Run one process, with the norm's tiles cut like the ranks'. fp32 sums of a few bf16 numbers are exact in any order."""
     for what in ({"compute_dtype": "fp32", "gradient_dtype": "fp32"}, {"train": Train(lora=Lora(rank=4))}):
         semantics = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8, **what)
         machine = trained(plan_of(tiny_config("llama"), semantics, Policy()))
@@ -112,10 +112,10 @@ def test_ranks_that_cannot_share_a_step_are_refused(of, ranks, said):
 
 
 def test_weights_are_gathered_before_a_sum_is_exchanged():
-    """One lane does both: a gather of the block after next behind the exchange would have every backward wait for the net."""
+    """One lane does both: a gather of the block after next behind the exchange delays every backward."""
     plan = small(n_layers=6, n_micro_batches=2, ranks=2, accumulation_group=2, prefetch_depth=2)
     ops = [(op.kind, op.block) for op in plan.ops]
-    in_turn = [ops.index((Kind.LOSS, 7)), *(ops.index((Kind.BACKWARD, b)) for b in range(6, -1, -1))]  # by how far down
+    in_turn = [ops.index((Kind.LOSS, 7)), *(ops.index((Kind.BACKWARD, b)) for b in range(6, -1, -1))]  # by depth
     for down, b in enumerate(range(7, 1, -1)):
         exchange = ops.index((Kind.EXCHANGE, b))
         assert in_turn[down + 1] < exchange < in_turn[down + 2]
@@ -150,7 +150,7 @@ def test_hosts_that_have_not_as_many_ranks_are_refused():
 
 
 def test_a_slab_is_known_by_its_name():
-    """As on another host, whose processes have the same numbers: other memory at the same place is no slab."""
+    """Emulate another host with the same process numbers: other memory at the same address is no slab."""
     mine, slab = shared_slab(4096)
     other, _ = shared_slab(4096)
     for wrong in (replace(mine, name=other.name), replace(mine, n_bytes=4097), replace(mine, descriptor=-1)):

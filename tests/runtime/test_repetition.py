@@ -1,4 +1,4 @@
-"""Folded plans, in which ops repeat, mean what they mean written out: values, waits, times and what the checker says."""
+"""Folded plans with repeated ops equal their unrolled form: values, waits, times and checker results."""
 
 import random
 from collections.abc import Iterator
@@ -35,19 +35,19 @@ law = settings(deadline=None, max_examples=25, suppress_health_check=list(Health
 
 @st.composite
 def folded(draw: st.DrawFn, max_layers: int = 4, max_repetitions: int = 8) -> Plan:
-    """A plan in which something repeats, of any legal policy that has groups."""
+    """Return a folded plan of any legal policy with groups."""
     drawn = cases(max_layers, max_micro_batches=4)
     case = draw(drawn.filter(lambda of: of.policy.accumulation_group < 4 and of.semantics.ranks == 1))
     return folding(case, draw(st.integers(10, 10 + 2 * max_repetitions)), draw(st.integers(0, 2)))
 
 
 def folding(case: Case, n_groups: int, n_more: int) -> Plan:
-    """The case with `n_groups` groups and `n_more` micro-batches."""
+    """Return the case with `n_groups` groups and `n_more` micro-batches."""
     n = n_groups * case.policy.accumulation_group + n_more % case.policy.accumulation_group
     one_group: dict[str, Any] = {}
-    if case.workload.trains_all:  # what is trained in part may be summed on the device whatever the groups
+    if case.workload.trains_all:  # the device can sum partly trained blocks for any number of groups
         one_group |= {"square_on_device": False, "device_blocks": ()}
-    n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
+    n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch has its old size
     semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing, sum_groups=1)
     found = plan_by(folded_ops, MODEL, case.workload, semantics, replace(case.policy, **one_group))
     assert found is not None
@@ -55,7 +55,7 @@ def folding(case: Case, n_groups: int, n_more: int) -> Plan:
 
 
 def small(n_micro_batches: int = 12, n_layers: int = 3, **policy: Any) -> Plan:
-    """A folded plan of `small_workload`."""
+    """Return a folded plan of `small_workload`."""
     semantics, workload = Semantics(4, n_micro_batches, 1), small_workload(n_layers, tied=False)
     found = plan_by(folded_ops, MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy))
     assert found is not None
@@ -72,7 +72,7 @@ def demands_of(data: st.DataObject, n: int) -> list[Demand]:
 
 
 def written_out(plan: Plan, values: list[Any]) -> list[Any]:
-    """Of each op what it has of its own, for each time that a step performs it."""
+    """Return the fields of each op in each of its repetitions."""
     repeat = plan.repeat
     assert repeat is not None
     return [*values[: repeat.start], *values[repeat.start : repeat.end] * repeat.times, *values[repeat.end :]]
@@ -131,7 +131,7 @@ def test_a_wait_that_cannot_be_is_refused_in_one_line() -> None:
 @law
 @given(folded())
 def test_written_out_it_has_the_ops_of_a_plan_never_folded(plan: Plan) -> None:
-    """Slots may be others of the same arenas; the ops, their order and the arenas are the same."""
+    """Slots can differ within an arena; ops, order and arenas are equal."""
     plain = plan_by(unfolded_ops, MODEL, plan.workload, plan.semantics, plan.policy)
     assert [op.name for op in unrolled(plan).ops] == [op.name for op in plain.ops]
     assert plan.arenas == plain.arenas
@@ -141,7 +141,7 @@ def test_written_out_it_has_the_ops_of_a_plan_never_folded(plan: Plan) -> None:
 @law
 @given(folded(max_layers=2, max_repetitions=3))
 def test_folded_waits_order_ops_as_waits_derived_from_all_do(plan: Plan) -> None:
-    """Not more and not less: neither is a race let in nor a lane held up."""
+    """Compare both directions: no race is added, and no lane waits longer."""
     written = unrolled(plan)
     derived = rewaited(written)
     assert _Clocks(written, _legal_order(written)).starts == _Clocks(derived, _legal_order(derived)).starts
@@ -151,7 +151,7 @@ def test_folded_waits_order_ops_as_waits_derived_from_all_do(plan: Plan) -> None
 @law
 @given(folded(), st.sampled_from([None, REGION]), st.data())
 def test_a_repeating_step_takes_as_long_as_written_out(plan: Plan, region: Region | None, data: st.DataObject) -> None:
-    """And its timeline keeps the spans of the repetitions that it keeps."""
+    """The timeline has the spans of its retained repetitions."""
     repeat = plan.repeat
     assert repeat is not None
     demands = demands_of(data, len(plan.ops))
@@ -204,7 +204,7 @@ NORM, LAST = Train(names=("norm.weight",)), Train(layers=(4, 4))
 
 @pytest.mark.parametrize(("train", "base"), [(NORM, "bf16"), (LAST, "bf16"), (ADAPTED["train"], "nf4")])
 def test_a_long_step_is_folded_whatever_part_is_trained(train: Train, base: Any) -> None:
-    """Layers that no backward comes to are used in circles: by Belady's algorithm other ones are there after each group."""
+    """Layers without a backward are used in cycles: Belady's algorithm holds other ones after each group."""
     semantics, policy = Semantics(4, 40, 1, train=train, base=base, gradient_dtype="fp32"), Policy(prefetch_depth=2)
     plan = plan_by(folded_ops, MODEL, small_workload(5, False, train=train), semantics, policy)
     assert plan is not None
@@ -213,7 +213,7 @@ def test_a_long_step_is_folded_whatever_part_is_trained(train: Train, base: Any)
 
 
 def _misrepeat(plan: Plan) -> Iterator[Mutant]:
-    """Another section, stride or number of repetitions."""
+    """Change the section, stride or number of repetitions."""
     repeat = plan.repeat
     assert repeat is not None
     for name in ("start", "end", "times", "micro_batches"):
@@ -224,7 +224,7 @@ def _misrepeat(plan: Plan) -> Iterator[Mutant]:
 
 
 def _other_repetition(plan: Plan) -> Iterator[Mutant]:
-    """A wait for the repetition before is one for the same, or for the step before; and the other way round."""
+    """Exchange waits for the previous repetition with waits for the same one or the previous step."""
     for i, op in enumerate(plan.ops):
         for n, wait in enumerate(op.waits):
             for other in {Wait(wait.op), Wait(wait.op, 1), Wait(wait.op, 0, 1)} - {wait}:
@@ -236,7 +236,7 @@ MUTATIONS = ALL_MUTATIONS | {"what repeats": _misrepeat, "another repetition": _
 
 
 def passes_written_out(plan: Plan) -> bool:
-    """What the checker says of the plan written out, if it can be."""
+    """Return the checker's result for the unrolled plan, if it unrolls."""
     try:
         Plan.parse(str(plan))
         return passes(unrolled(plan))
@@ -256,7 +256,7 @@ PLANS = {
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("kind", "name"), [*zip(sorted(MUTATIONS) * 2, cycle(PLANS))])
 def test_mutants_of_a_folded_plan_are_caught_or_harmless(name: str, kind: str) -> None:
-    """What the checker lets through is right when it is written out, and trains the same by the slow oracle of four steps."""
+    """A plan that passes the checker is valid when unrolled, and trains the same by the slow oracle of four steps."""
     plan, rng = PLANS[name], random.Random(f"{name} {kind}")
     mutants = list(MUTATIONS[kind](plan))
     for mutant in rng.sample(mutants, min(20, len(mutants))):
@@ -267,7 +267,7 @@ def test_mutants_of_a_folded_plan_are_caught_or_harmless(name: str, kind: str) -
 
 
 def test_every_wait_that_repeats_is_needed() -> None:
-    """Dropped, weakened or put off by a repetition: a race, and the checker says of what."""
+    """Drop, weaken or delay a wait by a repetition: the checker must report the race."""
     n_caught = 0
     for plan in PLANS.values():
         repeat = plan.repeat

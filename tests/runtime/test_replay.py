@@ -1,4 +1,4 @@
-"""Replays: what layers keep and compute again is what the plan says and what PyTorch's selective checkpointing does."""
+"""Replays: saved and recomputed tensors match the plan and PyTorch's selective checkpointing."""
 
 import gc
 import threading
@@ -37,10 +37,8 @@ def called(op: Any) -> str:
 
 
 class Selection(TorchDispatchMode):
-    """Saves what a tier saves; of products only the first `n_products`: those that recompute reaches. Good for one checkpoint.
-
-    As a mode around the first run it counts the bytes. Older versions of torch ask again, when it runs again, what was saved.
-    """
+    """Save a tier's results, and only the first `n_products` products, for one checkpoint. Older versions of torch query again in
+    the recompute. As a mode around the first run it counts the bytes."""
 
     def __init__(self, saved: Saved, n_products: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +46,7 @@ class Selection(TorchDispatchMode):
         self.n_seen: Counter[str] = Counter()
 
     def takes(self, op: Any, run: str) -> bool:
-        """Whether a run's next call is one whose result is saved."""
+        """True if the result of the next call is saved."""
         name = called(op)
         self.n_seen[run] += name in WITH_WEIGHTS
         return name in STORED[self.saved] and (name not in WITH_WEIGHTS or self.n_seen[run] <= self.n_products)
@@ -71,7 +69,7 @@ def inside(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any
 
 
 def checkpointed(layer: Any, x: torch.Tensor, kwargs: Any, selection: Selection, work: Work | None = None) -> torch.Tensor:
-    """The layer's output under PyTorch's checkpointing, which stops early; `work` sees what the recompute really runs."""
+    """Return the layer's output under PyTorch's checkpointing with early stop; `work` records the recompute's calls."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         watch: AbstractContextManager[Any] = work or nullcontext()
@@ -91,20 +89,20 @@ def gradients(y: torch.Tensor, x: torch.Tensor, layer: Any) -> list[torch.Tensor
 
 
 def watched(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection) -> Work:
-    """What the recompute of one backward really does."""
+    """Record the calls of one backward's recompute."""
     work = Work()
     gradients(checkpointed(layer, x, kwargs, selection, work), x, layer)
     return work
 
 
 def can(case: Case, saved: Saved) -> bool:
-    """Attention that is spelled out has no one result to save; experts' biases are added to products in place."""
+    """Exclude eager attention, which has no single result; experts add biases to products in place."""
     model_type, attention, *_ = case
     return not (attention == "eager" if saved is Saved.ATTENTION else model_type == "gpt_oss" and saved is Saved.PRODUCTS)
 
 
 def ways_of(case: Case, sizes, **overrides: Any) -> Iterator[tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]]]:
-    """Each layer, what the workload says of each way to recompute it, and what PyTorch must save for that."""
+    """Yield each layer, its recompute variants in the workload, and the results that PyTorch must save for them."""
     for size in sizes:
         for block, layer, x, kwargs in layers_of(case, *size, **overrides):
             for saved in STORED:
@@ -125,7 +123,7 @@ def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved) 
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_a_replay_does_what_torchs_checkpointing_does(case: Case) -> None:
-    """In bytes, calls and gradients, which are those of a plain backward; and it does what the plan counts."""
+    """Compare bytes, calls and gradients with a plain backward and with the plan."""
     for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
         again = Selection(ours.saved, selection.n_products)
         wanted = gradients(checkpointed(layer, x, kwargs, selection), x, layer)
@@ -165,7 +163,7 @@ def test_recompute_stays_within_its_transient_bytes(case: Case) -> None:
 
 
 def stays_within(way: tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]], at_most: float, but_for: int = 0) -> None:
-    """The peak of a backward that recomputes, but for some bytes, is what the plan books, which is not far more."""
+    """Check that a recomputing backward's peak, minus some bytes, is at most the plan's booking, and close to it."""
     block, ours, selection, layer, x, kwargs = way
     gradient, weights = torch.randn_like(x), list(layer.parameters())
 
@@ -181,8 +179,8 @@ def stays_within(way: tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str,
 @pytest.mark.parametrize(("dtype", "overrides"), [*zip(DTYPES, ROW_HEAVY, strict=True)], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("model_type", EXPERT_TYPES)
 def test_rows_of_experts_stay_within_transient_bytes(model_type: str, dtype: str, overrides: dict[str, Any]) -> None:
-    """Copies of them that only a name in the module keeps alive, and those that older versions of transformers mask. But for a few
-    numbers per token."""
+    """Count copies held only by a name in the module, and masked ones of older versions of transformers. Allow a few numbers per
+    token."""
     for way in ways_of((model_type, "eager" if model_type in EAGER_ONLY else "sdpa", dtype, "grouped_mm"), (MANY,), **overrides):
         stays_within(way, at_most=1.6, but_for=12 * MANY[0] * MANY[1])
 
@@ -204,7 +202,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hid
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("model_type", "way"), [*product(["llama"], REMEMBERING), *WAYS_OF_EXPERTS])
 def test_a_step_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
-    """Of the device's memory beyond the arenas, as the allocator's own records tell, op by op."""
+    """Compare device memory beyond the arenas with the allocator's records, op by op."""
     policy = replace(REMEMBERING[way], accumulation_group=2)
     plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), policy)
     left_bytes, peak_bytes = device_bytes(plan)
@@ -214,7 +212,7 @@ def test_a_step_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
 
 @cache
 def masks_bytes(model_type: str) -> int:
-    """What is left where nothing is saved."""
+    """Return bytes that remain if nothing is saved."""
     plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), Policy(accumulation_group=2))
     return device_bytes(plan)[0]
 
@@ -224,8 +222,7 @@ def wide(model_type: str) -> Semantics:
 
 
 def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
-    """Performs two steps, one op after the other. The most that compute left in the allocator between ops, and the most that it
-    held at all."""
+    """Run two steps op by op. Return compute's maximum allocation between ops, and its peak."""
     machine = machine_for(plan, CpuMachine, batches)
 
     def two_steps() -> None:
@@ -253,7 +250,7 @@ def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     ("model_type", "way"), [*(("llama", way) for way in REMEMBERING), *((t, "keep") for t in ("gemma2", "qwen3_moe", "gpt_oss"))]
 )
 def test_a_long_run_holds_no_more_than_a_short_one(model_type: str, way: str) -> None:
-    """No graph, tensor, result or thread outlives its step; speculation leaves nothing either."""
+    """No graph, tensor, result or thread outlives its step, not even by speculation."""
     policy = replace(REMEMBERING[way], accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(0, 1))
     plan = plan_of(tiny_config(model_type, num_hidden_layers=4), semantics_of(model_type), policy)
     machine, n_threads = machine_for(plan, CpuMachine), threading.active_count()
@@ -275,7 +272,7 @@ def n_tensors() -> int:
 
 @pytest.mark.parametrize(("width_of_values", "n_saved"), [(24, 1), (16, 0)])
 def test_attention_is_saved_where_a_plan_counts_it(width_of_values: int, n_saved: int) -> None:
-    """By the kernel of a GPU, which takes values of another width; a plan spells such attention out, and books no result of it."""
+    """A GPU's kernel accepts values of another width; a plan uses eager attention otherwise, and books no result."""
     q, v = (torch.randn(1, 4, 32, width, device="meta", requires_grad=True) for width in (24, width_of_values))
     replay = Replay(Saved.PRODUCTS, lambda: None)
     with replay.recording():

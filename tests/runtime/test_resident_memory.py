@@ -1,4 +1,4 @@
-"""Resident memory of a run: after many steps of chats of any length it is what the plan says."""
+"""Resident memory of a run: it matches the plan after many steps of chats of any length."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from tests.tour import ROOT
 
 SEQ_LEN = 256
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32, "vocab_size": 272}
-# A user's command; what was resident with torch alone, as a probe measures it (a torch for CUDA takes more than the shipped profile
-# says), and the most that was, as the system counts it: `ru_maxrss` begins with what the parent had. What tests alone need is not
-# there: transformers imports it where it finds it.
+# A user's command; resident memory with torch alone, as probed (torch for CUDA takes more than the shipped profile), and the
+# system's peak: `ru_maxrss` begins with the parent's value. Packages for tests are not installed there: transformers imports
+# every package that it finds.
 RUN = """
 import re, sys
 from pathlib import Path
@@ -38,7 +38,7 @@ finally:
 
 
 def write_chats(path, n_chats):
-    """Of any length up to a sequence's, in letters, which the byte-level tokenizer takes one by one."""
+    """Write chats of any length up to a sequence's, in letters, which are one byte-level token each."""
     rng = random.Random(0)
     with path.open("w") as file:
         for _ in range(n_chats):
@@ -51,8 +51,8 @@ def write_chats(path, n_chats):
 @pytest.mark.soak_cases("100-1000")
 @pytest.mark.parametrize(("n_steps", "n_chats"), [(30, 300), (100, 1000)])
 def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path, n_steps, n_chats):
-    """Within a tenth, in a process of its own; the compiler's memory is taken only where its cache is empty. Without length classes
-    the library that multiplies alone would take twice that."""
+    """Allow a tenth, in a separate process; the compiler takes memory only if its cache is empty. Without length classes the matrix
+    library alone takes twice that."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
     write_chats(tmp_path / "chats.jsonl", n_chats)
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)

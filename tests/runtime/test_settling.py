@@ -1,4 +1,4 @@
-"""Steps that are clipped, skipped or taken, and speculations on them, whenever the host updates."""
+"""Settled steps: clipped, skipped or taken, with speculation, at any time of the host's update."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ from tests.training import N_STEPS, Hostile, differences, same_bits, same_state,
 
 
 def test_an_infinite_loss_is_skipped_by_both():
-    """One logit overflows in the second step: the plain loop finds the same norm and skips the same step."""
+    """One logit overflows in the second step: the plain loop computes the same norm and skips the same step."""
     semantics = semantics_of("llama", on_nonfinite="skip", compute_dtype="fp32", batch_size=2)
     config = tiny_config("llama", vocab_size=97)
     plan = training.plan_of(config, semantics, Policy(update=Update.DEFERRED, accumulation_group=2))
     batches = [Batch(b.input_ids.clone().clamp(max=95), b.targets) for b in training.batches_of(96, 2, 16)]
-    batches[1].input_ids[1, 3] = 96  # a token that no other step has
+    batches[1].input_ids[1, 3] = 96  # a token of this step only
     machine = training.machine_for(plan, Hostile, batches)
     embedding = machine.host.param_state(plan.workload.blocks[0].parameters[0]).master.values().view(97, 32)
     embedding[96] = float("inf")
@@ -35,7 +35,7 @@ def test_an_infinite_loss_is_skipped_by_both():
 
 
 def test_a_norm_at_the_threshold_is_clipped_as_torch_clips_it():
-    """One far below it is not clipped at all: the bits are those of a plan that does not clip."""
+    """A far smaller norm is not clipped: the bits equal those of a plan without clipping."""
     config = tiny_config("llama")
     free = streamed(config, semantics_of("llama", clip_norm=None), Policy())
     assert differences(streamed(config, semantics_of("llama", clip_norm=free.results[0].grad_norm), Policy())) == []
@@ -46,7 +46,7 @@ def test_a_norm_at_the_threshold_is_clipped_as_torch_clips_it():
     assert clip_factor(1.0, 1.0) == float(gradient.grad) < 1.0
 
 
-SPECULATING = [  # each way in which a state can be laid out in its slot
+SPECULATING = [  # each layout of a state in its slot
     (Policy(speculate_blocks=(0, 1, 2, 3)), {}),
     (Policy(speculate_blocks=(1, 3)), {}),
     (Policy(speculate_blocks=(0, 2)), {}),
@@ -58,7 +58,7 @@ SPECULATING = [  # each way in which a state can be laid out in its slot
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=training.case_name)
 def test_a_speculation_taken_or_left_is_the_plain_loop(policy, fields):
-    """It is taken by exchanging the places of state and shadow."""
+    """State and shadow exchange places if the speculation holds."""
     semantics = training.clip_some_steps("llama", semantics_of("llama", **fields))
     policy = dataclasses.replace(policy, update=Update.DEFERRED, accumulation_group=4)
     machine = streamed(tiny_config("llama"), semantics, policy, machine_type=Settling)
@@ -71,7 +71,7 @@ def test_a_speculation_taken_or_left_is_the_plain_loop(policy, fields):
 
 
 class Settling(Hostile):
-    """Notes for each settle whether the state is somewhere else afterwards; if so, no byte of either place may have changed."""
+    """Record for each settle if the state moved; if so, both places must be unchanged."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -29,12 +29,12 @@ CASES = [*((name, {"num_hidden_layers": 3}) for name in TYPES), *((name, SHARED)
 @pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING])
 @pytest.mark.parametrize(("model_type", "sizes"), [*OWN_AND_SHARED, *((name, {}) for name in STREAMS)])
 def test_gradients_of_sides_and_of_several_streams_are_exact(model_type, sizes, policy, compute_dtype):
-    """Micro-batches of two sizes, whose embeddings wait for several backwards; and hidden states that end in an epilogue."""
+    """Use micro-batches of two sizes with embeddings that wait for several backwards, and hidden states with an epilogue."""
     config = tiny(model_type) if model_type in STREAMS else tiny_config(model_type, **sizes)
     of = {"attention": STREAMS[model_type]} if model_type in STREAMS else {}
     semantics = semantics_of(model_type, compute_dtype=compute_dtype, batch_size=5, micro_batch=2, **of)
     machine = streamed(config, semantics, replace(policy, accumulation_group=min(policy.accumulation_group, 3)), delay_seed=1)
-    # Of several streams the plain loop adds up squares of tensors in another order, that of their names in the model
+    # With several streams the plain loop adds squares of tensors in the order of their names in the model
     assert [name for name in differences(machine) if model_type not in STREAMS or not name.startswith("norm of step")] == []
 
 

@@ -1,4 +1,4 @@
-"""Host memory of a run: slabs, arenas that stay where they are, registration for DMA, one copy of each weight."""
+"""Host memory of a run: slabs, fixed arenas, registration for DMA, one copy of each weight."""
 
 import faulthandler
 import json
@@ -40,7 +40,7 @@ POLICIES = {
 
 
 class Counting(CpuMachine):
-    """Notes each lane's minor page faults after its last op of a step, and those of the workers."""
+    """Record minor page faults of each lane after its last op of a step, and of the workers."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +59,7 @@ class Counting(CpuMachine):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_no_arena_moves_and_no_page_is_faulted_in_again(policy):
-    """In most of 10 steps: a tensor that came and went would be hundreds of pages in each; Python and a busy machine take some."""
+    """Check most of 10 steps: a temporary tensor causes hundreds of page faults in each; Python and a busy machine cause some."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)  # tensors of 256 pages and more
     machine = machine_for(plan_of(config, semantics_of("llama", seq_len=64), policy), Counting, n_workers=2)
     before = {name: slab.data_ptr() for name, slab in machine.arenas.slabs.items()}
@@ -84,7 +84,7 @@ def test_every_page_of_the_arenas_is_there_before_the_first_step():
 
 
 def test_holes_in_the_heap_are_given_back_when_compute_begins():
-    """After evaluations and saves, whose memory is free, but not at the heap's end."""
+    """Evaluations and saves leave free memory below the end of the heap."""
     machine = machine_for(plan_of(tiny_config("llama"), semantics_of("llama"), Policy()))
     tensors = [torch.ones(MiB // 4) for _ in range(200)]
     stays = torch.ones(1000)  # at the end
@@ -118,15 +118,15 @@ def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
 
 
 def test_a_child_process_does_not_get_the_arenas():
-    """Else every page would be copied at the next write, and a device that reads the old one would not know."""
+    """Otherwise the next write copies every page, and a device continues to read the old one."""
     slab, kept = host_slab(4 * MiB).fill_(5), torch.full((100,), 5, dtype=torch.uint8)
     reader, writer = os.pipe()
     child = os.fork()
-    if child == 0:  # nothing here may return into the test
+    if child == 0:  # must not return into the test
         try:
             faulthandler.disable()
             os.write(writer, bytes([int(kept[0])]))
-            int(slab[0])  # a segmentation fault: there is no such memory
+            int(slab[0])  # segmentation fault: the memory does not exist
             os.write(writer, b"!")
         finally:
             os._exit(0)
@@ -144,7 +144,7 @@ def test_an_arena_that_a_system_refuses_is_one_line():
 
 
 class Driver:
-    """Registers slabs up to a sum of sizes. It locks whole pages, and no page twice."""
+    """Register slabs up to a sum of sizes. Lock whole pages, each once."""
 
     def __init__(self, most: int = 2**40) -> None:
         self.most = most
@@ -173,7 +173,7 @@ ARENAS = [*(Arena(name, Place.HOST, sizes) for name, sizes in HELD.items()), Are
 
 
 def test_every_arena_of_the_host_is_registered_once_and_whole():
-    """And no two of them share a page, however small they are."""
+    """No two arenas share a page, however small they are."""
     driver, arenas = Driver(), Arenas(ARENAS, CPU)
     addresses = register_for_dma(arenas.host_slabs(), driver)
     assert driver.registered == {arenas.slabs["state"].data_ptr(): 5 * MiB, arenas.slabs["norm"].data_ptr(): 256}
@@ -186,7 +186,7 @@ def test_every_arena_of_the_host_is_registered_once_and_whole():
 
 
 def test_a_large_arena_has_several_slabs(monkeypatch):
-    """A copy from two registrations may be refused: each slot is within one."""
+    """A copy across two registrations can fail: each slot is within one."""
     monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
     driver, arenas = Driver(), Arenas(ARENAS, CPU)
     register_for_dma(arenas.host_slabs(), driver)
@@ -209,7 +209,7 @@ def test_memory_that_may_not_be_locked_is_one_line(monkeypatch):
     monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
     driver = Driver(most=3 * MiB)
     with pytest.raises(PlanError, match=r"\A.*arena state.*3.15 MB of 5.24 MB.*CUDA error 2.*memlock.*ulimit -l.*\Z"):
-        register_for_dma(Arenas(ARENAS[::-1], CPU).host_slabs(), driver)  # the small one first, which it takes
+        register_for_dma(Arenas(ARENAS[::-1], CPU).host_slabs(), driver)  # the small one first
     assert driver.registered == {}, "what was registered is given back"
 
 
@@ -240,7 +240,7 @@ def test_several_threads_lock_an_arena_in_pieces_of_whole_slots(monkeypatch):
 
 @pytest.mark.parametrize(("compute_dtype", "master_dtype"), [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")])
 def test_a_weight_set_piece_by_piece_is_the_weight(monkeypatch, compute_dtype, master_dtype):
-    """The master is what was given, rounded half up where it is bf16; the weight is the master, rounded half up if it is bf16."""
+    """The master is the input, rounded half up for bf16; the weight is the master, rounded half up for bf16."""
     monkeypatch.setattr(host_state, "SET_ELEMENTS", 100)
     semantics = semantics_of("llama", compute_dtype=compute_dtype, master_dtype=master_dtype)
     machine = machine_for(plan_of(tiny_config("llama"), semantics, Policy()))
@@ -331,13 +331,13 @@ print(json.dumps(found))
 
 @pytest.mark.soak
 def test_loading_saving_and_resuming_hold_one_tensor_at_most(tmp_path):
-    """Besides the arenas."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # else glibc keeps up to twice the largest block it had
+    """In addition to the arenas."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # otherwise glibc retains up to twice its largest block
     command = [sys.executable, "-c", HOLDING, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    allowed = found["largest"] + 24 * MiB  # what is read of a file at a time, and counts that are off on many cores
+    allowed = found["largest"] + 24 * MiB  # read size of a file, and count errors on many cores
     assert allowed < found["model"] / 2
     assert found["save"] < 16 * MiB, "a split master is put together in pieces, and nothing else is made"
     for what in ("load", "resume"):

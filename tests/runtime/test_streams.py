@@ -1,4 +1,4 @@
-"""Torch's streams, events, timers, ranges and locked memory: the calls that lanes make, and the spans that they measure."""
+"""Torch streams, events, timers, ranges and pinned memory: the calls of lanes, and the measured spans."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ from tests.training import N_STEPS, Remembers, differences, machine_for, plan_of
 
 
 def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
-    """One lane after the other, in plan order; what waits starts after what it waits for has ended."""
+    """Run lanes in plan order; a waiting op starts after its predecessor ends."""
     slow_s = 0.03
 
     def is_slow(op):
@@ -46,7 +46,7 @@ def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
 
 
 class Stub:
-    """Stands in for torch.cuda: does everything at once, on the CPU, and remembers what it was asked."""
+    """Replace torch.cuda: execute at once on the CPU, and record calls."""
 
     def __init__(self):
         self.ranges, self.locked, self.current, self.flags = [], {}, [], []
@@ -101,7 +101,7 @@ class OnTheCpu(CudaStreams):
 
 
 def test_torch_is_asked_for_events_ranges_and_locked_slabs(stub):
-    """Events that block, ranges named as ops, and backward on the lane's own thread."""
+    """Check blocking events, ranges named after ops, and backward on the lane's own thread."""
     threads = set()
 
     class Watched(Remembers, CudaMachine):

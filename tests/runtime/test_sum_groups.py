@@ -1,4 +1,4 @@
-"""Gradients summed in groups have the bits of a balanced tree of groups, whatever the policy."""
+"""Gradients summed in groups have the bits of a balanced tree of groups under any policy."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.strategies import MODEL, PROFILE, small_workload
 
 @given(st.integers(0, 5), st.integers(1, 5))
 def test_a_sum_waits_for_its_right_part_and_no_longer(log_groups, of_a_group):
-    """Held against a stack: what is whole on both sides is joined at once. The checker's own account says the same."""
+    """Compare with a stack: complete neighbours are joined at once. The checker's result is equal."""
     n_groups = 1 << log_groups
     semantics = Semantics(seq_len=4, batch_size=n_groups * of_a_group, micro_batch=1, sum_groups=n_groups)
     shape = Shape(lower(MODEL, small_workload(1, tied=False), semantics, Policy(), PROFILE))
@@ -50,7 +50,7 @@ def test_groups_that_a_step_cannot_have_are_one_line(tmp_path):
 
 
 def test_a_run_is_resumed_with_the_same_sum_groups_only(tmp_path):
-    """A checkpoint from before there were groups has one."""
+    """A checkpoint without groups has one."""
     home = make_home(tmp_path)
     plan, other = (plan_in(home, "--policy", "megatrain", "--micro-batch", 1, "--sum-groups", n, name=f"{n}.json") for n in (4, 2))
     assert penstock("check", plan).exit_code == 0

@@ -1,4 +1,4 @@
-"""MLPs by tiles as the runtime runs them: bits, calls and bytes of the plan, against the plain loop over tiles."""
+"""Tiled MLPs in the runtime: bits, calls and bytes of the plan, against the plain loop over tiles."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,7 +30,7 @@ DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(family: tuple[str, ...], data: st.DataObject) -> None:
-    """With slots poisoned on release and lanes delayed at random, with clipping, and with dropout in attention."""
+    """Poison slots on release, delay lanes at random, clip, and apply dropout in attention."""
     model_type = data.draw(st.sampled_from(family), label="model_type")
     batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3), (7, 3)]), label="batch")
     how = semantics_of(
@@ -67,7 +67,7 @@ def plan_by_tiles(model_type: str, way: str, tile: int | None = 40, dtype: str =
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("model_type", "way"), BY_TILES)
 def test_products_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) -> None:
-    """In forward, and again in backward: no tile is computed once more than the plan says."""
+    """In forward, and again in backward: each tile is computed as often as planned."""
     plan = plan_by_tiles(model_type, way)
     machine, checked = machine_for(plan), set()
     for index, op in enumerate(plan.ops):
@@ -98,7 +98,7 @@ def test_a_step_by_tiles_takes_the_memory_of_its_plan(model_type: str, way: str)
 
 @cache
 def masks_bytes(model_type: str) -> int:
-    """What is left where nothing is saved, measured once what a process makes once is there."""
+    """Return bytes that remain if nothing is saved, measured after a process's one-time allocations."""
     plan = plan_by_tiles(model_type, "boundaries")
     return [device_bytes(plan)[0] for _ in range(2)][-1]
 
@@ -106,7 +106,7 @@ def masks_bytes(model_type: str) -> int:
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 def test_a_forward_by_tiles_makes_the_calls_that_are_counted(model_type: str) -> None:
-    """One more: tiles are put together, then added to the residual, where the plan counts an addition per tile."""
+    """One more: tiles are concatenated, then added to the residual; the plan counts an addition per tile."""
     plan = plan_by_tiles(model_type, "boundaries")
     templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy)
     model = hf_model(plan.model.config, attn_implementation=plan.semantics.attention)
@@ -123,7 +123,7 @@ def test_a_forward_by_tiles_makes_the_calls_that_are_counted(model_type: str) ->
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_one_tile_for_all_tokens_is_none_and_smaller_ones_round(model_type: str, dtype: str, tolerance: float) -> None:
-    """Of each weight's gradient, relative to its norm; the first moment after a step is a gradient times a number."""
+    """Compare each weight's gradient relative to its norm; the first moment after a step is proportional to the gradient."""
     gradients = {}
     for tile in (None, 32, 33, 5, 1):
         dtypes = {"compute_dtype": dtype, "gradient_dtype": "fp32"}
@@ -140,7 +140,7 @@ def test_one_tile_for_all_tokens_is_none_and_smaller_ones_round(model_type: str,
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 def test_tiles_do_the_same_work_and_add_their_sums(model_type: str) -> None:
-    """One tile of all tokens is no tile. A second MLP width adds what weights and one tile add, however long the sequence."""
+    """One tile of all tokens is no tile. A second MLP width adds the weights and one tile, for any sequence length."""
 
     def blocks_of(tile: int | None, seq_len: int = 160, **overrides: int) -> tuple[Block, ...]:
         how = semantics_of(model_type, seq_len=seq_len, compute_dtype="fp32", mlp_tile_tokens=tile)
