@@ -178,9 +178,9 @@ def _sustained(
 
 
 def _cut(tasks: list[Task], n: int) -> list[Task]:
-    """Split each task, a partial call on elements start .. end - 1, into n equal parts."""
+    """Split each task, a partial call that ends with the arguments start and end, into n equal parts."""
     size = TASK_ELEMENTS // n
-    starts = [(task.func, task.args[0] + i * size) for task in tasks for i in range(n)]
+    starts = [(partial(task.func, *task.args[:-2]), task.args[-2] + i * size) for task in tasks for i in range(n)]
     return [partial(function, start, start + size) for function, start in starts]
 
 

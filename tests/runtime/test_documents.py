@@ -210,7 +210,7 @@ def test_documents_take_the_memory_that_the_plan_books(model_type, way):
 REFUSED = {
     **dict.fromkeys(("qwen3_next", "falcon", "lfm2", "jamba"), "DecoderLayer mixes tokens outside of transformers'"),
     **{"mamba": "MambaBlock mixes tokens", "llama4_text": "computes positions from offsets"},
-    **{"deepseek_v32": "masks of its own", "internlm3": "how long other documents are"},
+    **{"deepseek_v32": "computes other masks", "internlm3": "lengths of other documents"},
 }
 
 
