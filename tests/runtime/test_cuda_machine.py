@@ -81,7 +81,7 @@ def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
             else:
                 super().follow(lane, token)
 
-    for seed in range(list(Lane).index(marking), 40, 4):  # delays the stream without an event
+    for seed in range(list(Lane).index(marking), 40, 4):  # seeds that delay the stream of the ignored event
         machine = machine_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), EVERYTHING, seed, 0.97, Deaf)
         try:
             execute(machine.plan, machine, N_STEPS)
@@ -316,5 +316,5 @@ def test_deterministic_kernels_are_asked_for_before_computing(home, monkeypatch)
     assert asked == []
     monkeypatch.setattr("penstock.runtime.layers.attention._can_use", lambda *of: True)
     plan_in(home, "--deterministic")
-    assert run(home, "again").exit_code == 0  # a plan with this setting runs with it
+    assert run(home, "again").exit_code == 0  # the plan stores the setting
     assert asked == [":4096:8"]

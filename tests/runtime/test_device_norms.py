@@ -98,7 +98,7 @@ def test_the_machine_bound_is_the_least_of_any_device_shares(data):
 @given(st.data())
 @settings(deadline=None, max_examples=30, derandomize=True)
 def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
-    """Select cases in which host norms bind, because only they benefit. tests/planner/test_search.py has the others."""
+    """Machines on which host norms limit the step, so that norms on the device shorten it. Others: tests/planner/test_search.py."""
     s, dtype = data.draw(semantics().filter(lambda of: of.ranks == 1)), data.draw(st.sampled_from(["bf16", "fp32"]))
     s = replace(s, gradient_dtype=dtype)
     workload = data.draw(workloads(s, most_layers=3))

@@ -61,7 +61,7 @@ def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, referenc
         each = (n["beta"] * (over.exp() - over - 1) - torch.minimum(ratio * a, near * a)) * there
         each = each / there.sum(1, keepdim=True) if of.name == "grpo" else each / n.get("max_completion_length", 1)
         return each.sum()
-    if of.name == "kto":  # masks the second answer of two
+    if of.name == "kto":  # of two answers, the second is undesirable
         gain = sums - reference
         over = gain[0::2] - gain[1::2].mean().detach().clamp(min=0)
         wanted, unwanted = 1.5 * (1 - (n["beta"] * over[0]).sigmoid()), 0.5 * (1 - (-n["beta"] * over[1]).sigmoid())
@@ -126,7 +126,7 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
     semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=4, **more), objective=of)
     templates, weights, _ = head_of(semantics)
     hidden, targets, reference = batch_of_pairs(semantics.seq_len)
-    reference -= 50 * (of.name == "kto")  # upper bound of the other answers, too
+    reference -= 50 * (of.name == "kto")  # so that the mean gain of mismatched answers is positive, too
     reference /= 10 if of.per is not of.of or of.name == "dapo" else 1  # per token
     n, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros_like(weights[templates.head.weight])
     extras = EXTRAS | {"reference": reference} | teacher_of(of)

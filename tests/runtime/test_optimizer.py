@@ -300,7 +300,7 @@ def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):
     kept = KernelLayout(torch.float32, False, torch.float32)
     monkeypatch.setattr(optimizer, "_differences", lambda kept: iter(["weight"]))
     optimizer._tell_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"times slower: the compiled adamw on .* differs .*weight"):
+    with pytest.warns(RuntimeWarning, match=r"times as long: the compiled adamw on .* differs .*weight"):
         assert not optimizer.compiled_update.__wrapped__(kept)
     monkeypatch.setattr(optimizer, "IS_COMPILED", False)
     with pytest.warns(RuntimeWarning, match="numba is not installed"):

@@ -337,7 +337,7 @@ def test_loading_saving_and_resuming_hold_one_tensor_at_most(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    allowed = found["largest"] + 24 * MiB  # read size of a file, and count errors on many cores
+    allowed = found["largest"] + 24 * MiB  # read buffer of a file, and inaccurate memory counters on many cores
     assert allowed < found["model"] / 2
     assert found["save"] < 16 * MiB, "a split master is put together in pieces, and nothing else is made"
     for what in ("load", "resume"):
