@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from penstock.runtime.host import base_file
+from tests.lanes import mostly_slow
 from tests.penstock.test_adapter_runs import BYTES, LORA, files, trained, with_weights
 from tests.running import make_home, one_line, penstock, plan_in, train, weights_in
 
@@ -26,8 +27,7 @@ def planned(home, *extra):
     return plan_in(home, *LORA, "--disk-read", "1GB", "--policy", home / "policy.json", *extra, name="disk.json")
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("base", ["bf16", "nf4"])
+@mostly_slow("base", ["bf16", "nf4"])
 def test_checkpoints_are_those_of_a_run_in_memory(home, base):
     in_memory = trained(home, plan_in(home, *LORA, "--base", base), "--save-every", 2)
     plan = planned(home, "--base", base)

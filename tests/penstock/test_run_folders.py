@@ -94,7 +94,7 @@ def test_a_moved_folder_resumes_where_it_was(home, monkeypatch):
     assert not (home / "part").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_checkpoint_is_a_model_to_begin_from(home):
     plan = plan_in(home)
     succeeded(train(home, plan))

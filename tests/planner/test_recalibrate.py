@@ -26,6 +26,7 @@ from penstock.runtime.plan import Kind, Policy, Semantics, Update
 from penstock.runtime.plan.region import Demand
 from penstock.runtime.plan.timeline import Timeline
 from penstock.runtime.plan.workload import Model
+from tests.lanes import examples, mostly_slow
 from tests.strategies import MADE_UP, cases
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
@@ -67,8 +68,7 @@ WRONG = [("h200-pcie5", {PRODUCTS: 0.7}), ("h200-pcie5", {UP: 0.5, "optimizer": 
 WRONG += [("cpu-2core", {DOWN: 0.6, REDUCE: 1.5}), ("cpu-2core", {UP: 2.0, PRODUCTS: 0.5, "optimizer": 0.4})]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("machine", "factors"), WRONG, ids=lambda x: x if isinstance(x, str) else " ".join(x))
+@mostly_slow(("machine", "factors"), WRONG, ids=lambda x: x if isinstance(x, str) else " ".join(x))
 def test_factors_of_a_machine_unlike_its_profile_are_found(machine, factors):
     """Recalibration finds exactly the wrong factors and the step time; contention is not mistaken for a slow machine."""
     plan, profile = real_plan(machine)
@@ -81,8 +81,7 @@ def test_factors_of_a_machine_unlike_its_profile_are_found(machine, factors):
     assert simulate(plan, costs(plan, result.profile), region_of(result.profile)).step_s == pytest.approx(result.step_after_s)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("resource", "factor"), [*product(RESOURCES, [0.6]), *product((UP, "optimizer", PRODUCTS), [1.8])])
+@mostly_slow(("resource", "factor"), [*product(RESOURCES, [0.6]), *product((UP, "optimizer", PRODUCTS), [1.8])])
 def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
     """This holds for indistinguishable causes, too; the spreads are wide then."""
     plan, profile = real_plan(seq_len=2048)
@@ -98,8 +97,7 @@ def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
     assert name not in result.confirmed
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("machine", ["h200-pcie5", "gh200", "cpu-2core"])
+@mostly_slow("machine", ["h200-pcie5", "gh200", "cpu-2core"])
 def test_a_run_that_went_as_predicted_changes_nothing(machine):
     plan, profile = real_plan(machine)
     result = recalibrate(plan, performed(plan, profile).timeline, RUN, DAY)
@@ -111,7 +109,7 @@ def test_a_run_that_went_as_predicted_changes_nothing(machine):
     assert f"matrix products, {plan.semantics.compute_dtype}" in result.confirmed
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_updates_repeated_by_clipping_are_no_slow_machine():
     policy = Policy(accumulation_group=2, update=Update.DEFERRED, speculate_blocks=tuple(range(1, N_LAYERS + 1)))
     plan, profile = real_plan(policy=policy)
@@ -124,9 +122,10 @@ def test_updates_repeated_by_clipping_are_no_slow_machine():
     assert performed(plan, as_if(profile, {"optimizer": 0.2})).step_s < 0.9 * slow.step_s, "it matters"
 
 
-@pytest.mark.drawn
 @given(cases(max_layers=3, max_micro_batches=2), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])
+@settings(
+    deadline=None, max_examples=examples(5), suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate]
+)
 def test_the_corrected_profile_never_predicts_the_step_worse(case, seed):
     """Op durations have independent random factors."""
     rng, profile = random.Random(seed), MADE_UP
