@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+Case = type(pytest.param())
 EVERY_13TH = range(0, 10_000, 13)
 N_THOROUGH = 100  # examples of a property in the Hypothesis profile `thorough`
 
@@ -14,7 +15,7 @@ N_THOROUGH = 100  # examples of a property in the Hypothesis profile `thorough`
 def mostly_slow(names: Any, values: Iterable[Any], fast: Collection[int] = EVERY_13TH, **options: Any) -> pytest.MarkDecorator:
     """Return `pytest.mark.parametrize` with the mark `slow` on all cases except those at the positions in `fast`."""
     is_single = isinstance(names, str) and "," not in names
-    cases = [value if hasattr(value, "marks") else pytest.param(*([value] if is_single else value)) for value in values]
+    cases = [value if isinstance(value, Case) else pytest.param(*([value] if is_single else value)) for value in values]
     slow = [pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.slow]) for case in cases]
     return pytest.mark.parametrize(names, [cases[i] if i in fast else slow[i] for i in range(len(cases))], **options)
 
