@@ -22,6 +22,8 @@ from tests.late_streams import LateStreams, Poisoned
 from tests.sessions import files_of, resumed, same_state, session_of, steps_of, train
 from tests.training import LEAN, Hostile
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 N_STEPS = 4
 SPECULATING = Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3), accumulation_group=4)
 ONE_GROUP = Policy(update=Update.DEFERRED, accumulation_group=4)

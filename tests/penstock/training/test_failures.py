@@ -31,6 +31,8 @@ from tests.tiny import tiny_config
 from tests.tour import ROOT
 from tests.training import Tensors, plan_of, semantics_of, state_of
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 N_STEPS = 4
 ACCIDENTS = settings(
     max_examples=examples(16),

@@ -20,6 +20,8 @@ from tests.sessions import lines, resumed, same_state, session_of, steps_of, tra
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import LEAN, state_of
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 
 class Infinite(CpuMachine):
     """Makes the embedding gradient, the last to arrive, infinite in the second step."""
