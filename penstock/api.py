@@ -165,7 +165,7 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
 
 def _policy(policy: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
     """Return a policy, the name of a baseline system, or None to search."""
-    from penstock.planner.search.space import BASELINES
+    from penstock.planner.search.policies import BASELINES
 
     if isinstance(policy, str) and policy not in BASELINES:
         near = get_close_matches(policy, ["search", *BASELINES], n=1)
