@@ -12,9 +12,9 @@ from penstock.planner.bounds import work as work_module
 from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.search.policy_cost import PolicyCost
+from penstock.planner.search.evaluation import Evaluator
+from penstock.planner.search.policies import Family, families, family_of
 from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.space import Family, families, family_of
 from penstock.runtime.plan import Policy, Semantics, Update
 from tests.adversary import PLENTY_BYTES, Cell, cell, held, hill_climb, relaxation_of, start_of, with_state_on_device
 from tests.lanes import mostly_slow
@@ -62,11 +62,11 @@ def test_no_plan_is_faster_than_a_bound_in_hard_cells(first):
 def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
     """Cached block work leaves bounds unchanged; family minimum <= linear relaxation <= integer relaxation."""
     case, rng = cell(number), random.Random(number)
-    costs = PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile))
+    evaluator = Evaluator(case.model, case.workload, case.semantics, case.profile, case.clipped_fraction)
     for policy in [start for _ in range(12) if (start := start_of(rng, case)) is not None]:
-        plan = costs.plan(policy)
-        assert costs.bound_s(policy) == policy_bound(plan, CostModel(case.profile)).seconds
-        relaxation, family = Relaxation(costs, case.clipped_fraction), family_of(policy, case.semantics)
+        plan = evaluator.setup(policy)
+        assert evaluator.bound_s(policy) == policy_bound(plan, CostModel(case.profile)).seconds
+        relaxation, family = Relaxation(evaluator), family_of(policy, case.semantics)
         relaxed = relaxation.solve(family)
         linear_s = relaxation.linear_bound_s(family)
         assert relaxed is None or linear_s <= relaxed.bound_s * (1 + 1e-6)
@@ -105,7 +105,7 @@ def grouped(model: str, machine: str, seq_len: int, n_sequences: int) -> Cell:
 @mostly_slow(("model", "machine", "seq_len", "n_sequences", "sizes"), GROUPED)
 def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, n_sequences, sizes):
     case = grouped(model, machine, seq_len, n_sequences)
-    relaxation = Relaxation(PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile)), None)
+    relaxation = Relaxation(Evaluator(case.model, case.workload, case.semantics, case.profile))
     for size in sizes:
         smallest = Family(Update.DEFERRED, size, size, 1).policy()
         for depth, n_slots in ((1, 1), (3, 2), (1, 8)):

@@ -14,12 +14,11 @@ from penstock.planner.check.check import check
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
-from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.cost import region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search import search as search_module
-from penstock.planner.search.branch import Tree
-from penstock.planner.search.evaluate import Evaluator
+from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import (
     LEAST_LOSS_TILE,
@@ -31,10 +30,10 @@ from penstock.planner.search.micro_batch import (
     sizes_of,
 )
 from penstock.planner.search.micro_batch import LOSS_TILE as LOSS_TILES
-from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.remedy import Request
 from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import NEAR_FRACTION, search
+from penstock.planner.search.tree import Tree
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
 from tests.lanes import mostly_slow
@@ -130,8 +129,8 @@ def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx4090-server").with_memory(24 * GB, host_bytes)
     answer = fastest(model, profile, start(model, profile, 4096, 4))
     for semantics, workload in sizes_of(model, start(model, profile, 4096, 4), profile):
-        evaluator = Evaluator(model, workload, semantics, profile, None)
-        steps_s = [evaluator.step_s(policy) for policy in Greedy(evaluator.costs).policies()]
+        evaluator = Evaluator(model, workload, semantics, profile)
+        steps_s = [evaluator.step_s(policy) for policy in Greedy(evaluator).policies()]
         assert answer.step_s <= min(steps_s, default=float("inf")) * (1 + NEAR_FRACTION)
         assert answer.certificate.policy_bound_s <= min(steps_s, default=float("inf"))
 
@@ -177,7 +176,7 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
     profile = machine_with(machine, device_bytes)
     semantics = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 micro-batches and a smaller one
     workload = build_workload(model, semantics)
-    greedy = Greedy(PolicyCost(model, workload, semantics, CostModel(profile)))
+    greedy = Greedy(Evaluator(model, workload, semantics, profile))
     policies = greedy.policies()
     assert {1} < {policy.accumulation_group for policy in policies}
     for policy in policies:
@@ -185,8 +184,8 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
         check(plan)
         demands = greedy.cost.demands(plan)
         step_s = simulate(plan, demands, region_of(profile)).step_s
-        lanes_s = busy_s(greedy.costs.plan(policy), greedy.cost).values()
-        assert max(lanes_s) <= greedy.costs.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
+        lanes_s = busy_s(greedy.evaluator.setup(policy), greedy.cost).values()
+        assert max(lanes_s) <= greedy.evaluator.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1
         if larger < len(workload.blocks) and policy.save == (Saved.ALL,) * workload.n_layers and not policy.device_blocks:
             extended = replace(policy, resident_blocks=tuple(range(larger + 1)))

@@ -18,7 +18,7 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower import arenas
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
-from penstock.planner.search.space import baseline
+from penstock.planner.search.policies import baseline
 from penstock.planner.show import memory
 from penstock.planner.show import page as page_file
 from penstock.planner.show.run_log import Log, LoggedRun, read_log

@@ -11,8 +11,8 @@ from penstock.planner.lower.lower import lower, plan_ops
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.policies import baseline, smallest_plans
 from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _bitwise_identical, _changes, _with_memory, does_not_fit, most_ops
-from penstock.planner.search.space import baseline, smallest_plans
 from penstock.runtime.plan import MAX_REPETITIONS, Policy, Semantics
 from penstock.runtime.plan.optimizer import optimizing
 from penstock.runtime.plan.train import Lora, Train

@@ -13,7 +13,7 @@ from penstock.hwprofiles.schema import read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint
-from penstock.planner.search.space import baseline
+from penstock.planner.search.policies import baseline
 from penstock.planner.show import memory
 from penstock.planner.show.memory import occupancy
 from penstock.planner.show.step import measured_stretch, predicted_stretch

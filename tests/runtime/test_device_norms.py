@@ -16,9 +16,9 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import frame
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.policy_cost import PolicyCost
+from penstock.planner.search.evaluation import Evaluator
+from penstock.planner.search.policies import Family, family_of
 from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.space import Family, family_of
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
 from penstock.runtime.errors import PlanError
 from penstock.runtime.host import norms
@@ -116,7 +116,7 @@ def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     cost = CostModel(machine)
     plan = lower(NOBODY, workload, s, policy, {})
     prediction = simulate(plan, cost.demands(plan), region_of(machine))
-    relaxation = Relaxation(PolicyCost(NOBODY, workload, s, cost), 0.0 if speculates else None)
+    relaxation = Relaxation(Evaluator(NOBODY, workload, s, machine, 0.0 if speculates else None))
     for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
         relaxed = relaxation.solve(family_of(policy, s), *buffers)
         assert relaxed is not None
