@@ -26,21 +26,12 @@ from tests.strategies import MODEL, PROFILE, plans, small_workload, with_smaller
 law = settings(deadline=None)  # independent of machine load
 
 
-# -- correct plans pass --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.drawn
-@law
-@given(plans())
-def test_every_plan_of_the_planner_passes(plan: Plan) -> None:
-    check(plan)
-    assert "\n" not in summary(plan)
-
-
 @pytest.mark.drawn
 @law
 @given(plans(max_layers=3, max_micro_batches=3))
-def test_the_oracle_finds_no_race_in_them(plan: Plan) -> None:
+def test_every_plan_of_the_planner_passes_and_has_no_race(plan: Plan) -> None:
+    check(plan)
+    assert "\n" not in summary(plan)
     assert race(plan, unrolled(plan)) is None
 
 
@@ -51,9 +42,6 @@ def test_squares_of_forty_weights_take_more_than_one_unit() -> None:
     plan = lower(MODEL, replace(small_workload(3, tied=False), blocks=blocks), Semantics(4, 1, 1), Policy(), PROFILE)
     assert sizes_of(plan, "norm") == (256, 512, 512, 512, 256, 256)
     check(plan)
-
-
-# -- wrong plans fail ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn
@@ -99,9 +87,6 @@ def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.Da
     assert f"{slot} has {sizes[slot.index]} bytes, but " in error_of(with_sizes(plan, slot.arena, sizes))
 
 
-# -- vector clocks against paths ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.drawn
 @law
 @given(plans(max_layers=3, max_micro_batches=2), st.data())
@@ -118,11 +103,7 @@ def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.Data
                 assert clocks.ordered(j, j_step, i, step) == ((j, j_step) in ancestors)
 
 
-# -- error messages ------------------------------------------------------------------------------------------------------------
-
-
 def without_wait(plan: Plan, name: str, kind: Kind) -> Plan:
-    """Remove the waits of the named op for ops of this kind."""
     waits = plan.ops[index(plan, name)].waits
     return with_op(plan, name, waits=tuple(w for w in waits if plan.ops[w.op].kind is not kind))
 
@@ -190,9 +171,6 @@ def test_barrier_waits_for_updates_on_host_and_device() -> None:
     assert "under barrier it must wait for op" in error_of(with_op(plan, load.name, waits=earlier))
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.drawn
 @law
 @given(plans())
@@ -225,9 +203,6 @@ def test_a_profile_without_its_numbers_is_refused() -> None:
     for path, value in (("device", None), ("device.memory_bytes", "1e9"), ("host.runtime_bytes", {"value": float("nan")})):
         with pytest.raises(ProfileError, match=f"profile: {path.partition('.')[0]}"):
             check(with_profile(small(), path, value))
-
-
-# -- hostile plans -------------------------------------------------------------------------------------------------------------
 
 
 def with_blocks(plan: Plan, *blocks: Block) -> Plan:

@@ -148,12 +148,9 @@ def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
     ],
 )
 def test_a_model_that_is_no_chain_of_layers_is_refused_with_why(model_type: str, why: str) -> None:
-    def build() -> None:
-        model = Model(tiny(model_type))
-        build_workload(model, Semantics(16, 2, 1, attention=supported_attention(model)[0]))  # type: ignore[arg-type]
-
+    model = Model(tiny(model_type))
     with pytest.raises(WorkloadError, match=why) as caught:
-        build()
+        build_workload(model, Semantics(16, 2, 1, attention=supported_attention(model)[0]))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 

@@ -8,6 +8,7 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.provenance import provenance_of, standard
+from penstock.planner.predict.scaled_profile import with_quantities
 from penstock.runtime.plan import Lane, Policy, Semantics
 
 
@@ -18,22 +19,11 @@ def plan_on(profile):
 
 def only(profile, place, kind="assumed"):
     """Return the profile with all quantities "measured", except those below `place`, which get the source kind `kind`."""
-    fields = profile.to_json()
+    is_odd = lambda path, quantity: quantity.model_copy(update={"source": "odd"} if path.startswith(place) else {})  # noqa: E731
+    fields = with_quantities(profile, is_odd).to_json()
     for source in fields["sources"].values():
         source |= {"kind": "measured", "device": profile.device.name, "scaled": False}
     fields["sources"]["odd"] = {"kind": kind, "detail": "odd", "date": None, "device": None, "driver": None}
-
-    def mark(part, path=""):
-        if isinstance(part, dict):
-            if "spread_fraction" in part and path.startswith(place):
-                part["source"] = "odd"
-            for key, item in part.items():
-                mark(item, f"{path}.{key}" if path else key)
-        elif isinstance(part, list):
-            for item in part:
-                mark(item, path)
-
-    mark(fields)
     return Profile.from_json(fields)
 
 

@@ -53,7 +53,6 @@ def test_a_hash_of_machine_kind_and_shape_draws_the_test_rows(tmp_path):
 
 
 def test_a_product_a_copy_and_a_layer_are_what_a_plan_books(tmp_path):
-    """Compare with direct calls of the cost model."""
     layer = PRODUCT | {"kind": "layer_forward", "kernel": "eager", "shape": "model=llama-3.1-8b;batch=2;seq=2048"}
     product, copy, layer_op = validate_ops(file_of(tmp_path, PRODUCT, COPY, layer)).ops
     profile = read_profile("h100-sxm")

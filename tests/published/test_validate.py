@@ -114,7 +114,6 @@ def test_the_shipped_constants_are_those_that_the_fit_finds(published, checked):
 
 
 def test_a_fit_finds_the_constants_that_made_the_runs():
-    """Constants without a run keep their prior."""
     constants = [Constant("m", "rate", 10.0, 0.5, ""), Constant("m", "fixed", 1.0, 0.5, ""), Constant("m", "idle", 5.0, 0.3, "")]
     work = (1.0, 10.0, 100.0, 300.0)
     truth = [n / 14.0 + 1.3 for n in work]
