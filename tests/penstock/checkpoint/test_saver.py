@@ -75,7 +75,6 @@ def only(files: dict[str, bytes], *steps: int) -> dict[str, bytes]:
 
 
 def noticed(monkeypatch) -> list[Snapshots]:
-    """Record the snapshots of later runs."""
     snapshots = []
 
     class Noticed(Snapshots):

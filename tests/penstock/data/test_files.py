@@ -110,9 +110,6 @@ def test_a_mapped_column_is_not_read_under_its_own_name_too(tmp_path):
     assert tokens_of(read(path, columns={"instruction": "input"})) == tokens_of(read(plain))
 
 
-# -- folders -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     """Hidden files, pipes and files other than text are skipped."""
     texts = {"b.txt": "B", "a/z.py": "Z", "a/b/c.md": "\ufeffC\r\n", "a.txt": "", "Ω": "ω", ".hidden": "no", ".git/config": "no"}

@@ -91,8 +91,6 @@ def test_the_loss_is_the_one_transformers_computes_from_labels(joined):
     torch.testing.assert_close(loss, reference.loss, rtol=1e-6, atol=0)
 
 
-# -- several sets --------------------------------------------------------------------------------------------------------
-
 SIZES = {"a": 5, "b": 3, "c": 11}
 
 
@@ -106,7 +104,6 @@ def mixed(folder, weights, seed=7, **fields):
 
 
 def sample_texts(data, first, stop):
-    """Decode the samples of some steps."""
     ids = torch.cat([data.batch(step).input_ids for step in range(first, stop)])
     return [bytes(i for i in row if i < END).decode() for row in ids.tolist()]
 
