@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from penstock.checkpoint.conversion import Conversion
 from penstock.runtime.units import show_bytes
 from tests.every_type import every_type, tiny, verdict
-from tests.real_layers import hf_model
+from tests.real_layers import hf_model, load_model
 from tests.running import SIZES, UNSEARCHED, make_home, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 TYPES = ["deepseek_v3", "qwen3_next", "gemma3_text", "glm4_moe", "phi3", "olmo2", "llama4_text", "falcon_h1", "qwen2_5_vl"]
@@ -52,9 +52,7 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_t
     shutil.rmtree(last)
     succeeded(train(home, plan, *SAYS, "--resume", scratch=()))
     assert weights_sha(last) == unbroken, "a resumed run comes to the same bytes"
-    model, report = loader(tiny(model_type)).from_pretrained(last, output_loading_info=True)
-    assert not any(report.values()), report
-    final = model.state_dict()
+    final = load_model(last, loader(tiny(model_type))).state_dict()
     assert final.keys() == initial.keys()
     frozen = {name for name in initial if any(part in name for part in ("correction_bias", "visual", "vision", "multi_modal"))}
     assert all(torch.equal(final[name], initial[name]) for name in frozen), "what is no weight stays, and so do towers"
@@ -78,9 +76,7 @@ def test_adapters_of_the_text_leave_towers_alone(tmp_path, model_type):
     assert reference.keys() == actual.keys()
     assert all(torch.equal(reference[name], factor) for name, factor in actual.items())
     succeeded(penstock("merge", home / model_type, last, "--out", home / "merged"))
-    merged, report = kind.from_pretrained(home / "merged", output_loading_info=True)
-    assert not any(report.values()), report
-    final, by_peft = merged.state_dict(), in_peft.merge_and_unload().state_dict()
+    final, by_peft = load_model(home / "merged", kind).state_dict(), in_peft.merge_and_unload().state_dict()
     changed = {f"base_model.model.{name}" for name in initial if not torch.equal(initial[name], final[name])}
     assert changed == {f"{name.rpartition('.lora_')[0]}.weight" for name in actual}
     assert all(torch.equal(final[name], weight.bfloat16()) for name, weight in by_peft.items())

@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import penstock
-from penstock.cli.main import cli
 from penstock.planner.check.claim import check_claim, check_origin, check_search, name_conflicts
 from penstock.planner.search.claim import claimed
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Plan, PlanFile
+from tests.running import penstock as invoke
+from tests.running import succeeded
 
 OPTIONS = {"machine": "rtx4090-desktop", "seq_len": 512, "batch_size": 4}
 WAYS = {
@@ -26,9 +26,7 @@ WAYS = {
 
 def planned(path: Path, **options: object) -> PlanFile:
     flags = {f"--{name.replace('_', '-')}": "none" if value is None else str(value) for name, value in options.items()}
-    words = [word for flag in flags.items() for word in flag]
-    result = CliRunner().invoke(cli, ["plan", "qwen2.5-0.5b", *words, "-o", str(path)])
-    assert result.exit_code == 0, result.stderr
+    succeeded(invoke("plan", "qwen2.5-0.5b", *(word for flag in flags.items() for word in flag), "-o", path))
     return PlanFile.read(path)
 
 

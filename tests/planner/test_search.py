@@ -8,12 +8,10 @@ from math import inf
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.any_memory import with_any_memory
-from penstock.cli.main import cli
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.bounds.bounds import policy_bound, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
@@ -43,6 +41,7 @@ from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Model, Saved
 from penstock.runtime.units import GB
 from tests.adversary import cell, sample_policy, sample_workload
+from tests.running import penstock, succeeded
 from tests.strategies import MODEL as NOBODY
 from tests.tiny import tiny_config
 
@@ -302,16 +301,14 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
     [("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16), ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8)],
 )
 def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, batch):
-    options = ["plan", model, "--machine", machine, "--seq-len", "1024", "--batch-size", str(batch), "--json"]
-    options += ["--device-memory", str(device)] if device else []
-    options += ["--host-memory", str(host)] if host else []
-    rejected = CliRunner().invoke(cli, options)
+    options = ["plan", model, "--machine", machine, "--seq-len", 1024, "--batch-size", batch, "--json"]
+    options += ["--device-memory", device] if device else ["--host-memory", host]
+    rejected = penstock(*options)
     assert rejected.exit_code == 3, rejected.output
     changes = rejected.stderr.split("smallest changes that fit: ")[1].strip().split(", or ")
     assert changes
     for change in changes:
-        accepted = CliRunner().invoke(cli, [*options, *change.partition(" (")[0].split()])
-        assert accepted.exit_code == 0, (change, accepted.stderr)
+        succeeded(penstock(*options, *change.partition(" (")[0].split()))
 
 
 def setup_of(model_type, train, n_layers=4, **fields):
@@ -343,8 +340,7 @@ def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     assert min(n.device_peak_bytes for n in needs) <= strided < spread
     tight = with_any_memory(DESKTOP, strided, 10**12)
     model, workload, semantics = setup
-    result = search(model, [(semantics, workload)], tight)
-    assert result.needs.fits
+    assert search(model, [(semantics, workload)], tight).needs.fits
 
 
 def test_adapters_updated_on_the_device_need_no_host_ops():
