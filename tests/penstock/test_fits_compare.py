@@ -9,6 +9,7 @@ import pytest
 
 from penstock.cli.fits_compare import _larger, swept
 from penstock.cli.outputs import show_table
+from penstock.hwprofiles.quantity import BASES
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.search.search import search_machine
 from penstock.planner.show.compare import COLUMNS
@@ -79,6 +80,9 @@ def test_machines_are_listed_with_the_sources_of_their_numbers() -> None:
     assert list(machines) == shipped_profiles()
     assert (machines["rtx4090-desktop"]["most_host_bytes"], machines["h100-sxm"]["most_host_bytes"]) == (253 * 10**9, None)
     assert [name for name, m in machines.items() if m["numbers"]["measured"]] == ["cpu-2core", "h100-16core", "h200-16core"]
+    for *fractions, worst in (m["rests_on"].values() for m in machines.values()):
+        assert sum(fractions) == pytest.approx(1), "shares of all sources add up to one"
+        assert all(0 < part["fraction"] <= 1 and part["basis"] != BASES[0] for part in worst)
     assert len(output_of("machines").splitlines()) == len(machines) + 1
 
 

@@ -45,7 +45,6 @@ def pairs_of(path, *rows, **settings):
 
 @pytest.fixture
 def tea(home):
-    """Folder with training pairs and held-out pairs."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
@@ -69,8 +68,7 @@ def test_a_pair_is_two_sequences_with_only_answers_learned(tmp_path, row):
 
 
 def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
-    long = {"prompt": "x" * 70, "chosen": "yes", "rejected": "no"}
-    data = pairs_of(tmp_path / "a.jsonl", long, PAIR)
+    data = pairs_of(tmp_path / "a.jsonl", {"prompt": "x" * 70, "chosen": "yes", "rejected": "no"}, PAIR)
     assert data.n_sequences == 1
     assert data.parts[0].counts["unsupervised"] == 2
 

@@ -153,8 +153,7 @@ def test_unpacking_and_narrow_products_take_their_own_rates_where_they_were_meas
     launches_s = 4 * b - a
     assert 3 * b < a < 4 * b
     assert 0 < launches_s < b
-    layer = setup.workload.blocks[3]
-    products = [m for m in layer.matmuls if min(m.k, m.n) == 16]
+    products = [m for m in setup.workload.blocks[3].matmuls if min(m.k, m.n) == 16]
     assert products
     for m in products:
         slow_s, usual_s = (CostModel(p)._matmul("bf16", m) for p in (slower, usual))

@@ -110,8 +110,7 @@ def test_dtypes_decide_sizes_of_slots_and_never_the_ops(case: Case) -> None:
         if case.policy.device_blocks and not case.workload.trains_all:
             gradient = "fp32"  # summed on the device, legal only in fp32
         dtypes_of = {"compute_dtype": compute, "gradient_dtype": gradient, "master_dtype": master, "weight_rounding": "half_up"}
-        semantics = replace(case.semantics, **dtypes_of)
-        assert replace(case, semantics=semantics).plan.ops == case.plan.ops
+        assert replace(case, semantics=replace(case.semantics, **dtypes_of)).plan.ops == case.plan.ops
 
 
 def walk(plan: Plan, *kinds: Kind) -> list[tuple[str, int]]:

@@ -171,8 +171,7 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
     for policy in policies:
         plan = lower(model, workload, semantics, policy, profile.to_json())
         check(plan)
-        demands = greedy.cost.demands(plan)
-        step_s = simulate(plan, demands, region_of(profile)).step_s
+        step_s = simulate(plan, greedy.cost.demands(plan), region_of(profile)).step_s
         lanes_s = busy_s(greedy.costs.plan(policy), greedy.cost).values()
         assert max(lanes_s) <= greedy.costs.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1

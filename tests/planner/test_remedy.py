@@ -28,26 +28,21 @@ SMALL = DESKTOP.with_memory(3 * GB, 64 * GB)
 MEMORY = [(n_device * 10 * MB, n_host * 10 * MB) for n_device in (100, 430, 600) for n_host in (600, 1400, 1510, 10000)]
 
 
-def refusal(profile, semantics=SEMANTICS, fixed=None):
-    needs = needs_of(profile, semantics, fixed)
-    return None if any(n.fits for n in needs) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), needs)
+def refusal(profile, fixed):
+    needs = needs_of(profile, fixed)
+    return None if any(n.fits for n in needs) else does_not_fit(Request(MODEL, SEMANTICS, profile, fixed, frozenset()), needs)
 
 
-def needs_of(profile, semantics=SEMANTICS, fixed=None):
+def needs_of(profile, fixed):
     if fixed is not None:
-        return [needs_with(Request(MODEL, semantics, profile, fixed, frozenset()), fixed)]
-    return [needs for _, needs in smallest_plans(MODEL, build_workload(MODEL, semantics), semantics, profile)]
+        return [needs_with(Request(MODEL, SEMANTICS, profile, fixed, frozenset()), fixed)]
+    return [needs for _, needs in smallest_plans(MODEL, build_workload(MODEL, SEMANTICS), SEMANTICS, profile)]
 
 
 def needs_with(request, policy=Policy()):  # noqa: B008 frozen
     """Return the memory footprint of this policy at the sizes of the request."""
     model, semantics = request.model, request.semantics
     return footprint(frame(model, build_workload(model, semantics), semantics, policy), request.profile)
-
-
-def sizes_in(change):
-    """Parse the memory sizes of a suggested change, e.g. {"host": 64 * GB}."""
-    return {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", change)}
 
 
 @pytest.mark.fast("some")
@@ -59,7 +54,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     if error is None:
         return
     short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
-    named = sizes_in(error.smallest_change)
+    named = {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", error.smallest_change)}
     assert {place for place, n_bytes in short.items() if n_bytes} == set(named), str(error)
     # Device memory is reported as short only if no policy fits the device.
     assert bool(error.short_device_bytes) == all(needs.short_device_bytes for needs in needs_of(profile, fixed=fixed))

@@ -50,9 +50,9 @@ LEAVING = Way(Saved.PRODUCTS, away=True)
 DESKTOP = read_profile("rtx4090-desktop")
 
 
-def slower(machine, *places, factor=200.0):
-    """Return the machine profile with these rates divided by `factor`, so that they limit the step."""
-    return with_quantities(read_profile(machine), lambda place, q: sped_up(place, q, 1 / factor) if place.startswith(places) else q)
+def slower(machine, *places):
+    """Return the machine profile with these rates divided by 200, so that they limit the step."""
+    return with_quantities(read_profile(machine), lambda place, q: sped_up(place, q, 1 / 200) if place.startswith(places) else q)
 
 
 MACHINES = {

@@ -36,10 +36,10 @@ def width_s(prediction):
     return prediction.p90_step_s - prediction.p10_step_s
 
 
-def small_plan(machine="h200-pcie5", update="deferred", pointwise="eager"):
+def small_plan(pointwise="eager"):
     model, semantics = read_model("qwen2.5-0.5b"), Semantics(seq_len=512, batch_size=8, micro_batch=8, pointwise=pointwise)
-    profile = read_profile(machine)
-    return lower(model, build_workload(model, semantics), semantics, Policy(update=update), profile.to_json()), profile
+    profile = read_profile("h200-pcie5")
+    return lower(model, build_workload(model, semantics), semantics, Policy(update="deferred"), profile.to_json()), profile
 
 
 @pytest.mark.drawn

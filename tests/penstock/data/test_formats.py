@@ -9,7 +9,7 @@ from penstock.runtime.errors import DataError
 from tests.bytes_of_files import only, read, refused, texts_of, write_lines
 
 QUESTION, ANSWER = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}
-SYSTEM = {"role": "system", "content": "s"}
+SYSTEM, RESULT, SILENT = {"role": "system", "content": "s"}, {"role": "tool", "content": "4"}, {**ANSWER, "weight": 0}
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -26,18 +26,14 @@ ROWS = [
     ("messages", {"messages": [CALL], "tools": '[{"name": "add"}]'}, Chat(({**CALL, "content": ""},), ({"name": "add"},))),
     (
         "messages",
-        {"messages": [QUESTION, {**ANSWER, "weight": 0}, {**ANSWER, "weight": 1.0}]},
+        {"messages": [QUESTION, SILENT, {**ANSWER, "weight": 1}]},
         Chat((QUESTION, ANSWER, ANSWER), None, frozenset({1})),
     ),
     ("alpaca", {"instruction": "who?", "input": "", "output": "me", "system": None}, CHAT),
     ("alpaca", {"instruction": "w", "input": "ho?", "output": "me"}, Chat(({"role": "user", "content": "w\nho?"}, ANSWER))),
     ("alpaca", {"instruction": "who?", "output": "me", "history": [["who?", "me"]]}, Chat((QUESTION, ANSWER, QUESTION, ANSWER))),
     ("sharegpt", {"conversations": [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}]}, CHAT),
-    (
-        "sharegpt",
-        {"conversations": [{"from": "observation", "value": "4"}], "system": "s"},
-        Chat((SYSTEM, {"role": "tool", "content": "4"})),
-    ),
+    ("sharegpt", {"conversations": [{"from": "observation", "value": "4"}], "system": "s"}, Chat((SYSTEM, RESULT))),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "me", "weight": 0.0}]}, Chat((ANSWER,), None, frozenset({0}))),
     ("prompt-completion", {"prompt": "who? ", "completion": "me", "text": "x"}, Completion("who? ", "me")),
     ("prompt-completion", {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}, WEIGHED),

@@ -22,17 +22,9 @@ class Listed:
     tokens: list[list[tuple[int, bool]]]
     problems: tuple[()] = ()
 
-    @property
-    def lengths(self):
-        return np.array([len(document) for document in self.tokens], dtype=np.int64)
-
-    @property
-    def n_learned(self):
-        return np.array([sum(learn for _, learn in document) for document in self.tokens], dtype=np.int64)
-
-    @property
-    def n_targets(self):
-        return np.array([sum(learn for _, learn in document[1:]) for document in self.tokens], dtype=np.int64)
+    def __post_init__(self):
+        counts = [(len(t), sum(learn for _, learn in t), sum(learn for _, learn in t[1:])) for t in self.tokens]
+        self.lengths, self.n_learned, self.n_targets = np.array(counts, dtype=np.int64).reshape(-1, 3).T
 
     def ids(self, document):
         return np.array([i for i, _ in self.tokens[document]], dtype=np.uint16)
