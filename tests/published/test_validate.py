@@ -91,8 +91,7 @@ def test_names_and_measurements_do_not_change_predictions(published, ledger):
 
 
 def test_no_constant_belongs_to_a_run_or_a_model(published):
-    owners = {c.owner for stage in STAGES.values() for c in stage.constants}
-    assert owners <= {SOFTWARE, *shipped_profiles()}
+    assert {c.owner for stage in STAGES.values() for c in stage.constants} <= {SOFTWARE, *shipped_profiles()}
     names = [c.name for stage in STAGES.values() for c in stage.constants]
     assert len(set(names)) == len(names)
     assert not [name for name in names for model in shipped_models() if model in name]
