@@ -182,8 +182,8 @@ def set_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def set_tensor(base: Path, name: str, tensor: Tensor, file: str = "model.safetensors") -> None:
-    save_file(load_file(base / file) | {name: tensor}, base / file)
+def set_tensor(base: Path, name: str, tensor: Tensor) -> None:
+    save_file(load_file(base / "model.safetensors") | {name: tensor}, base / "model.safetensors")
 
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -198,7 +198,10 @@ def in_two_files(base: Path) -> None:
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (lambda base: set_json(base / "config.json", quantization_config={"quant_method": "gptq"}), "quantization_config"),
-    "no-projection": (lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32)), f"{Q0}.lora_A.weight is no factor"),
+    "no-projection": (
+        lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32)),
+        f"{Q0}.lora_A.weight is no factor",
+    ),
     "a-tensor-in-two-files": (in_two_files, "is in another file too"),
 }
 

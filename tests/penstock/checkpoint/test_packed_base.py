@@ -145,11 +145,11 @@ def gathered(parts):
     return {name: tensor for tensors, _ in parts for name, tensor in tensors.items()}, [meant for _, meant in parts]
 
 
-def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8, kind="nf4"):
+def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8):
     """Return ({name: tensor}, dequantised weight) of a bitsandbytes layer."""
-    layer = bnb.nn.Linear4bit(*reversed(weight.shape), False, compress_statistics=nested, quant_type=kind, quant_storage=storage)
-    how = {"compress_statistics": nested, "quant_type": kind, "quant_storage": storage, "blocksize": block}
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, **how).to("cpu")
+    how = {"compress_statistics": nested, "quant_type": "nf4", "quant_storage": storage}
+    layer = bnb.nn.Linear4bit(*reversed(weight.shape), False, **how)
+    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, blocksize=block, **how).to("cpu")
     tensors = {name.removesuffix("weight") + key: tensor.detach().clone() for key, tensor in layer.state_dict().items()}
     state = layer.weight.quant_state
     state.shape = torch.Size((1, weight.numel()))  # the CPU kernel assumes that blocks end within a row
