@@ -14,7 +14,7 @@ from penstock.runtime.plan.train import TARGETS
 from tests.every_type import tiny
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.real_layers import hf_model, load_model
-from tests.running import lines_of, make_home, one_line, penstock, plan_in, succeeded, train, weights_in
+from tests.running import lines_of, one_line, penstock, plan_in, succeeded, train, weights_in
 from tests.tiny import tiny_config
 
 LORA = ("--train", "lora:r=4,alpha=8")
@@ -22,8 +22,7 @@ BYTES = ["--tokenizer", "bytes"]
 
 
 @pytest.fixture
-def home(tmp_path):
-    home = make_home(tmp_path)
+def home(home):
     with_weights(home / "model", "qwen3")
     return home
 

@@ -14,7 +14,7 @@ from penstock.checkpoint.tensor_files import Shards
 from tests.checkpoints import refused
 from tests.every_type import tiny
 from tests.real_layers import hf_model
-from tests.running import SIZES, UNSEARCHED, make_home, penstock, succeeded, train, weights_sha
+from tests.running import SIZES, UNSEARCHED, penstock, succeeded, train, weights_sha
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -98,8 +98,7 @@ def published(home, model_type: str) -> None:
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
-def test_weights_in_few_bits_train_as_a_bf16_copy_of_them(tmp_path, model_type):
-    home = make_home(tmp_path)
+def test_weights_in_few_bits_train_as_a_bf16_copy_of_them(home, model_type):
     published(home, model_type)
     for folder in ("few", "bf16"):
         planned = succeeded(penstock("plan", home / folder, *SIZES, *UNSEARCHED, "-o", home / f"{folder}.json"))
