@@ -23,7 +23,7 @@ from penstock.runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line, rows_of
-from .formats import LABELLED, NEEDED, ROLLOUTS, UNPAIRED, Chat, Completion, answer, document, labelled, pair, renamed, rollouts
+from .formats import NEEDED, ROLLOUTS, Chat, Completion, read_row, renamed, rollouts
 from .tokenizer import is_tokenizer_error, reason_of
 
 Array = npt.NDArray[np.int64]
@@ -121,18 +121,14 @@ class Reader:
         where = self.files.where(file, row)
         try:
             fields = renamed(parse_line(value, where) if isinstance(value, bytes) else value, self.columns)
-            if self.format not in NEEDED:
-                return self._rendered(document(fields, self.format, where), where)
-            parse = {UNPAIRED: answer, LABELLED: labelled}.get(self.format)
-            answers = [(half,) for half in pair(fields, where)] if parse is None else [parse(fields, where)]
-            rendered = [self._rendered(content, where, *label) for content, *label in answers]
-            if any(len(documents) > 1 for documents in rendered):
+            rendered = [self._rendered(*item, where) for item in read_row(fields, self.format, where)]
+            if self.format in NEEDED and any(len(documents) > 1 for documents in rendered):
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
             return [document for documents in rendered for document in documents]
         except DataError as error:
             return [(("", []), [], (str(error), None), ())]
 
-    def _rendered(self, item: Chat | Completion, where: str, *numbers: float) -> list[_Read]:
+    def _rendered(self, item: Chat | Completion, numbers: tuple[float, ...], where: str) -> list[_Read]:
         """Return the documents of a conversation or text, with the loss numbers of its row."""
         if isinstance(item, Completion) is not self.is_text:
             raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
