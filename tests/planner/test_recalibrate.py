@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from penstock.emulated import EmulatedMachine
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
@@ -20,7 +21,6 @@ from penstock.planner.predict.scaled_profile import sped_up, with_quantities
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.errors import PlanError, ProfileError
 from penstock.runtime.executor import execute
-from penstock.runtime.machines.emulated import EmulatedMachine
 from penstock.runtime.machines.torch_machine import CpuMachine
 from penstock.runtime.plan import Kind, Policy, Semantics, Update
 from penstock.runtime.plan.region import Demand
