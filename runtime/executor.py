@@ -42,7 +42,7 @@ Record = tuple[Span, Any]
 
 
 class Machine(Protocol):
-    """Performs ops: a `CpuMachine`, a `CudaMachine`, or an `EmulatedMachine`, where ops take another machine's time."""
+    """Performs ops: a `TorchMachine`, or an `EmulatedMachine`, where ops take another machine's time."""
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
         """Run `work`, which enters `lane`, on the lane's thread: the calling one, or one shared by all runs."""

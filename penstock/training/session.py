@@ -30,8 +30,9 @@ from penstock.run_config import RunConfigError
 from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
 from penstock.runtime.executor import Machine, Stop, say
+from penstock.runtime.machines.lanes import CpuDevice, CudaDevice
 from penstock.runtime.machines.processes import Processes
-from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.footprint import host_needs
 from penstock.runtime.plan.optimizer import AdamW
@@ -341,9 +342,8 @@ def machine_of(
     disk: Path | None = None,
 ) -> TorchMachine:
     """Return a machine for the plan, with memory allocated. `loss`: a user loss; `disk`: the file of weights on disk."""
-    if device == "cuda":
-        return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss, disk=disk)
-    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks, loss=loss, disk=disk)
+    target = CudaDevice() if device == "cuda" else CpuDevice(pin_threads=True)
+    return TorchMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss, disk=disk, device=target)
 
 
 def steps_of(settings: RunSettings, data: RunData) -> int:

@@ -21,7 +21,7 @@ from penstock.planner.predict.scaled_profile import sped_up, with_quantities
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.errors import PlanError, ProfileError
 from penstock.runtime.executor import execute
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Kind, Policy, Semantics, Update
 from penstock.runtime.plan.region import Demand
 from penstock.runtime.plan.timeline import Timeline
@@ -188,7 +188,7 @@ def test_an_emulated_machine_with_another_link_is_recalibrated():
     slow = as_if(MADE_UP, {UP: 0.2})
     loads_s = sum(d.uncontended_s for op, d in zip(plan.ops, costs(plan, MADE_UP), strict=True) if op.kind is Kind.LOAD)
     scale = 0.1 / loads_s  # half a second of loads per step at a fifth of the rate
-    store = machine_for(plan, CpuMachine)
+    store = machine_for(plan, TorchMachine)
     timeline = execute(plan, EmulatedMachine(store, costs(plan, slow), region_of(slow), scale), 3)
     in_its_seconds = Timeline(tuple(replace(s, start_s=s.start_s / scale, end_s=s.end_s / scale) for s in timeline.spans))
     fit = recalibrate(plan, in_its_seconds, RUN, DAY)
