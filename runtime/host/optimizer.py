@@ -50,7 +50,7 @@ def tasks_of(work: Callable[[int, int, Scratch], T], end: int, start: int = 0) -
 
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
     """Tasks that add a flat gradient of any dtype to an fp32 sum; the first gradient is added to zero."""
-    add = compiled_loops.add_part if compiled_add(part.dtype) else chunks.add
+    add = add_kernel(part.dtype)
     return tasks_of(lambda start, end, scratch: add(total, part, is_first, start, end), total.numel())
 
 
@@ -59,10 +59,7 @@ class Step(UpdateArguments):
 
     def tasks(self) -> list[Task]:
         """Tasks for the threads of the host."""
-        n = self.gradient.numel()
-        n_compiled = (n if self.rounding is not None else n - n % VECTOR_ELEMENTS) if compiled_update(self.layout) else 0
-        compiled = tasks_of(compiled_loops.update_of(self), n_compiled) if n_compiled else []
-        return compiled + tasks_of(lambda start, end, scratch: chunks.update(self, start, end), n, n_compiled)
+        return update_kernel(self.layout)(self)
 
     @property
     def layout(self) -> "KernelLayout":
@@ -115,28 +112,40 @@ class KernelLayout(NamedTuple):
         return compile_kernel("low_bit_optim.cu", "update_low_bit", **defined)
 
 
-# -- kernels of the host -------------------------------------------------------------------------------------------------
+# -- kernels of the host, each chosen once: compiled if that is bitwise identical to the reference, else the reference ---------
 
 
 @cache
-def compiled_update(layout: KernelLayout) -> bool:
-    """True if the compiled host kernel for this layout is bitwise identical to the reference; else warn with the reason."""
-    return _is_used(f"{layout.rule} on {layout}", lambda: list(_differences(layout)))
+def update_kernel(layout: KernelLayout) -> Callable[[Step], list[Task]]:
+    """Function that returns the tasks of a step on this layout."""
+    is_used = _is_used(f"{layout.rule} on {layout}", lambda: list(_differences(layout)))
+    return _compiled_tasks if is_used else _reference_tasks
+
+
+def _compiled_tasks(step: Step) -> list[Task]:
+    n = step.gradient.numel()
+    n_compiled = n if step.rounding is not None else n - n % VECTOR_ELEMENTS
+    compiled = tasks_of(compiled_loops.update_of(step), n_compiled) if n_compiled else []
+    return compiled + _reference_tasks(step, n_compiled)
+
+
+def _reference_tasks(step: Step, first: int = 0) -> list[Task]:
+    return tasks_of(lambda start, end, scratch: chunks.update(step, start, end), step.gradient.numel(), first)
 
 
 @cache
-def compiled_squares(dtype: torch.dtype) -> bool:
+def squares_kernel(dtype: torch.dtype) -> Callable[[SummedGradient, int, int, Scratch], list[float]]:
     def differences() -> list[str]:
         x, scratch = probe_numbers(3 * chunks.CHUNK_ELEMENTS // 2 + 77, 8, 0).to(dtype), Scratch()
         gradients = [SummedGradient((x[:n],), torch.bfloat16) for n in (len(x), 77, 300)]
         sums = [[kernel(g, 0, g.numel(), scratch) for g in gradients] for kernel in (compiled_loops.squares_of, chunks.squares)]
         return [] if sums[0] == sums[1] else ["a sum"]
 
-    return _is_used(f"sum of squares of {dtype}", differences)
+    return compiled_loops.squares_of if _is_used(f"sum of squares of {dtype}", differences) else chunks.squares
 
 
 @cache
-def compiled_add(dtype: torch.dtype) -> bool:
+def add_kernel(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor, bool, int, int], None]:
     def differences() -> list[str]:
         x, (a, b) = probe_numbers(1000, 8, 0), torch.zeros(2, 1000)
         for is_first in (True, False):
@@ -144,10 +153,11 @@ def compiled_add(dtype: torch.dtype) -> bool:
             chunks.add(b, x.to(dtype), is_first, 0, 1000)
         return [] if torch.equal(a, b) else ["a sum"]
 
-    return _is_used(f"sum of {dtype}", differences)
+    return compiled_loops.add_part if _is_used(f"sum of {dtype}", differences) else chunks.add
 
 
 def _is_used(name: str, differences: Callable[[], list[str]]) -> bool:
+    """True if a compiled kernel is available and has no differences; else warn with the reason."""
     if not IS_COMPILED:
         _tell_once("numba is not installed")
         return False

@@ -127,7 +127,7 @@ def test_a_long_run_makes_no_more_streams():
     for first_step, n_steps in ((0, 4), (4, 4), (8, 8)):
         with Execution(machine.plan, machine, n_steps, first_step) as steps:
             assert all(machine.results.pop(step.number).loss for step in steps)
-    assert len(machine.streams.streams) == 3
+    assert len(machine.lanes.streams.streams) == 3
     assert machine._losses == {}
 
 
@@ -194,9 +194,9 @@ def test_when_a_run_ends_or_fails_every_stream_has_ended():
     machine = small_machine(machine_type=FailsOnce)
     with pytest.raises(OpError, match=r"norm cpu .* the disk is gone"):
         execute(machine.plan, machine, N_STEPS)
-    assert [len(stream.todo) for stream in machine.streams.streams] == [0, 0, 0]
+    assert [len(stream.todo) for stream in machine.lanes.streams.streams] == [0, 0, 0]
     execute(machine.plan, machine, N_STEPS)
-    assert [len(stream.todo) for stream in machine.streams.streams] == [0, 0, 0]
+    assert [len(stream.todo) for stream in machine.lanes.streams.streams] == [0, 0, 0]
     assert differences(machine) == []
 
 

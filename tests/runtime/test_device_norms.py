@@ -21,7 +21,7 @@ from penstock.planner.search.policies import Family, family_of
 from penstock.planner.search.relax import Relaxation
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
 from penstock.runtime.errors import PlanError
-from penstock.runtime.host import norms
+from penstock.runtime.host import chunks, norms
 from penstock.runtime.host.chunks import CHUNK_ELEMENTS
 from penstock.runtime.host.norms import added, squares_at_once, squares_on_device, sum_of_squares
 from penstock.runtime.host.optimizer import SummedGradient
@@ -164,7 +164,7 @@ def test_the_kernel_and_the_definition_add_in_one_order(drawn):
     for gradient, of in zip(gradients, cuts, strict=True):
         found = {sum_of_squares(gradient, None, of)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(norms, "compiled_squares", lambda dtype: False)
+            patch.setattr(norms, "squares_kernel", lambda dtype: chunks.squares)
             found.add(sum_of_squares(gradient, None, of))
         plain = [halved(chunk.float().square())[0] for cut in of for chunk in gradient[cut.start : cut.stop].split(CHUNK_ELEMENTS)]
         assert found == {added(map(float, plain))}

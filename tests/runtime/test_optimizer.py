@@ -298,11 +298,11 @@ def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):
     monkeypatch.setattr(optimizer, "_differences", lambda kept: iter(["weight"]))
     optimizer._tell_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"times as long: the compiled adamw on .* differs .*weight"):
-        assert not optimizer.compiled_update.__wrapped__(kept)
+        assert optimizer.update_kernel.__wrapped__(kept) is optimizer._reference_tasks
     monkeypatch.setattr(optimizer, "IS_COMPILED", False)
     with pytest.warns(RuntimeWarning, match="numba is not installed"):
-        assert not optimizer.compiled_squares.__wrapped__(torch.float32)
-    assert not optimizer.compiled_add.__wrapped__(torch.float32)
+        assert optimizer.squares_kernel.__wrapped__(torch.float32) is chunks.squares
+    assert optimizer.add_kernel.__wrapped__(torch.float32) is chunks.add
 
 
 @settings(max_examples=200)
