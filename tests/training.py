@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock.planner.check.check import check
+from penstock.planner.lower.arenas import source_slot, weights_slot
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.kernels import FUSED
 from penstock.planner.model.workload import build_workload, fusible
@@ -145,8 +146,8 @@ def poison(arenas: Arenas, slot: Slot) -> None:
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
     """Return, by op, the slots with content that no later op reads, without slots that two lanes read: neither lane is last."""
     blocks = range(len(plan.workload.blocks))
-    goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks), *map(plan.source_slot, blocks)}  # live into the next step
-    goes_on |= {plan.weights_slot(b) for b in blocks if plan.stays_loaded(b)}
+    goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks)} | {source_slot(plan, b) for b in blocks}  # live into the next step
+    goes_on |= {weights_slot(plan, b) for b in blocks if plan.stays_loaded(b)}
     uses: dict[Slot, list[int]] = {}
     for index, op in enumerate(plan.ops):
         for slot in dict.fromkeys((*op.reads, *op.writes)):

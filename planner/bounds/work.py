@@ -12,8 +12,8 @@ from itertools import chain, product
 
 import numpy as np
 
-from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
-from penstock.planner.predict.cost import CostModel
+from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_streaming, n_whole_sums, spill_ring_slots
+from penstock.planner.predict.cost import CostModel, micro_batch_groups
 from penstock.runtime.plan import OPS, Kind, Lane, Op, Setup
 from penstock.runtime.plan.ops import Often, Phase
 from penstock.runtime.plan.policy import LEAVE
@@ -131,7 +131,7 @@ def ops_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Dem
             continue
         if row.often is Often.MICRO_BATCH and kind in _SUMMING:
             added = Counter[Demand]()  # most micro-batches have equal demands; the first has the least
-            for m, count in plan.micro_batch_groups(range(n)):
+            for m, count in micro_batch_groups(plan.semantics, range(n)):
                 added[cost.demand(plan, Op(kind, block, m))] += count
             yield from ((kind, demand, count) for demand, count in added.items())
         elif row.often is Often.MICRO_BATCH:
@@ -265,7 +265,7 @@ def work_of(plan: Setup, works: WorkCache, facets: Facets, block: int, groups: G
     if is_layer:
         joins = () if plan.reduced or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
         n = plan.semantics.n_micro_batches
-        for kind, (m, count) in product(joins, plan.micro_batch_groups(range(n - groups.n_alone, n)) if joins else ()):
+        for kind, (m, count) in product(joins, micro_batch_groups(plan.semantics, range(n - groups.n_alone, n)) if joins else ()):
             add("last_leaving", facets.op_cost(kind, cost.demand(plan, Op(kind, block, m))), count)
         work.scalars["backwards_in_turn"] += _in_turn_s(plan, cost, block, of_block)
         return work
@@ -345,7 +345,7 @@ def spared_ops(plan: Setup, cost: CostModel, op_cost: Callable[[Kind, Demand], A
     turn saves at most one load per slot. For a valid bound, the most expensive loads count as saved, separately per facet."""
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
-    n_unpacked = min(n_slots, plan.n_streaming)
+    n_unpacked = min(n_slots, n_streaming(plan))
     n_read = n_slots + N_READ_SLOTS  # a read is saved with its load, or alone if its own slot still holds the weights
     layers = [b for b in plan.blocks_alike if 0 < b <= plan.workload.n_layers and b not in plan.policy.resident_blocks]
     for kind, n_held in ((Kind.READ, n_read), (Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):

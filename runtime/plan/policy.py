@@ -26,7 +26,6 @@ AttentionKernel = Literal["flash", "deterministic", "cudnn"]
 LibraryKernel = Literal["causal_conv1d.causal_conv1d_fn", "fla.chunk_gated_delta_rule"]
 MOST_LAYERS = 2**16  # more than any model has
 Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-UPDATE_RATIO = {"adamw": 0.65, "lion": 0.55, "adamw:moments=int8": 1.5, "lion:moments=int8": 0.9}
 RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # saved activations of a layer in addition to its input, ascending
 LEAVE = (Saved.ATTENTION, Saved.PRODUCTS)  # saved activations that may be offloaded, ascending
 
@@ -85,11 +84,6 @@ class Semantics:
     def state_bytes(self) -> float:
         """Bytes of master and moments per trained parameter."""
         return self.optimizer.state_bytes(self.master_dtype)
-
-    @property
-    def update_ratio(self) -> float:
-        """Update time relative to torch's AdamW on split masters, on one core (docs/optimizers.md); lower if memory-bound."""
-        return UPDATE_RATIO.get(self.optimizer, UPDATE_RATIO[self.optimizer.rule]) if self.is_lean else 1.0
 
     @property
     def optimizer_in_words(self) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.hwprofiles.schema import Profile, read_profile
-from penstock.planner.bounds.machine import machine_bound, machine_facets
+from penstock.planner.bounds.machine import machine_bound, machine_facets, staying_bytes
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
@@ -82,7 +82,7 @@ def test_the_machine_bound_is_the_least_of_any_device_shares(data):
     plan, cost = frame(model, build_workload(model, s), s, Policy()), CostModel(Profile.from_json(fields))
     blocks = can_square(plan.workload, s)
     host, squared, kept = (dict(machine_facets(plan, cost, *on_device)) for on_device in (((), ()), (blocks, ()), ((), blocks)))
-    most = min(1.0, fields["device"]["memory_bytes"]["value"] / sum(map(plan.staying_bytes, blocks)))
+    most = min(1.0, fields["device"]["memory_bytes"]["value"] / sum(staying_bytes(plan, b) for b in blocks))
 
     def largest_s(of_squares, of_state):
         return max(host[k] + of_squares * (squared[k] - host[k]) + of_state * (kept[k] - host[k]) for k in host)
