@@ -242,7 +242,6 @@ class Updates:
         return stochastic_rounding(self._seed, n_updates, p.name, self.state.part(p).start, is_master_stochastic)
 
     def update_on_device(self, op: Op, step: int) -> None:
-        """Update a block's state on the device by the gradient that remains there."""
         with self.changing(op.block, step, self._alone):
             if (factor := self.factor(step)) is None:
                 return
