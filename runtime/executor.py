@@ -164,7 +164,6 @@ class Execution:
 
     @property
     def n_done(self) -> int:
-        """Steps completed by all lanes."""
         return min(track.n_done // track.n_in_step for track in self.tracks)
 
     @property

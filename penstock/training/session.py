@@ -25,6 +25,7 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.config import refuse_another as refuse_another_model
 from penstock.planner.model.workload import build_workload
 from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.region import Demand, Region
 from penstock.planner.predict.simulate import Prediction, simulate
 from penstock.planner.search.claim import claimed
 from penstock.run_config import RunConfigError
@@ -37,7 +38,6 @@ from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.footprint import host_needs
 from penstock.runtime.plan.optimizer import AdamW
-from penstock.runtime.plan.region import Demand, Region
 from penstock.runtime.plan.workload import Model, has_towers
 from penstock.runtime.ranks import Ranks
 from penstock.runtime.units import on_one_line, show_bytes

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.planner.predict.cost import CostModel, micro_batch_groups
+from penstock.planner.predict.region import Demand, Region, Resource, Uses, shares
 from penstock.runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Setup
 from penstock.runtime.plan.ops import Often
-from penstock.runtime.plan.region import Demand, Region, Resource, Uses, shares
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LEAST_PRICE = 0.01  # smaller prices give no useful facet

@@ -7,9 +7,9 @@ from itertools import product
 from math import inf
 
 from penstock.planner.predict.cost import CostModel, micro_batch_groups, update_bytes_per_param, update_params_per_s
+from penstock.planner.predict.region import Resource
 from penstock.runtime.plan import Lane, Policy, Setup
 from penstock.runtime.plan.legality import can_square
-from penstock.runtime.plan.region import Resource
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind
 
 from .bounds import SLACK, Bound, places_to_stay

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.runtime.plan import Kind, Op, Plan, Slot
 
 from .arenas import N_READ_SLOTS, n_streaming, source_slot, weights_slot
-from .op_table import NAMES, OpTable, number_of
+from .op_table import NAMES, OpTable, n_ops, number_of
 
 
 def most_micro_batches(plan: Plan) -> int:
@@ -59,7 +59,7 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
                 yield Op(Kind.LOAD, b, None, (state[0], *read, *state[1:], ("weights", target)))
                 if plan.unpacks(b):
                     yield Op(Kind.DEQUANTISE, b, None, (("packed", target), ("weights", slot)))
-                if plan.n_ops(Kind.GATHER, b):
+                if n_ops(plan, Kind.GATHER, b):
                     yield Op(Kind.GATHER, b, None, (*state, ("weights", slot)))
             for m in range(first, min(first + group, n_micro_batches)):
                 x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))

@@ -18,10 +18,10 @@ from penstock.planner.lower.waits import NONE
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
 from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, at_once_bytes
-from penstock.runtime.plan.region import Demand, Region, Resource, Uses
 from penstock.runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
 
 from .compute_time import BACKWARD_POINTWISE, FP32_BYTES, ComputeTime
+from .region import Demand, Region, Resource, Uses
 
 # Update time on one core relative to torch's AdamW on split masters (docs/optimizers.md), by optimizer or by its rule
 UPDATE_RATIO = {"adamw": 0.65, "lion": 0.55, "adamw:moments=int8": 1.5, "lion:moments=int8": 0.9}

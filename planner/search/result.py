@@ -8,11 +8,11 @@ from penstock.planner.bounds.machine import machine_bound
 from penstock.planner.bounds.reasons import FACET, LANE_NAME
 from penstock.planner.predict.cost import CostModel, micro_batch_groups
 from penstock.planner.predict.memory import Footprint, footprint
+from penstock.planner.predict.region import Resource
 from penstock.planner.predict.resident import Resident, resident_in_parts
 from penstock.planner.predict.simulate import Prediction, simulate
 from penstock.planner.predict.uncertainty import interval
 from penstock.runtime.plan import Plan, Policy
-from penstock.runtime.plan.region import Resource
 from penstock.runtime.plan.workload import Block
 
 from .claim import Certificate, Claim, Predicted, arithmetic

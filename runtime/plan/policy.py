@@ -170,7 +170,6 @@ class Semantics:
 
 
 def trained(semantics: Semantics, train: str | None, base: Base | None, optimizer: str | None, master: Dtype | None) -> Semantics:
-    """Return the semantics with these settings replaced."""
     parsed, fields = semantics.train if train is None else parse_train(train), training(train, base)
     of_master = {} if master is None else {"master_dtype": master}
     return replace(semantics, **fields | of_master | optimizing(optimizer, master) | {"train": parsed})
@@ -242,11 +241,9 @@ class Policy:
                 object.__setattr__(self, name, tuple(blocks))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of a plan file."""
         return {**asdict(self), "save": _save_to_file(self.save)}
 
     def saved(self, block: int) -> Saved:
-        """Saved results of the layer with this block number."""
         return self.save[block - 1] if 0 < block <= len(self.save) else Saved.INPUT
 
     def saving(self, saved: Saved) -> tuple[int, ...]:

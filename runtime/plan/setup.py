@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from .legality import can_square
-from .ops import OPS, Kind, Lane, Often, Slot
+from .ops import OPS, Kind, Lane, Slot
 from .optimizer import STORED_BYTES
 from .packed import UNPACK_SCRATCH_BYTES, is_packed, layout
 from .policy import BLOCK_LISTS, Policy, Semantics
@@ -238,15 +238,6 @@ class Setup:
         """Upper bound of the numbers that a rank shares per step: square sums, losses of micro-batches, a stop flag."""
         return sum(map(self.norm_numbers, range(len(self.workload.blocks)))) + self.semantics.n_micro_batches + 1
 
-    def n_ops(self, kind: Kind, block: int) -> int:
-        """Ops of `kind` per step for a block. Loads are `uses`: weights still in a slot save one, recomputation adds one."""
-        row, n = OPS[kind], self.semantics.n_micro_batches
-        if not row.where(self, block):
-            return 0
-        if row.often is Often.USE:
-            return 1 if block in self.policy.resident_blocks else self.uses(block)
-        return n if row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not self.reduced) else 1
-
     @cached_property
     def blocks_alike(self) -> dict[int, list[int]]:
         """Blocks with equal treatment, by the first of them."""
@@ -263,12 +254,6 @@ class Setup:
         listed = (getattr(policy, name) for name in BLOCK_LISTS)
         is_listed = (map(frozenset(numbers).__contains__, blocks) if numbers else never for numbers in listed)
         return list(zip(self.workload.first_alike, map(policy.saved, blocks), is_again, *is_listed, strict=True))
-
-    def uses(self, block: int) -> int:
-        """Number of passes that use a block's weights: each group's forward, and a layer's backward."""
-        is_layer = self.workload.blocks[block].kind is BlockKind.LAYER
-        n_groups = -(-self.semantics.n_micro_batches // self.policy.accumulation_group)
-        return n_groups * (1 + (is_layer and block >= self.workload.first_trained))
 
     def state_slot(self, block: int) -> Slot:
         on_device = self.policy.device_blocks

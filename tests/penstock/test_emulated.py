@@ -11,12 +11,12 @@ from penstock.hwprofiles.schema import read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.executor import execute
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Policy, Semantics
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.workload import Model, has_towers
 from tests.lanes import mostly_slow
 from tests.tiny import MODEL_TYPES

@@ -15,6 +15,7 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import frame
+from penstock.planner.predict.region import Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.policies import Family, family_of
@@ -27,7 +28,6 @@ from penstock.runtime.host.norms import added, squares_at_once, squares_on_devic
 from penstock.runtime.host.optimizer import SummedGradient
 from penstock.runtime.plan import Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_square
-from penstock.runtime.plan.region import Resource
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.edits import error_of, small
 from tests.lanes import examples, mostly_slow
