@@ -53,8 +53,8 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied):
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)
-    kept = [*(own.block for own in machine._workers._scratch), *machine.arenas.slabs.values()]
-    known = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    tensors = [*(scratch.block for scratch in machine._workers._scratch), *machine.arenas.slabs.values()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     largest, n_calls = 0, 0
 
     class Watching(TorchDispatchMode):
