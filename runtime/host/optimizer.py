@@ -101,7 +101,7 @@ class KernelLayout(NamedTuple):
     is_stochastic: bool = False  # a bf16 or 24-bit master is rounded stochastically
 
     def compiled(self, compile_kernel: Callable[..., Kernel]) -> Kernel:
-        """Compile the CUDA kernel for this layout with `by(file, name, **defines)`."""
+        """Compile the CUDA kernel for this layout by `compile_kernel(file, name, **defines)`."""
         elements = {"WEIGHT": ELEMENT[self.weight], "GRADIENT": ELEMENT[self.gradient]}
         defined: dict[str, str | int] = {**elements, "IS_SPLIT": int(self.is_split)}
         if self.moments is None:
@@ -111,7 +111,7 @@ class KernelLayout(NamedTuple):
         return compile_kernel("low_bit_optim.cu", "update_low_bit", **defined)
 
 
-# -- kernels of the host, each chosen once: compiled if that is bitwise identical to the reference, else the reference ---------
+# -- table of host kernels: compiled if bitwise identical to the reference on this machine, otherwise the reference ------------
 
 
 @cache
