@@ -25,7 +25,6 @@ from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.policies import (
-    LEAST_SAVED_SLOTS,
     WAYS,
     eager_is_legal,
     family_of,
@@ -35,6 +34,7 @@ from penstock.planner.search.policies import (
     with_ways,
 )
 from penstock.planner.search.relax import Relaxation
+from penstock.planner.search.tuning import LEAST_SAVED_SLOTS
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import refuse_illegal

@@ -20,9 +20,10 @@ from penstock.runtime.plan.legality import can_square
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import BlockKind, Saved
 
+from . import tuning
 from .evaluation import Evaluator, Numbers
 from .neighbours import Omission
-from .policies import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
+from .policies import WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
 
@@ -82,7 +83,7 @@ class Choices:
         self.program = p
         self.step = p.variable(0, inf, integer=False, cost=1 - (often or 0.0))
         self.clipped_step = p.variable(0, inf, integer=False, cost=often or 0.0)
-        is_most = prefetch_depth is None or prefetch_depth > max(PREFETCH_DEPTHS)
+        is_most = prefetch_depth is None or prefetch_depth > max(tuning.PREFETCH_DEPTHS)
         self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
         self.spared = p.variable(0, inf, integer=False)  # loads saved between sweeps
         self.spared_reads = p.variable(0, inf, integer=False)

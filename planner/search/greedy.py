@@ -14,6 +14,7 @@ from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
 from penstock.runtime.plan.footprint import device_needs
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
+from . import tuning
 from .evaluation import Evaluator
 from .policies import (
     Way,
@@ -28,10 +29,6 @@ from .policies import (
     with_ways,
 )
 
-BUFFERS = ((2, 2), (1, 1))  # (prefetch depth, gradient slots); the first that fit
-# Largest group that offloads saved activations: with more micro-batches, one layer fills the slots and others wait.
-MOST_LEAVING = 12
-FEWER_LEAVING = (2, 4, 8)  # one layer in two, four or eight
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 spread evenly for any number of points
 
 
@@ -70,7 +67,7 @@ class Greedy:
             away = self._leaving(saved)
             if not away:
                 continue
-            groups = [group for group in halves(n) if least <= group <= MOST_LEAVING]
+            groups = [group for group in halves(n) if least <= group <= tuning.MOST_LEAVING]
             fitting = (self._filled(group, spills, away=subset)[0] for group in groups for subset in self._subsets(away))
             result |= dict.fromkeys(islice(filter(None, fitting), 1))
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
@@ -97,7 +94,7 @@ class Greedy:
 
     def _subsets(self, away: dict[int, Way]) -> Iterator[dict[int, Way]]:
         """Yield all these layers; with several ranks, where groups cannot shrink, also fewer, for which host memory may suffice."""
-        for stride in (1, *FEWER_LEAVING) if self.semantics.ranks > 1 else (1,):
+        for stride in (1, *tuning.FEWER_LEAVING) if self.semantics.ranks > 1 else (1,):
             if stride == 1 or stride < len(away):
                 yield dict(islice(away.items(), None, None, stride))
 
@@ -116,7 +113,7 @@ class Greedy:
         turn = {b: i for i, b in enumerate([*blocks, *stay])}
         of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
         of_group = staying(of_group, stay) if stay else of_group
-        bases = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in BUFFERS)
+        bases = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in tuning.BUFFERS)
         base = next((base for base in bases if self.evaluator.needs(base).fits), None)
         if base is None:
             return None, False

@@ -20,12 +20,10 @@ from penstock.runtime.plan.legality import can_read, can_stay
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import Block, Model, Saved, Workload
 
+from . import tuning
+
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
-PREFETCH_DEPTHS = (2, 1, 3)  # order of trial: two hide latency that one cannot, three rarely help
-LEAST_SAVED_SLOTS = 2  # per tier: with one slot, forward waits for each offload
-GRADIENT_SLOTS = (2, 1, 3, 4, 6, 8)  # the last also represents larger numbers
-MEGATRAIN_STRIDE = 4  # layers per boundary
-STRIDES = (1, MEGATRAIN_STRIDE)
+MEGATRAIN_STRIDE = 4  # layers per boundary, one of `tuning.STRIDES`
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ def eager_is_legal(semantics: Semantics) -> bool:
 def families(semantics: Semantics, workload: Workload) -> list[Family]:
     """List all families; eager updates only if they are legal."""
     updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED]
-    strides = [stride for stride in STRIDES if stride <= workload.n_layers]
+    strides = [stride for stride in tuning.STRIDES if stride <= workload.n_layers]
     sizes = group_sizes(semantics.n_micro_batches)[: 1 if semantics.ranks > 1 else None]
     choices = product(updates, sizes, strides, mixed_options(semantics, workload))
     return [Family(update, s[0], s[-1], stride, mixed) for update, s, stride, mixed in choices]

@@ -18,10 +18,11 @@ from penstock.planner.bounds.reasons import Subject, reasons
 from penstock.planner.bounds.work import Buffers, Groups, Work, WorkCache, least_slots, n_passing, until_each_block_s
 from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
+from . import tuning
 from .choices import Choices
 from .evaluation import Evaluator
 from .neighbours import Omission
-from .policies import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
+from .policies import Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
@@ -103,7 +104,7 @@ class Relaxation:
         lacking: Omission | None,
     ) -> tuple[Choices, float]:
         """Build the program. Return its choices and the seconds of its time unit."""
-        smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
+        smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or tuning.LEAST_SAVED_SLOTS)
         choices = Choices(self._evaluator, smallest, family, prefetch_depth, saved_slots)
         facets, groups = self._facets_of(smallest), Groups.from_plan(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
@@ -173,7 +174,7 @@ class Relaxation:
     ) -> Subject:
         plan, smallest = choices.plan, choices.smallest
         n_slots = plan.workload.n_layers * self._evaluator.semantics.n_micro_batches  # one slot per gradient
-        if gradient_slots is not None and gradient_slots < max(GRADIENT_SLOTS):
+        if gradient_slots is not None and gradient_slots < max(tuning.GRADIENT_SLOTS):
             n_slots = gradient_slots
         n_loads, n_staying = rows.variable(choices.depth), np.zeros(rows.width)
         n_loads[0] = least_slots(plan)

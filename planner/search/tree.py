@@ -15,23 +15,11 @@ from math import inf
 
 from penstock.runtime.plan import Policy, Setup
 
+from . import tuning
 from .evaluation import Evaluator
 from .neighbours import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
-from .policies import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, smallest_plans
+from .policies import Family, families, family_of, filled, smallest_plans
 from .remedy import too_long
-
-CLOSE_FRACTION = 0.001  # relative gap to the lower bound at which the search stops
-MAX_SEARCHED_OPS = 24_000  # budget of branch and bound: total ops of the simulated plans
-MOST_RELAXED = 120  # number of relaxations after which families are not opened any more, once that budget is spent
-FIRST_FAMILIES = 3  # families that suggest the first policies; with long plans, the budget only covers a few
-FIRST_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
-MOST_CLIMBED_OPS = 120_000  # budget of all climbs, in ops of simulated plans
-MOST_RESTARTED_OPS = 12_000  # budget of one climb in a restricted space
-CLIMBED_FRACTION = 0.002  # no climb starts within this relative gap to the lower bound
-HOPELESS_FRACTION = 0.25  # a plan slower by more than this than that of another size is not climbed from
-LEAST_GAIN_FRACTION = 1e-5  # minimum gain of a climbing step, relative to the step time
-SAVED_SLOTS = 3  # of each tier, in suggested policies; climbs try other numbers
-REFILLED_STEPS = (1, 3, -1)  # slots to add or remove when a climb fills memory again
 
 
 class _Kind(IntEnum):
@@ -109,23 +97,24 @@ class Tree:
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
         """Simulate the relaxation's suggestions for the most promising family and the policies `start`. Return the step time of the
         best, infinity if none fits. Policies with a bound far above `known_s`, a step time with other sizes, are skipped."""
-        first = [(*FIRST_BUFFERS[1], slots) for slots in (SAVED_SLOTS, LEAST_SAVED_SLOTS)]
+        first = [(*tuning.FIRST_BUFFERS[1], slots) for slots in (tuning.SAVED_SLOTS, tuning.LEAST_SAVED_SLOTS)]
         for policy in chain(self._first_suggestions(self.open[:1], first), start):
-            if self.best is None or self.evaluator.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
+            if self.best is None or self.evaluator.bound_s(policy) <= known_s * (1 + tuning.HOPELESS_FRACTION):
                 self._take(policy)
         return inf if self.best is None else self.evaluator.step_s(self.best)
 
     def explore(self, known_s: float = inf) -> None:
         """Search for the best policy; `lowest_s` then bounds the others. `known_s`: step time with other sizes, limits climbing."""
         self.known_s = known_s
-        for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
-            for policy in self._first_suggestions(sorted(self.open)[:FIRST_FAMILIES], [(*pair, slots) for pair in FIRST_BUFFERS]):
+        for slots in (tuning.LEAST_SAVED_SLOTS, tuning.SAVED_SLOTS):
+            buffers = [(*pair, slots) for pair in tuning.FIRST_BUFFERS]
+            for policy in self._first_suggestions(sorted(self.open)[: tuning.FIRST_FAMILIES], buffers):
                 self._take(policy)
         self.evaluator.n_ops = 0  # first policies do not count
         while self.open:
             node = self.open[0]
-            out_of_budget = self.best is not None and self.evaluator.n_ops >= MAX_SEARCHED_OPS
-            may_expand = not out_of_budget or (len(self.relaxation.known) < MOST_RELAXED and not node.can_be_simulated)
+            out_of_budget = self.best is not None and self.evaluator.n_ops >= tuning.MAX_SEARCHED_OPS
+            may_expand = not out_of_budget or (len(self.relaxation.known) < tuning.MOST_RELAXED and not node.can_be_simulated)
             if self._close_to_best(node.bound_s) or not may_expand:
                 break  # no open node has a lower bound
             self._expand(heapq.heappop(self.open))
@@ -135,7 +124,7 @@ class Tree:
             for policy in policies if self.best is None else ():
                 if not too_long(e.workload, e.semantics, policy):
                     self._take(policy)
-        if self.best is not None and self.evaluator.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
+        if self.best is not None and self.evaluator.step_s(self.best) <= known_s * (1 + tuning.HOPELESS_FRACTION):
             self._climb_all()
             self._prefetch_less()
 
@@ -157,7 +146,7 @@ class Tree:
     def _close_to_best(self, bound_s: float) -> bool:
         """True if policies with this bound can hardly beat the incumbent of this size. Incumbents of other sizes do not count:
         climbs may improve suggestions of this size."""
-        return self.best is not None and self.evaluator.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
+        return self.best is not None and self.evaluator.step_s(self.best) <= bound_s * (1 + tuning.CLOSE_FRACTION)
 
     def _push(
         self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, kind: _Kind = _Kind.INTEGER
@@ -182,7 +171,7 @@ class Tree:
             for half in family.halves():
                 self._relax(half, node.bound_s)
         elif n_slots is None:
-            for n in GRADIENT_SLOTS:
+            for n in tuning.GRADIENT_SLOTS:
                 self._relax(family, node.bound_s, n)
         else:
             heapq.heappush(self.opened, node)
@@ -195,8 +184,8 @@ class Tree:
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
         """Suggestions for the first usual prefetch depth that fits (climbs try others), and a policy without saved or moved
         activations, because copies take longer than the relaxation assumes."""
-        saved_slots = self.best.saved_slots if self.best is not None and self.best.offload_blocks else SAVED_SLOTS
-        for depth in PREFETCH_DEPTHS:
+        saved_slots = self.best.saved_slots if self.best is not None and self.best.offload_blocks else tuning.SAVED_SLOTS
+        for depth in tuning.PREFETCH_DEPTHS:
             suggested = list(self._suggested(family, depth, n_slots, saved_slots))
             if suggested:
                 yield from suggested
@@ -208,7 +197,7 @@ class Tree:
         family: Family,
         depth: int,
         gradient_slots: int,
-        saved_slots: int = SAVED_SLOTS,
+        saved_slots: int = tuning.SAVED_SLOTS,
         lacking: Omission | None = None,
         below_s: float = inf,
     ) -> Iterator[Policy]:
@@ -237,20 +226,20 @@ class Tree:
         """Climb from the best policy; then, for each kind of choice, from the best policy without it, in a space without it;
         finally from the best of all in the whole space, including single blocks."""
         assert self.best is not None
-        self.best = self._climbed(self.best, MOST_RESTARTED_OPS)
+        self.best = self._climbed(self.best, tuning.MOST_RESTARTED_OPS)
         for omission in OMISSIONS:
             if self._is_climbed_enough() or self.evaluator.step_s(self.best) > self.known_s:
                 return
             if omission.has(self.best):
                 starts = [policy for policy in self._lacking(self.best, omission) if self._may_try(policy)]
                 if starts:
-                    self._take(self._climbed(min(starts, key=self.evaluator.step_s), MOST_RESTARTED_OPS, omission))
-        self.best = self._climbed(self.best, MOST_CLIMBED_OPS, fine=True)
+                    self._take(self._climbed(min(starts, key=self.evaluator.step_s), tuning.MOST_RESTARTED_OPS, omission))
+        self.best = self._climbed(self.best, tuning.MOST_CLIMBED_OPS, fine=True)
 
     def _is_climbed_enough(self) -> bool:
         assert self.best is not None
-        is_near = self.evaluator.step_s(self.best) <= self.lowest_s * (1 + CLIMBED_FRACTION)
-        return is_near or self.evaluator.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
+        is_near = self.evaluator.step_s(self.best) <= self.lowest_s * (1 + tuning.CLIMBED_FRACTION)
+        return is_near or self.evaluator.n_ops >= tuning.MAX_SEARCHED_OPS + tuning.MOST_CLIMBED_OPS
 
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
         """The policy without one kind of choice, and the relaxation's suggestions for its family and buffers."""
@@ -261,17 +250,17 @@ class Tree:
 
     def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
         """First-improvement local search: move to faster neighbours until none is faster or `n_ops` ops have been simulated."""
-        best, limit = start, min(self.evaluator.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
+        best, limit = start, min(self.evaluator.n_ops + n_ops, tuning.MAX_SEARCHED_OPS + tuning.MOST_CLIMBED_OPS)
         speculates, climbing = self.evaluator.clipped_fraction is not None, True
         tried = [*[self._refilled] * (lacking is None), *[early_updates] * speculates, *MOVES, *[single_blocks] * fine]
-        while climbing and self.evaluator.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
+        while climbing and self.evaluator.step_s(best) > self.lowest_s * (1 + tuning.CLIMBED_FRACTION):
             climbing = False
             for move, policy in neighbours(self.evaluator.setup(best), self.evaluator.profile, tried):
                 if self.evaluator.n_ops >= limit:
                     return best
                 if (lacking and lacking.has(policy)) or not self._may_try(policy):
                     continue
-                if self.evaluator.beats(policy, best, LEAST_GAIN_FRACTION):
+                if self.evaluator.beats(policy, best, tuning.LEAST_GAIN_FRACTION):
                     best, climbing = policy, True
                     tried = [move, *(m for m in tried if m is not move)]  # move to front: retry successful moves
                     break
@@ -284,21 +273,21 @@ class Tree:
         """Neighbours with other buffers or group sizes, and memory filled as in the relaxation's solution for these."""
         best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
         depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.evaluator.semantics)
-        saved_slots, below_s = best.saved_slots, self.evaluator.step_s(best) * (1 - LEAST_GAIN_FRACTION)
-        buffers = [(depth, n_slots + change, saved_slots) for change in REFILLED_STEPS]
-        buffers += [(depth + change, n_slots, saved_slots) for change in REFILLED_STEPS]
+        saved_slots, below_s = best.saved_slots, self.evaluator.step_s(best) * (1 - tuning.LEAST_GAIN_FRACTION)
+        buffers = [(depth, n_slots + change, saved_slots) for change in tuning.REFILLED_STEPS]
+        buffers += [(depth + change, n_slots, saved_slots) for change in tuning.REFILLED_STEPS]
         buffers += [(depth, n_slots, saved_slots + change) for change in (1, -1) if best.offload_blocks]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
         regrouped = [(g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)]
         for group, d, slots, saved in [*((size, *b) for b in buffers), *regrouped]:
-            if min(d, slots) >= 1 and saved >= LEAST_SAVED_SLOTS:
+            if min(d, slots) >= 1 and saved >= tuning.LEAST_SAVED_SLOTS:
                 one = replace(family, accumulation_group=group, largest_group=group)
                 yield from self._suggested(one, d, slots, saved, below_s=below_s)
 
     def _prefetch_less(self) -> None:
         """Choose the fewest weight slots among equally fast plans."""
         assert self.best is not None
-        limit_s, depth = self.evaluator.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
-        fewer = (replace(self.best, prefetch_depth=d) for d in sorted(PREFETCH_DEPTHS) if d < depth)
+        limit_s, depth = self.evaluator.step_s(self.best) * (1 + tuning.LEAST_GAIN_FRACTION), self.best.prefetch_depth
+        fewer = (replace(self.best, prefetch_depth=d) for d in sorted(tuning.PREFETCH_DEPTHS) if d < depth)
         as_fast = (policy for policy in fewer if self.evaluator.fits(policy) and self.evaluator.step_s(policy) <= limit_s)
         self.best = next(as_fast, self.best)

@@ -12,6 +12,7 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.cost import costs, region_of
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
+from penstock.planner.search.tuning import MAX_STEPS
 from penstock.runtime.plan import Kind, Lane, Plan
 from penstock.runtime.plan.region import Demand
 from penstock.runtime.plan.workload import Saved
@@ -19,7 +20,6 @@ from penstock.runtime.plan.workload import Saved
 FREE = 1e18  # speed factor: takes no time
 GAIN = 1.1  # speed factor of a gain
 NOISE_FRACTION = 1e-9  # of the step: remainders of `FREE` are below it
-MAX_STEPS = 24  # as in the search, so that the last level equals its prediction
 RESOURCES: dict[str, tuple[Group, ...]] = {
     "device compute": (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY),
     "link": (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS, Group.NETWORK),

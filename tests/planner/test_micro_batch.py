@@ -17,30 +17,22 @@ from penstock.planner.model.workload import build_workload, read_model, supporte
 from penstock.planner.predict.cost import region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search import search as search_module
+from penstock.planner.search import tuning
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
-from penstock.planner.search.micro_batch import (
-    LEAST_LOSS_TILE,
-    MORE_PARTS,
-    MOST_MICRO_BATCHES,
-    N_PARTS,
-    SIZES,
-    candidates,
-    sizes_of,
-)
-from penstock.planner.search.micro_batch import LOSS_TILE as LOSS_TILES
+from penstock.planner.search.micro_batch import SIZES, candidates, sizes_of
 from penstock.planner.search.remedy import Request
 from penstock.planner.search.result import SearchResult
-from penstock.planner.search.search import NEAR_FRACTION, search
+from penstock.planner.search.search import search
 from penstock.planner.search.tree import Tree
+from penstock.planner.search.tuning import LEAST_LOSS_TILE, MORE_PARTS, MOST_MICRO_BATCHES, N_PARTS, NEAR_FRACTION
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
 from tests.tiny import tiny_config
 
 GB, GIB = 10**9, 2**30
 LONG = 512 * 1024
-LOSS_TILE = LOSS_TILES["eager"]
+LOSS_TILE = tuning.LOSS_TILE["eager"]
 SMALL = Model(tiny_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=4096))
 # Model, machine, device memory, sequence length, sequences: limited by compute, memory, link or optimizer
 CELLS = [(SMALL, "rtx4090-desktop", 24 * GB, 1024, 6), (SMALL, "rtx4090-desktop", 2 * GB, 1024, 8)]
@@ -100,7 +92,7 @@ def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.M
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
     profile = machine_with(machine, device_bytes)
     sizes = sizes_of(model, start(model, profile, seq_len, batch), profile)
-    monkeypatch.setattr(search_module, "MOST_SEARCHED", 1)
+    monkeypatch.setattr(tuning, "MOST_SEARCHED", 1)
     answer = search(model, sizes, profile, None, SIZES)
     proof = answer.certificate
     assert (proof.n_sizes, proof.free) == (len(sizes), tuple(sorted(SIZES)))
