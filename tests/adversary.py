@@ -25,10 +25,12 @@ from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.policies import (
+    ANY_SLOTS,
     WAYS,
     eager_is_legal,
     family_of,
     mixed_options,
+    slots_of,
     smallest_plans,
     staying,
     with_ways,
@@ -379,10 +381,9 @@ def held(case: Cell, policy: Policy, relaxation: Relaxation | None = None) -> li
     if relaxation is not None:
         family = family_of(policy, case.semantics)
         one_size = replace(family, accumulation_group=policy.accumulation_group, largest_group=policy.accumulation_group)
-        sizes = policy.prefetch_depth, policy.gradient_slots, policy.saved_slots
         bounds_held.append(Held("any choice", relaxation.least_s(family), mean_s, policy))
-        for name, part, buffers in (("family", family, (None, None, None)), ("buffers", one_size, sizes)):
-            relaxed = relaxation.solve(part, *buffers)
+        for name, part, slots in (("family", family, ANY_SLOTS), ("buffers", one_size, slots_of(policy))):
+            relaxed = relaxation.solve(part, slots)
             # A policy that fits refutes an infeasible relaxation.
             bounds_held.append(Held(name, relaxed.bound_s if relaxed else float("inf"), mean_s, policy))
     return bounds_held

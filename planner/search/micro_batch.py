@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.workload import build_workload, can_tile_mlp
-from penstock.planner.predict.memory import Footprint, footprint, frame
+from penstock.planner.predict.memory import footprint, frame
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.legality import refuse_sum_groups
@@ -132,7 +133,7 @@ def _device_bytes(model: Model, semantics: Semantics, workload: Workload, policy
 
 
 def _powers_of_two(least: int, largest: int) -> list[int]:
-    """Powers of two from `most` down to `least`."""
+    """Powers of two in this range, the largest first."""
     return [1 << n for n in range(largest.bit_length() - 1, -1, -1) if least <= 1 << n <= largest]
 
 
@@ -163,11 +164,6 @@ def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[
         host = profile.host.model_copy(update={"memory_bytes": pool})
         return profile.model_copy(update={"device": profile.device.model_copy(update=memory), "host": host})
 
-    smallest = _smallest_needs(model, semantics, having(pool.value), free)
-    return having(pool.value - min(needs.host_peak_bytes for needs in smallest))
-
-
-def _smallest_needs(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
-    """Yield the memory needs of the smallest policies, for each size."""
-    for sized, workload in sizes_of(model, semantics, profile, free):
-        yield from (needs for _, needs in smallest_plans(model, workload, sized, profile))
+    whole = having(pool.value)
+    plans = (smallest_plans(model, workload, sized, whole) for sized, workload in sizes_of(model, semantics, whole, free))
+    return having(pool.value - min(needs.host_peak_bytes for _, needs in chain.from_iterable(plans)))

@@ -17,7 +17,7 @@ from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Saved
 
 from . import tuning
-from .policies import WAYS, Way, can_spill, eager_is_legal, equivalent_sizes, evenly, speculated, staying, with_ways
+from .policies import WAYS, Way, can_spill, eager_is_legal, equivalent_sizes, evenly, evenly_to_last, staying, with_ways
 
 Move = Callable[[Setup, Sequence[int]], Iterator[Policy]]  # (plan, blocks that may keep their state on the device) -> policies
 
@@ -75,7 +75,7 @@ def early_updates(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     for square in (policy.square_on_device, not policy.square_on_device):
         for n_early in dict.fromkeys(numbers):
             if 0 <= n_early <= len(of_host):
-                speculating = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
+                speculating = replace(policy, update=Update.DEFERRED, speculate_blocks=tuple(evenly_to_last(of_host, n_early)))
                 yield replace(speculating, square_on_device=square)
 
 

@@ -56,6 +56,21 @@ class Family:
         )
 
 
+class Slots(NamedTuple):
+    """Sizes of buffers, by the names of a policy's fields. 0: any number."""
+
+    prefetch_depth: int = 0
+    gradient_slots: int = 0
+    saved_slots: int = 0
+
+
+ANY_SLOTS = Slots()
+
+
+def slots_of(policy: Policy) -> Slots:
+    return Slots(policy.prefetch_depth, policy.gradient_slots, policy.saved_slots)
+
+
 class Way(NamedTuple):
     """Saved activations of a layer. `away`: all except the input are offloaded until backward."""
 
@@ -108,9 +123,13 @@ def eager_is_legal(semantics: Semantics) -> bool:
     return semantics.train.all and semantics.clip_norm is None and semantics.on_nonfinite == "stop"
 
 
+def first_update(semantics: Semantics) -> Update:
+    """The mode that needs the least host memory."""
+    return Update.EAGER if eager_is_legal(semantics) else Update.DEFERRED
+
+
 def families(semantics: Semantics, workload: Workload) -> list[Family]:
-    """List all families; eager updates only if they are legal."""
-    updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED]
+    updates = dict.fromkeys((first_update(semantics), Update.DEFERRED))
     strides = [stride for stride in tuning.STRIDES if stride <= workload.n_layers]
     sizes = group_sizes(semantics.n_micro_batches)[: 1 if semantics.ranks > 1 else None]
     choices = product(updates, sizes, strides, mixed_options(semantics, workload))
@@ -221,7 +240,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     """Apply `fill` to a policy. Packed (default): activations of the last layers, which backward needs first, and weights of the
     first layers. `spread`: evenly over the layers, to space uploads. Offloads are always spread, so that they do not queue."""
     classes = workload.classes
-    place = _spread if spread else lambda blocks, n: list(blocks[len(blocks) - n :])
+    place = evenly_to_last if spread else lambda blocks, n: list(blocks[len(blocks) - n :])
     ways: dict[int, Way] = {}
     resident, stay, disk = list[int](), list[int](), list[int]()
     for i, blocks in enumerate(classes):
@@ -232,7 +251,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         ways |= zip(place([b for b in blocks if b not in leaving], len(local)), local, strict=True)
         stay += blocks[: fill.stay[i]]
         rest = [b for b in blocks if b not in stay]
-        loaded = _spread(rest, fill.resident[i]) if spread else rest[: fill.resident[i]]
+        loaded = evenly_to_last(rest, fill.resident[i]) if spread else rest[: fill.resident[i]]
         rest = [b for b in rest if b not in loaded]
         once = rest[: fill.read_once[i]]
         resident += [*loaded, *once]
@@ -244,14 +263,10 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         disk_blocks=tuple(sorted(disk)),
         square_on_device=fill.square,
         device_blocks=tuple(sorted({*stay, *policy.device_blocks})),
-        speculate_blocks=speculated(sum(fill.speculate), [b for b in range(len(workload.blocks)) if b not in stay]),
+        # Evenly spaced, so that the host has work throughout backward and the next forward
+        speculate_blocks=tuple(evenly_to_last([b for b in range(len(workload.blocks)) if b not in stay], sum(fill.speculate))),
         spill_blocks=tuple([b for b in can_spill(workload) if b not in kept_inputs][: fill.n_spilled]),
     )
-
-
-def speculated(n: int, blocks: Sequence[int]) -> tuple[int, ...]:
-    """Choose n evenly spaced blocks, so that the host has work throughout backward and the next forward."""
-    return tuple(_spread(blocks, n))
 
 
 def evenly(blocks: Sequence[int], n: int) -> list[int]:
@@ -259,6 +274,6 @@ def evenly(blocks: Sequence[int], n: int) -> list[int]:
     return [blocks[i * len(blocks) // n] for i in range(n)]
 
 
-def _spread(blocks: Sequence[int], n: int) -> list[int]:
+def evenly_to_last(blocks: Sequence[int], n: int) -> list[int]:
     """Choose n evenly spaced blocks, including the last."""
     return [blocks[(i + 1) * len(blocks) // n - 1] for i in range(n)]

@@ -41,7 +41,6 @@ def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = N
 
 
 def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> bool:
-    """True if the plan may exceed MAX_PLAN_OPS."""
     return most_ops(workload, semantics, policy) > MAX_PLAN_OPS
 
 

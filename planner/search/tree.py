@@ -18,7 +18,7 @@ from penstock.runtime.plan import Policy, Setup
 from . import tuning
 from .evaluation import Evaluator
 from .neighbours import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
-from .policies import Family, families, family_of, filled, smallest_plans
+from .policies import Family, Slots, families, family_of, filled, slots_of, smallest_plans
 from .remedy import too_long
 
 
@@ -90,14 +90,14 @@ class Tree:
         node = heapq.heappop(nodes)
         if not node.can_be_simulated:
             self._expand(node)
-        elif (relaxed := self.relaxation.solve(node.family, None, node.n_slots)) is not None:
+        elif (relaxed := self.relaxation.solve(node.family, Slots(gradient_slots=node.n_slots or 0))) is not None:
             heapq.heappush(nodes, replace(node, bound_s=max(relaxed.bound_s, node.bound_s), kind=_Kind.INTEGER))
         return True
 
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
         """Simulate the relaxation's suggestions for the most promising family and the policies `start`. Return the step time of the
         best, infinity if none fits. Policies with a bound far above `known_s`, a step time with other sizes, are skipped."""
-        first = [(*tuning.FIRST_BUFFERS[1], slots) for slots in (tuning.SAVED_SLOTS, tuning.LEAST_SAVED_SLOTS)]
+        first = [Slots(*tuning.FIRST_BUFFERS[1], n) for n in (tuning.SAVED_SLOTS, tuning.LEAST_SAVED_SLOTS)]
         for policy in chain(self._first_suggestions(self.open[:1], first), start):
             if self.best is None or self.evaluator.bound_s(policy) <= known_s * (1 + tuning.HOPELESS_FRACTION):
                 self._take(policy)
@@ -106,8 +106,8 @@ class Tree:
     def explore(self, known_s: float = inf) -> None:
         """Search for the best policy; `lowest_s` then bounds the others. `known_s`: step time with other sizes, limits climbing."""
         self.known_s = known_s
-        for slots in (tuning.LEAST_SAVED_SLOTS, tuning.SAVED_SLOTS):
-            buffers = [(*pair, slots) for pair in tuning.FIRST_BUFFERS]
+        for n in (tuning.LEAST_SAVED_SLOTS, tuning.SAVED_SLOTS):
+            buffers = [Slots(*pair, n) for pair in tuning.FIRST_BUFFERS]
             for policy in self._first_suggestions(sorted(self.open)[: tuning.FIRST_FAMILIES], buffers):
                 self._take(policy)
         self.evaluator.n_ops = 0  # first policies do not count
@@ -115,7 +115,9 @@ class Tree:
             node = self.open[0]
             out_of_budget = self.best is not None and self.evaluator.n_ops >= tuning.MAX_SEARCHED_OPS
             may_expand = not out_of_budget or (len(self.relaxation.known) < tuning.MOST_RELAXED and not node.can_be_simulated)
-            if self._close_to_best(node.bound_s) or not may_expand:
+            # Incumbents of other sizes do not count: climbs may improve suggestions of this size
+            is_close = self.best is not None and self.evaluator.step_s(self.best) <= node.bound_s * (1 + tuning.CLOSE_FRACTION)
+            if is_close or not may_expand:
                 break  # no open node has a lower bound
             self._expand(heapq.heappop(self.open))
         e = self.evaluator
@@ -128,25 +130,20 @@ class Tree:
             self._climb_all()
             self._prefetch_less()
 
-    def _first_suggestions(self, parts: Iterable[_Node], several: Sequence[tuple[int, int, int]]) -> Iterator[Policy]:
+    def _first_suggestions(self, parts: Iterable[_Node], several: Sequence[Slots]) -> Iterator[Policy]:
         """For each family, yield the first suggestion that fits, with its smallest groups and one of these buffer sizes."""
         for family in [part.family for part in parts if part.family.boundary_stride == 1]:
             one = replace(family, largest_group=family.accumulation_group)
-            suggested = (policy for buffers in several for policy in self._suggested(one, *buffers))
+            suggested = (policy for slots in several for policy in self._suggested(one, slots))
             for policy in islice(filter(self._may_try, suggested), 1):
                 fewer = neighbours(self.evaluator.setup(policy), self.evaluator.profile, (fewer_offloads,))
                 yield from (policy, *filter(self._may_try, (variant for _, variant in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push a family with its linear bound, which is at least its parent's bound `least_s`."""
-        bound_s = self.relaxation.linear_bound_s(family, n_slots)
+        bound_s = self.relaxation.linear_bound_s(family, Slots(gradient_slots=n_slots or 0))
         if bound_s < inf:
             self._push(max(bound_s, least_s), family, n_slots, kind=_Kind.LINEAR)
-
-    def _close_to_best(self, bound_s: float) -> bool:
-        """True if policies with this bound can hardly beat the incumbent of this size. Incumbents of other sizes do not count:
-        climbs may improve suggestions of this size."""
-        return self.best is not None and self.evaluator.step_s(self.best) <= bound_s * (1 + tuning.CLOSE_FRACTION)
 
     def _push(
         self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, kind: _Kind = _Kind.INTEGER
@@ -186,27 +183,19 @@ class Tree:
         activations, because copies take longer than the relaxation assumes."""
         saved_slots = self.best.saved_slots if self.best is not None and self.best.offload_blocks else tuning.SAVED_SLOTS
         for depth in tuning.PREFETCH_DEPTHS:
-            suggested = list(self._suggested(family, depth, n_slots, saved_slots))
+            suggested = list(self._suggested(family, Slots(depth, n_slots, saved_slots)))
             if suggested:
                 yield from suggested
                 yield replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
                 return
 
-    def _suggested(
-        self,
-        family: Family,
-        depth: int,
-        gradient_slots: int,
-        saved_slots: int = tuning.SAVED_SLOTS,
-        lacking: Omission | None = None,
-        below_s: float = inf,
-    ) -> Iterator[Policy]:
+    def _suggested(self, family: Family, slots: Slots, lacking: Omission | None = None, below_s: float = inf) -> Iterator[Policy]:
         """Policies with these buffers that use memory as in the relaxation's solution, packed and spread."""
-        relaxed = self.relaxation.solve(family, depth, gradient_slots, saved_slots, lacking, below_s)
+        relaxed = self.relaxation.solve(family, slots, lacking, below_s)
         if relaxed is None:
             return
         smallest = family.policy()
-        buffers = replace(smallest, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, saved_slots=saved_slots)
+        buffers = replace(smallest, **slots._replace(prefetch_depth=relaxed.prefetch_depth)._asdict())
         distinct: dict[Policy, None] = {}
         for spread in (False, True):
             suggested = filled(buffers, self.evaluator.workload, relaxed.fill, spread)
@@ -228,7 +217,9 @@ class Tree:
         assert self.best is not None
         self.best = self._climbed(self.best, tuning.MOST_RESTARTED_OPS)
         for omission in OMISSIONS:
-            if self._is_climbed_enough() or self.evaluator.step_s(self.best) > self.known_s:
+            is_near = self.evaluator.step_s(self.best) <= self.lowest_s * (1 + tuning.CLIMBED_FRACTION)
+            is_spent = self.evaluator.n_ops >= tuning.MAX_SEARCHED_OPS + tuning.MOST_CLIMBED_OPS
+            if is_near or is_spent or self.evaluator.step_s(self.best) > self.known_s:
                 return
             if omission.has(self.best):
                 starts = [policy for policy in self._lacking(self.best, omission) if self._may_try(policy)]
@@ -236,17 +227,12 @@ class Tree:
                     self._take(self._climbed(min(starts, key=self.evaluator.step_s), tuning.MOST_RESTARTED_OPS, omission))
         self.best = self._climbed(self.best, tuning.MOST_CLIMBED_OPS, fine=True)
 
-    def _is_climbed_enough(self) -> bool:
-        assert self.best is not None
-        is_near = self.evaluator.step_s(self.best) <= self.lowest_s * (1 + tuning.CLIMBED_FRACTION)
-        return is_near or self.evaluator.n_ops >= tuning.MAX_SEARCHED_OPS + tuning.MOST_CLIMBED_OPS
-
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
         """The policy without one kind of choice, and the relaxation's suggestions for its family and buffers."""
         yield (smallest := omission.remove(policy))
         one = family_of(smallest, self.evaluator.semantics)
         one = replace(one, accumulation_group=smallest.accumulation_group, largest_group=smallest.accumulation_group)
-        yield from self._suggested(one, smallest.prefetch_depth, smallest.gradient_slots, smallest.saved_slots, omission)
+        yield from self._suggested(one, slots_of(smallest), omission)
 
     def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
         """First-improvement local search: move to faster neighbours until none is faster or `n_ops` ops have been simulated."""
@@ -272,17 +258,16 @@ class Tree:
     def _refilled(self, plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         """Neighbours with other buffers or group sizes, and memory filled as in the relaxation's solution for these."""
         best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-        depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.evaluator.semantics)
-        saved_slots, below_s = best.saved_slots, self.evaluator.step_s(best) * (1 - tuning.LEAST_GAIN_FRACTION)
-        buffers = [(depth, n_slots + change, saved_slots) for change in tuning.REFILLED_STEPS]
-        buffers += [(depth + change, n_slots, saved_slots) for change in tuning.REFILLED_STEPS]
-        buffers += [(depth, n_slots, saved_slots + change) for change in (1, -1) if best.offload_blocks]
+        family, (depth, n_slots, n_saved) = family_of(best, self.evaluator.semantics), slots_of(best)
+        below_s = self.evaluator.step_s(best) * (1 - tuning.LEAST_GAIN_FRACTION)
+        buffers = [Slots(depth, n_slots + change, n_saved) for change in tuning.REFILLED_STEPS]
+        buffers += [Slots(depth + change, n_slots, n_saved) for change in tuning.REFILLED_STEPS]
+        buffers += [Slots(depth, n_slots, n_saved + change) for change in (1, -1) if best.offload_blocks]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
-        regrouped = [(g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)]
-        for group, d, slots, saved in [*((size, *b) for b in buffers), *regrouped]:
-            if min(d, slots) >= 1 and saved >= tuning.LEAST_SAVED_SLOTS:
+        for group, slots in [*((size, slots) for slots in buffers), *((g, slots_of(best)) for g in dict.fromkeys(groups))]:
+            if min(slots[:2]) >= 1 and slots.saved_slots >= tuning.LEAST_SAVED_SLOTS:
                 one = replace(family, accumulation_group=group, largest_group=group)
-                yield from self._suggested(one, d, slots, saved, below_s=below_s)
+                yield from self._suggested(one, slots, below_s=below_s)
 
     def _prefetch_less(self) -> None:
         """Choose the fewest weight slots among equally fast plans."""

@@ -116,8 +116,7 @@ def _compute_s(plan: Plan, profile: Profile, excluded: Sequence[Kind] = ()) -> f
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:
-    """Demands of the ops, with zero time for copies that compute cannot hide: uploads up to the first layer's, and downloads after
-    the last layer's."""
+    """Demands of the ops, with zero time for uploads up to the first layer's, and for downloads after the last layer's."""
     demands, layers = costs(plan, profile), range(1, plan.workload.n_layers + 1)
     for lane, order in ((Lane.H2D, 1), (Lane.D2H, -1)):
         copies = [i for i, op in enumerate(plan.ops) if op.lane is lane][::order]
