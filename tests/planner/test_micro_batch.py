@@ -25,7 +25,7 @@ from penstock.planner.search.remedy import Request
 from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import search
 from penstock.planner.search.tree import Tree
-from penstock.planner.search.tuning import NEAR_FRACTION
+from penstock.planner.search.tuning import LEAST_LOSS_TILE, MORE_PARTS, MOST_MICRO_BATCHES, N_PARTS, NEAR_FRACTION
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
 from tests.lanes import mostly_slow
