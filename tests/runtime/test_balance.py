@@ -22,7 +22,7 @@ from tests.training import EVERYTHING, kept_whole, plan_of, semantics_of, stream
 from .test_replay import REMEMBERING, WIDE, device_bytes
 
 
-def own(model_type, router_loss=0.3):
+def step_of(model_type, router_loss=0.3):
     config = tiny(model_type)
     return reference_step(config, Semantics(1, 1, 1, attention=supported_attention(Model(config))[0], router_loss=router_loss))
 
@@ -30,14 +30,14 @@ def own(model_type, router_loss=0.3):
 @mostly_slow("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "jamba", "minimax_m2"])
 def test_loss_and_gradients_are_transformers_own(model_type):
     """Compare bitwise for one micro-batch, recomputed and saved. The two parts of the loss are added in fp64 here."""
-    found = own(model_type)
-    assert differences(found) == []
-    assert differences(replace(found, semantics=replace(found.semantics, router_loss=0.2))) != []
+    step = step_of(model_type)
+    assert differences(step) == []
+    assert differences(replace(step, semantics=replace(step.semantics, router_loss=0.2))) != []
 
 
 def test_micro_batches_have_a_loss_each_and_their_mean_counts():
-    found = own("mixtral")
-    model, batch = found.model, found.batch
+    step = step_of("mixtral")
+    model, batch = step.model, step.batch
     model.zero_grad()
     losses = []
     for tokens, targets in zip(batch.input_ids.split(1), batch.targets.split(1), strict=True):
@@ -45,8 +45,8 @@ def test_micro_batches_have_a_loss_each_and_their_mean_counts():
         of_tokens = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum") / batch.n_supervised
         losses.append(of_tokens + 0.3 / 2 * out.aux_loss)
         losses[-1].backward()
-    apart = replace(found, loss=sum(losses).detach(), semantics=replace(found.semantics, micro_batch=1))
-    assert differences(apart, partial(torch.allclose, rtol=1e-4, atol=1e-6)) == []
+    split = replace(step, loss=sum(losses).detach(), semantics=replace(step.semantics, micro_batch=1))
+    assert differences(split, partial(torch.allclose, rtol=1e-4, atol=1e-6)) == []
 
 
 @mostly_slow("policy", [EVERYTHING, Policy(boundary_stride=2, accumulation_group=2)])
@@ -73,4 +73,4 @@ def test_memory_of_the_router_loss_is_booked(way):
 def test_models_without_such_a_loss_are_refused():
     with pytest.raises(WorkloadError, match="no layer of this model has a router"):
         build_workload(Model(tiny_config("llama")), semantics_of("llama", router_loss=0.1))
-    assert "DeepseekV3ForCausalLM's own forward has no load-balancing loss" in differences(own("deepseek_v3"))[0]
+    assert "DeepseekV3ForCausalLM's own forward has no load-balancing loss" in differences(step_of("deepseek_v3"))[0]

@@ -73,11 +73,11 @@ def test_a_run_accepts_a_plan_that_fits_and_no_byte_less(plan: Plan, data: st.Da
     assert footprint(just, Profile.from_json(just.profile, "made up")).fits
     start(just, device)
     check(just)
-    less = data.draw(st.sampled_from([(1, 0), (0, 1)]), label="short of")
+    shortage = data.draw(st.sampled_from([(1, 0), (0, 1)]), label="short of")
     with pytest.raises(DoesNotFitError):
-        start(exactly(plan, *less), device)
+        start(exactly(plan, *shortage), device)
     with pytest.raises(PlanError, match=r"^(device|host) memory is "):
-        check(exactly(plan, *less))
+        check(exactly(plan, *shortage))
 
 
 @pytest.mark.parametrize("machine", MACHINES)

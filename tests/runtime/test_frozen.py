@@ -50,12 +50,12 @@ def test_packed_weights_are_computed_with_as_what_they_mean(model_type: str, bas
     train = Train(lora=Lora(rank=8, targets=("q_proj", "experts"))) if model_type in EXPERT_TYPES else LORA
     semantics = semantics_of(model_type, train=train, base=base, gradient_dtype="fp32" if on_device else "bf16")
     config = tiny_config(model_type, **dict(overrides))
-    before, expected = initial_masters(config, semantics), plain(model_type, semantics, overrides)
-    assert not all(same_bits(before[name], master) for name, master in expected.masters.items()), "nothing was trained"
+    initial, expected = initial_masters(config, semantics), plain(model_type, semantics, overrides)
+    assert not all(same_bits(initial[name], master) for name, master in expected.masters.items()), "nothing was trained"
     of_state = {"device_blocks": build_workload(Model(config), semantics).mixed} if on_device else {}
     machine = streamed(config, semantics, replace(policy, **of_state), delay_seed=1)
     assert differences(machine, expected) == []
-    assert all(same_bits(before[name], weight) for name, weight in training.frozen_of(machine).items())
+    assert all(same_bits(initial[name], weight) for name, weight in training.frozen_of(machine).items())
 
 
 @mostly_slow("family", families(STRUCTURES), fast=(0, 1, 2, 4), ids=lambda family: family[0])
@@ -104,10 +104,10 @@ def test_forwards_that_no_backward_follows_leave_nothing() -> None:
     semantics = semantics_of("llama", train=Train(layers=(2, 2)))
     machine = streamed(config, semantics, Policy(accumulation_group=4))
     assert machine.compute._graphs == {}
-    seen = set()
+    blocks = set()
     with_graph = machine.compute._with_graph
-    machine.compute._with_graph = lambda op, *m: (seen.add(op.block), with_graph(op, *m))[1]  # type: ignore[method-assign]
+    machine.compute._with_graph = lambda op, *m: (blocks.add(op.block), with_graph(op, *m))[1]  # type: ignore[method-assign]
     with torch.no_grad():
         for index, op in enumerate(machine.plan.ops):
             machine.perform(index, op, 0)
-    assert seen == {3}
+    assert blocks == {3}

@@ -58,11 +58,11 @@ def test_spilled_boundaries_take_no_more_for_more_layers() -> None:
 @pytest.mark.slow
 def test_a_searched_plan_trains_a_context_four_times_the_device() -> None:
     """The planner selects tiles and offloads; arenas plus peak fit the device's memory."""
-    model, asked = Model(config_of(512, n_layers=4)), semantics_of(LONGER, None)
+    model, semantics = Model(config_of(512, n_layers=4)), semantics_of(LONGER, None)
     profile = read_profile("cpu-2core").with_memory(DEVICE_BYTES, None)
-    whole = frame(model, build_workload(model, asked), asked, Policy())
-    assert footprint(whole, profile).device_peak_bytes > 4 * DEVICE_BYTES
-    plan = search(model, sizes_of(model, asked, profile), profile).plan
+    untiled = frame(model, build_workload(model, semantics), semantics, Policy())
+    assert footprint(untiled, profile).device_peak_bytes > 4 * DEVICE_BYTES
+    plan = search(model, sizes_of(model, semantics, profile), profile).plan
     assert plan.semantics.mlp_tile_tokens is not None
     assert any(op.kind is Kind.OFFLOAD_ACTIVATION for op in plan.ops)
     assert plan.device_arena_bytes + device_bytes(plan)[1] <= DEVICE_BYTES

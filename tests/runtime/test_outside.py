@@ -41,11 +41,11 @@ OPTIONS = {
 
 def faults(config, attention=None, compute_dtype="fp32") -> list[str]:
     """Return differences of our first step from transformers' `forward(labels=...)` with the same random weights."""
-    of = Semantics(1, 1, 1, attention=attention or supported_attention(Model(config))[0])
-    found = differences(reference_step(config, of, compute_dtype))
+    semantics = Semantics(1, 1, 1, attention=attention or supported_attention(Model(config))[0])
+    names = differences(reference_step(config, semantics, compute_dtype))
     # The two gradients of a tied matrix are added in fp32 here, and rounded once
     rounds = compute_dtype == "bf16" and read_config(config).tie_word_embeddings
-    return [name for name in found if not (rounds and "embed" in name)]
+    return [name for name in names if not (rounds and "embed" in name)]
 
 
 @mostly_slow(
@@ -54,7 +54,7 @@ def faults(config, attention=None, compute_dtype="fp32") -> list[str]:
 def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dtype):
     """Parametrise by the table of types, which covers every type."""
     overrides = [{"tie_word_embeddings": False}, {"tie_word_embeddings": True}, OPTIONS.get(model_type, {})]
-    configs = [tiny_config(model_type, **some) for some in overrides]
+    configs = [tiny_config(model_type, **fields) for fields in overrides]
     if model_type not in MODEL_TYPES:
         pytest.skip("this transformers does not know the type")
     for attention in supported_attention(Model(configs[0])):
@@ -64,8 +64,8 @@ def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dty
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_the_gradient_of_the_heads_bias_is_the_sum_over_tiles(micro_batch):
-    own = reference_step(tiny("phi"), Semantics(1, 1, 1))
-    by_tiles = replace(own, semantics=replace(own.semantics, loss_tile_tokens=12, micro_batch=micro_batch))
+    step = reference_step(tiny("phi"), Semantics(1, 1, 1))
+    by_tiles = replace(step, semantics=replace(step.semantics, loss_tile_tokens=12, micro_batch=micro_batch))
     assert differences(by_tiles, partial(torch.allclose, rtol=1e-4, atol=1e-6)) == []
 
 

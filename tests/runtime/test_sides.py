@@ -20,7 +20,7 @@ from .test_replay import REMEMBERING, device_bytes
 TYPES = [name for name in ("gemma4_text", "bloom") if find_spec(f"transformers.models.{name.removesuffix('_text')}")]
 SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}  # the last two have keys and values of the first two
 STREAMS = {"gemma3n_text": "sdpa", "deepseek_v4": "eager", "glm_moe_dsa": "sdpa"}
-STREAMS = {name: of for name, of in STREAMS.items() if find_spec(f"transformers.models.{name.removesuffix('_text')}")}
+STREAMS = {name: attention for name, attention in STREAMS.items() if find_spec(f"transformers.models.{name.removesuffix('_text')}")}
 OWN_AND_SHARED = [("gemma4_text", {"num_hidden_layers": 4}), ("gemma4_text", SHARED)]
 CASES = [*((name, {"num_hidden_layers": 3}) for name in TYPES), *((name, SHARED) for name in TYPES if name == "gemma4_text")]
 
@@ -33,8 +33,8 @@ CASES = [*((name, {"num_hidden_layers": 3}) for name in TYPES), *((name, SHARED)
 def test_gradients_of_sides_and_of_several_streams_are_exact(model_type, sizes, policy, compute_dtype):
     """Use micro-batches of two sizes with embeddings that wait for several backwards, and hidden states with an epilogue."""
     config = tiny(model_type) if model_type in STREAMS else tiny_config(model_type, **sizes)
-    of = {"attention": STREAMS[model_type]} if model_type in STREAMS else {}
-    semantics = semantics_of(model_type, compute_dtype=compute_dtype, batch_size=5, micro_batch=2, **of)
+    fields = {"attention": STREAMS[model_type]} if model_type in STREAMS else {}
+    semantics = semantics_of(model_type, compute_dtype=compute_dtype, batch_size=5, micro_batch=2, **fields)
     machine = streamed(config, semantics, replace(policy, accumulation_group=min(policy.accumulation_group, 3)), delay_seed=1)
     # With several streams the plain loop adds squares of tensors in the order of their names in the model
     assert [name for name in differences(machine) if model_type not in STREAMS or not name.startswith("norm of step")] == []
@@ -56,5 +56,5 @@ def test_memory_of_side_inputs_is_booked(model_type, sizes, way):
     left_bytes, peak_bytes = device_bytes(plan)
     assert 0.7 * (plan.kept_bytes + plan.transient_bytes) < peak_bytes <= plan.kept_bytes + plan.transient_bytes
     shared = outlines(Model(config), semantics.attention, 1, 96)["shared"]
-    shared_bytes = sum(4 * n if each == 2 else n * each for n, each in shared)
+    shared_bytes = sum(4 * n if size == 2 else n * size for n, size in shared)
     assert left_bytes - shared_bytes == pytest.approx(plan.kept_bytes, rel=0.02, abs=1000)

@@ -125,12 +125,12 @@ def test_one_tile_for_all_tokens_is_none_and_smaller_ones_round(model_type: str,
         dtypes = {"compute_dtype": dtype, "gradient_dtype": "fp32"}
         how = semantics_of(model_type, micro_batch=2, clip_norm=None, mlp_tile_tokens=tile, **dtypes)
         gradients[tile] = state_of(trained(plan_of(tiny_config(model_type), how, Policy()), n_steps=1))[1]
-    whole = gradients[None]
+    expected = gradients[None]
     for tile, tiled in gradients.items():
-        same = all(same_bits(tiled[name], whole[name]) for name in whole)
+        same = all(same_bits(tiled[name], expected[name]) for name in expected)
         assert same == (tile in (None, 32, 33)), "tiles that change nothing would prove nothing"
         for name, m in tiled.items():
-            assert torch.dist(m, whole[name]) <= tolerance * whole[name].norm(), (tile, name)
+            assert torch.dist(m, expected[name]) <= tolerance * expected[name].norm(), (tile, name)
 
 
 @mostly_slow("model_type", DENSE_TYPES)
@@ -142,10 +142,10 @@ def test_tiles_do_the_same_work_and_add_their_sums(model_type: str) -> None:
         return build_workload(Model(tiny_config(model_type, **overrides)), how).blocks[1:-1]
 
     assert blocks_of(160) == blocks_of(10**6) == blocks_of(None)
-    for whole, tiled in zip(blocks_of(None), blocks_of(48), strict=True):
-        assert (whole.forward_flop, whole.parameters) == (tiled.forward_flop, tiled.parameters)
+    for untiled, tiled in zip(blocks_of(None), blocks_of(48), strict=True):
+        assert (untiled.forward_flop, untiled.parameters) == (tiled.forward_flop, tiled.parameters)
         weights = sum(p.n_elements for p in tiled.parameters if ".mlp." in p.name or "post_feedforward" in p.name)
-        assert (whole.tile_sum_bytes, tiled.tile_sum_bytes) == (0, weights * (4 + 4 * (4 + 8)))  # four tiles, fp32
+        assert (untiled.tile_sum_bytes, tiled.tile_sum_bytes) == (0, weights * (4 + 4 * (4 + 8)))  # four tiles, fp32
     wide, narrow = ([blocks_of(16, n, **size)[0] for n in (1024, 4096)] for size in ({"intermediate_size": 128}, {}))
     grown = [a.transient_bytes - b.transient_bytes for a, b in zip(wide, narrow, strict=True)]
     assert grown[0] == grown[1] <= 3 * 64 * 32 * 8 + 16 * 64 * 4 * 8
