@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 import penstock
 from benchmarks.any_memory import with_any_memory
+from benchmarks.common import without_arguments
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.resident import resident, tiers
@@ -200,6 +201,7 @@ def dpo_rows() -> Iterator[str]:
 
 
 def main() -> None:
+    without_arguments(__doc__)
     rows = []
     for i, cell in enumerate(CELLS, start=1):
         print(f"{i} of {len(CELLS)}: {cell.model} on {cell.machine}", file=sys.stderr, flush=True)

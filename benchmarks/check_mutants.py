@@ -7,6 +7,7 @@ import time
 from statistics import median
 from typing import Any
 
+from benchmarks.common import without_arguments
 from penstock.planner.check.check import check
 from tests.edits import small
 from tests.mutants import SAMPLES, tally
@@ -26,6 +27,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 def main() -> None:
     """Test mutants of every sample plan, then time the check on growing plans."""
+    without_arguments(__doc__)
     results = tally(MOST_MUTANTS)
     print(f"Mutants of {len(SAMPLES)} plans, of each mutation and plan at most {MOST_MUTANTS}:\n\n{results.table()}\n")
     for problem in results.condemned:

@@ -3,17 +3,14 @@
 `python -m benchmarks.checkpointing HOME` prints a page of Markdown: the demo's model, plan and data, in one process. Every other
 stretch of ten steps starts with a checkpoint and is compared with the next stretch without one, so that other load on the machine
 affects both. Checkpoints are written in the background and, in other runs of the same process, with lanes drained. The same number
-of bytes is then written and hashed without training. Exit code 1 if a background write costs more than 3 %. `--tiny` only tests
-that the benchmark works.
+of bytes is then written and hashed without training. Exit code 1 if a background write costs more than 3 %.
 """
 
 import argparse
 import hashlib
 import json
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -25,11 +22,9 @@ from pathlib import Path
 from statistics import median
 
 import penstock
-from benchmarks.small import BATCH_SIZE, CONFIG, SEQ_LEN, STATE_BYTES_PER_PARAM, write_chats
-from penstock.planner.model.workload import build_workload, read_model
+from benchmarks.common import provenance
+from benchmarks.small import BATCH_SIZE, CONFIG, SEQ_LEN, state_bytes, write_chats
 from penstock.runtime.units import GB, show_bytes
-
-from .kills import CONFIG as TINY
 
 INTERVAL = 10  # steps between checkpoints, for the reported cost
 TARGET_FRACTION = 0.03
@@ -90,38 +85,25 @@ def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Obse
     """Train `n_steps` more, with a checkpoint after every second interval."""
     observed = Observed()
     settings = {
-        "tokenizer": "bytes",
-        "optimizer.weight_decay": 0.1,
-        "checkpoint.every": 2 * INTERVAL,
-        "checkpoint.keep": 2,
+        "tokenizer": "bytes", "optimizer.weight_decay": 0.1, "checkpoint.every": 2 * INTERVAL, "checkpoint.keep": 2,
         "checkpoint.background": way == "background",
-    }
+    }  # fmt: skip
     with watched(home / "run", observed):
         penstock.train(
-            plan,
-            home / "chats.jsonl",
-            out=home / "run",
-            steps=first_step + n_steps,
-            lr=6e-4,
-            device="cpu",
-            resume=first_step > 0,
-            from_scratch=True,
-            settings=settings,
-            on_step=lambda metrics: observed.ends_s.append(time.perf_counter()),
-        )
+            plan, home / "chats.jsonl", out=home / "run", steps=first_step + n_steps, lr=6e-4, device="cpu", resume=first_step > 0,
+            from_scratch=True, settings=settings, on_step=lambda metrics: observed.ends_s.append(time.perf_counter()),
+        )  # fmt: skip
     return observed
 
 
-def planned(home: Path, is_tiny: bool) -> Path:
-    """Return the demo's plan for this machine, after probing it."""
+def planned(home: Path) -> Path:
+    """Return the plan for this machine, after probing it."""
     model = home / "model"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(TINY if is_tiny else CONFIG))
+    (model / "config.json").write_text(json.dumps(CONFIG))
     write_chats(home / "chats.jsonl", home / "held-out.jsonl")
-    n_params = build_workload(read_model(str(model)), penstock.Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
-    machine = "cpu-2core" if is_tiny else penstock.probe("cpu", quick=True)
-    memory = None if is_tiny else n_params * STATE_BYTES_PER_PARAM // 4
-    plan = penstock.plan(model, machine, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, device_memory_bytes=memory)
+    sizes = {"seq_len": SEQ_LEN, "batch_size": BATCH_SIZE, "device_memory_bytes": state_bytes(CONFIG) // 4}
+    plan = penstock.plan(model, penstock.probe("cpu", quick=True), **sizes)
     return plan.save(home / "plan.json")
 
 
@@ -154,9 +136,9 @@ def _least_s(work: Callable[[], None]) -> float:
     return median(times_s)
 
 
-def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[dict[str, list[Observed]], int]:
+def measured(home: Path, n_rounds: int, n_pairs: int) -> tuple[dict[str, list[Observed]], int]:
     """Run both ways alternately, each resumed from the last. Return their times, and the size of a checkpoint."""
-    plan, out, n_steps, n_done = planned(home, is_tiny), home / "run", 2 * INTERVAL * (n_pairs + 1), 0
+    plan, out, n_steps, n_done = planned(home), home / "run", 2 * INTERVAL * (n_pairs + 1), 0
     out.mkdir()
     observations: dict[str, list[Observed]] = {way: [] for way in WAYS}
     for number in range(n_rounds):
@@ -196,17 +178,14 @@ def main() -> None:
     parser.add_argument("home", type=Path)
     parser.add_argument("--rounds", type=int, default=2, help="runs of either way")
     parser.add_argument("--pairs", type=int, default=4, help="pairs of stretches with and without a checkpoint, per run")
-    parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     home = options.home.resolve()
     shutil.rmtree(home, ignore_errors=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    observations, n_bytes = measured(home, options.rounds, options.pairs, options.tiny)
-    print(f"commit {commit}; {machine}\n")
+    observations, n_bytes = measured(home, options.rounds, options.pairs)
+    print(f"{provenance()}\n")
     print("\n".join(page(observations, n_bytes, plainly(home, n_bytes))))
     share, _, _ = costs([pair for observed in observations["background"] for pair in stretches(observed.ends_s, INTERVAL)])
-    if share > TARGET_FRACTION and not options.tiny:
+    if share > TARGET_FRACTION:
         sys.exit(f"a checkpoint every {INTERVAL} steps costs {share:.1%} of the time, more than {TARGET_FRACTION:.0%}")
 
 

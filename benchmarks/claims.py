@@ -11,7 +11,7 @@ from functools import cache
 from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.published.system_memory import zero3_device_bytes, zero3_keeps_activations
 from benchmarks.published.systems import MegaTrain, Outcome, Run, predict
-from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import Model
@@ -48,14 +48,8 @@ class PublishedClaim:
         words = (
             low if low == high else f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
         )
-        return (
-            self.quantity,
-            self.source,
-            f"{words} {self.unit}",
-            f"{self.value:.4g} {self.unit}",
-            "holds" if self.holds else "misses",
-            self.note,
-        )
+        verdict, value = "holds" if self.holds else "misses", f"{self.value:.4g} {self.unit}"
+        return self.quantity, self.source, f"{words} {self.unit}", value, verdict, self.note
 
 
 def claims() -> list[PublishedClaim]:
@@ -68,7 +62,7 @@ def _megatrain() -> Iterator[PublishedClaim]:
         return _claimed_rate(_outcome("megatrain", "gh200", model, batch, 1024, variant))
 
     def fits_32b(batch: int) -> bool:
-        return _fits_device(_outcome("megatrain", "gh200", "qwen2.5-32b", batch, 1024), _read_profile("gh200"))
+        return _outcome("megatrain", "gh200", "qwen2.5-32b", batch, 1024).device_peak_bytes <= _usable_bytes("gh200")
 
     yield PublishedClaim(
         "GH200, 32B", PAPER, 250, None, rate("qwen2.5-32b", _largest(fits_32b)), "TFLOP/s", "at the largest batch that we say fits"
@@ -180,10 +174,6 @@ def _phases(costs: SystemCosts, keeps_inputs: bool, views: bool, n_buffers: int)
 def _usable_bytes(machine: str) -> float:
     device = _read_profile(machine).device
     return device.memory_bytes.value - device.context_bytes.value
-
-
-def _fits_device(outcome: Outcome, profile: Profile) -> bool:
-    return outcome.device_peak_bytes <= _usable_bytes(profile.name)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

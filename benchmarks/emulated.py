@@ -5,20 +5,17 @@ their pace, slowed until the median op lasts 20 ms. A quarter of an hour on two 
 """
 
 import argparse
-import os
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import penstock
 from benchmarks.any_memory import with_any_memory
-from benchmarks.predicted_and_measured import Compared
-from benchmarks.text import standard_library
+from benchmarks.common import provenance
+from benchmarks.small import write_sources
 from penstock.emulated import MEDIAN_OP_S
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.predict.cost import costs
@@ -44,11 +41,7 @@ class Cell:
 # For the 66 blocks of qwen2.5-32b: also features that the search does not choose on these machines.
 SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*range(0, 66, 2)], "save": saves(all=range(1, 33))}
 SPILLS: dict[str, object] = {"update": "deferred", "spill_blocks": [*range(64)], "prefetch_depth": 2, "resident_blocks": [3, 9, 20]}
-EVERYTHING: dict[str, object] = {
-    **SPILLS,
-    "speculate_blocks": [*range(0, 66, 2)],
-    "save": saves(products=range(1, 65, 4)),
-}
+EVERYTHING: dict[str, object] = {**SPILLS, "speculate_blocks": [*range(0, 66, 2)], "save": saves(products=range(1, 65, 4))}
 LEAVES: dict[str, object] = {
     "update": "deferred", "gradient_slots": 2, "save": saves(products=range(1, 49)), "offload_blocks": (*range(1, 49),),
 }  # fmt: skip
@@ -61,6 +54,10 @@ CELLS = (
     Cell("qwen2.5-32b", "h200-pcie5", SHORT, (SPECULATES, SPILLS, EVERYTHING)),
     *(Cell("qwen2.5-14b", machine, TWICE, (LEAVES,)) for machine in ("gh200", "h200-pcie5", "rtx4090-server")),
     *(Cell("qwen2.5-7b", machine, SHORT) for machine in ("h100-sxm", "h200-pcie5", "b200")),  # state on the device
+    *(  # the first of several ranks
+        Cell(model, machine, {"seq_len": 2048, "batch_size": 8 * n, "sum_groups": 8, "gpus": n}, ("search",))
+        for model, machine, n in (("llama-3.1-8b", "8xh100", 8), ("llama-3.1-8b", "8xrtx4090", 4), ("qwen2.5-7b", "h200-pcie5", 2))
+    ),
 )
 
 
@@ -68,28 +65,15 @@ def named(policy: str | dict[str, object]) -> str:
     """Return a policy in a few words."""
     if isinstance(policy, str):
         return policy
-    words = {
-        "speculate_blocks": "speculates",
-        "spill_blocks": "spills",
-        "resident_blocks": "resident",
-        "offload_blocks": "offloads",
-    }
-    return ", ".join(word for field, word in words.items() if field in policy)
+    words = {"speculate": "speculates", "spill": "spills", "resident": "resident", "offload": "offloads"}
+    return ", ".join(word for name, word in words.items() if f"{name}_blocks" in policy)
 
 
 def used(policy: Policy) -> str:
-    """Return the features of a plan, except uploads and offloads."""
-    blocks = {
-        "all saved": policy.saving(Saved.ALL),
-        "spilled": policy.spill_blocks,
-        "speculated": policy.speculate_blocks,
-        "resident": policy.resident_blocks,
-        "offloaded": policy.offload_blocks,
-        "updated on the device": policy.device_blocks,
-        "products saved": policy.saving(Saved.PRODUCTS),
-        "attention saved": policy.saving(Saved.ATTENTION),
-    }
-    return ", ".join([str(policy.update), *(f"{len(listed)} {name}" for name, listed in blocks.items() if listed)])
+    """Return the features of a policy, with the number of their blocks."""
+    kinds = {f"{kind} saved": policy.saving(kind) for kind in Saved if kind is not Saved.INPUT}
+    lists = kinds | {name.removesuffix("_blocks"): blocks for name, blocks in asdict(policy).items() if name.endswith("_blocks")}
+    return ", ".join([str(policy.update), *(f"{len(blocks)} {name}" for name, blocks in lists.items() if blocks)])
 
 
 def time_scale(plan: Plan, profile: penstock.Profile) -> float:
@@ -108,18 +92,18 @@ class Row:
     scale: float
     late_fraction: float  # share of ops with real work longer than the emulated op
     uses: str
-    times: Compared
+    predicted_s: float
+    times_s: list[float]  # of steps after warm-up, in the planned machine's time
 
     @property
     def over_prediction(self) -> float:
-        return median(self.times.times_s) / self.times.predicted_s
+        return median(self.times_s) / self.predicted_s
 
     def line(self) -> str:
-        low, high = min(self.times.times_s), max(self.times.times_s)
         return (
             f"| {self.cell.model}, {self.n_layers} layers | {self.cell.machine} | {self.policy} | {self.uses} | {self.n_ops} | "
-            f"{self.scale:.3g} | {self.times.predicted_s:.4g} | {median(self.times.times_s):.4g} | "
-            f"{self.over_prediction - 1:+.2%} | {low:.4g} to {high:.4g} | {self.late_fraction:.1%} |"
+            f"{self.scale:.3g} | {self.predicted_s:.4g} | {median(self.times_s):.4g} | {self.over_prediction - 1:+.2%} | "
+            f"{min(self.times_s):.4g} to {max(self.times_s):.4g} | {self.late_fraction:.1%} |"
         )
 
 
@@ -132,25 +116,22 @@ def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: 
     out = home / "out"
     options = {"out": out, "steps": n_steps, "device": "emulated", "time_scale": scale}
     trained = penstock.train(planned, home / "data.jsonl", **options)
-    times = Compared(name, planned.step_s, trained.timeline.step_times_s[1:])
     shutil.rmtree(out)
-    uses, n_layers = used(plan.policy), len(plan.workload.blocks) - 2
-    return Row(cell, name, n_layers, len(plan.ops), scale, trained.late_fraction, uses, times)
+    uses, n_layers, times_s = used(plan.policy), len(plan.workload.blocks) - 2, trained.timeline.step_times_s[1:]
+    return Row(cell, name, n_layers, len(plan.ops), scale, trained.late_fraction, uses, planned.step_s, times_s)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=N_STEPS)
     parser.add_argument("--only", help="rows with this word in model, machine or policy")
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    print(f"commit {commit}; {machine}\n")
+    print(f"{provenance()}\n")
     print("| model | machine | policy | uses | ops | slower | predicted, s | measured, s | over | range | real binds |")
     print("|---|---|---|---|---:|---:|---:|---:|---:|---|---:|", flush=True)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        standard_library(Path(folder) / "data.jsonl")
+        write_sources(Path(folder) / "data.jsonl")
         for cell in CELLS:
             for policy in cell.policies:
                 if options.only is None or options.only in f"{cell.model} {cell.machine} {named(policy)}":
@@ -164,10 +145,10 @@ def main() -> None:
 
 def ratio_off(rows: list[Row], cell: Cell) -> float:
     """Return the relative error of the predicted ratio of two policies; 0 if only one was run."""
-    times = {row.policy: row.times for row in rows if row.cell == cell and row.policy in AGAINST}
-    if len(times) < len(AGAINST):
+    by_policy = {row.policy: row for row in rows if row.cell == cell and row.policy in AGAINST}
+    if len(by_policy) < len(AGAINST):
         return 0.0
-    searched, baseline = (times[name] for name in AGAINST)
+    searched, baseline = (by_policy[name] for name in AGAINST)
     predicted, measured = baseline.predicted_s / searched.predicted_s, median(baseline.times_s) / median(searched.times_s)
     off = measured / predicted - 1
     where = f"{cell.model} on {cell.machine}"

@@ -1,13 +1,11 @@
 """Overhead of the executor per op.
 
 `python -m benchmarks.executor` prints a page of Markdown: plans of 24 and 80 layers run on a machine that does nothing, interleaved
-with bare hand-overs between two threads, the minimal cost of waking a lane. A minute on a quiet computer.
+with bare hand-overs between two threads, the least cost of waking a lane. A minute on a quiet computer.
 """
 
 import argparse
 import os
-import platform
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +13,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from statistics import median
 
+from benchmarks.common import middle_and_range, provenance
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
@@ -25,7 +24,6 @@ from tests.null_machine import NullMachine
 MOST_US_PER_OP = 40.0
 N_MICRO_BATCHES = 4
 MODELS = ("qwen2.5-0.5b", "qwen2.5-72b")  # 24 and 80 layers
-Wake, Sleep = Callable[[], object], Callable[[], object]
 
 
 def plans() -> dict[str, Plan]:
@@ -44,49 +42,18 @@ def plans() -> dict[str, Plan]:
     return result
 
 
-def by_condition() -> tuple[Wake, Sleep]:
-    condition, n = threading.Condition(), [0, 0]
-
-    def wake() -> None:
-        with condition:
-            n[0] += 1
-            condition.notify_all()
-
-    def sleep() -> None:
-        with condition:
-            while n[0] <= n[1]:
-                condition.wait(0.5)
-        n[1] += 1
-
-    return wake, sleep
-
-
-def by_queue() -> tuple[Wake, Sleep]:
-    queue: SimpleQueue[None] = SimpleQueue()
-    return lambda: queue.put(None), lambda: queue.get(timeout=0.5)
-
-
-def by_lock() -> tuple[Wake, Sleep]:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock.release, lambda: lock.acquire(timeout=0.5)
-
-
-HAND_OVERS = {"a condition": by_condition, "a queue, as the executor": by_queue, "a bare lock": by_lock}
-
-
-def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int] | None = None) -> float:
-    """Return the microseconds of one of n hand-overs between two threads: one per core, or unpinned."""
-    (wake_there, sleep_there), (wake_here, sleep_here) = make(), make()
-    ready = threading.Event()
+def hand_over_us(n: int, cores: list[int] | None = None) -> float:
+    """Return the microseconds of one of n hand-overs by queues, like those of the executor, between two threads: one per core, or
+    unpinned."""
+    forth, back, ready = SimpleQueue[None](), SimpleQueue[None](), threading.Event()
 
     def responder() -> None:
         if cores:
             os.sched_setaffinity(0, {cores[0]})
         ready.set()
         for _ in range(n // 2):
-            sleep_there()
-            wake_here()
+            forth.get(timeout=0.5)
+            back.put(None)
 
     def this() -> None:
         if cores:
@@ -94,8 +61,8 @@ def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int
         ready.wait()
         began_s = time.perf_counter()
         for _ in range(n // 2):
-            wake_there()
-            sleep_here()
+            forth.put(None)
+            back.get(timeout=0.5)
         took_s.append(time.perf_counter() - began_s)
 
     took_s: list[float] = []
@@ -116,29 +83,25 @@ def op_us(plan: Plan, n_ops: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--ops", type=int, default=10_000, help="ops, or hand-overs, in each run")
     options = parser.parse_args()
     named, cores = plans(), sorted(os.sched_getaffinity(0))[:2]
-    jobs: dict[str, Callable[[], float]] = {}
-    for name, make in HAND_OVERS.items():
-        jobs[f"hand-over by {name}"] = lambda make=make: hand_over_us(make, options.ops)  # type: ignore[misc]
-        if len(cores) == 2:
-            jobs[f"hand-over by {name}, between two cores"] = lambda make=make: hand_over_us(make, options.ops, cores)  # type: ignore[misc]
+    jobs: dict[str, Callable[[], float]] = {"hand-over by a queue": lambda: hand_over_us(options.ops)}
+    if len(cores) == 2:
+        jobs["hand-over by a queue, between two cores"] = lambda: hand_over_us(options.ops, cores)
     for name, plan in named.items():
         jobs[f"an op: {name}, {len(plan.ops)} ops"] = lambda plan=plan: op_us(plan, options.ops)  # type: ignore[misc]
     times_us: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(options.runs):  # interleaved, so that a disturbance affects all
         for name, job in jobs.items():
             times_us[name].append(job())
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    print(f"commit {commit}; {machine}; median of {options.runs} interleaved runs of about {options.ops}\n")
+    print(f"{provenance()}; median of {options.runs} interleaved runs of about {options.ops}\n")
     print("| quantity | µs, median | P10 to P90 |\n|---|---:|---|")
     for name, times in times_us.items():
-        ordered = sorted(times)
-        print(f"| {name} | {median(times):.1f} | {ordered[len(ordered) // 10]:.1f} to {ordered[-1 - len(ordered) // 10]:.1f} |")
+        middle, low, high = middle_and_range(times)
+        print(f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} |")
     most_us = max(median(times) for name, times in times_us.items() if name.startswith("an op"))
     print(f"\nThe dearest: {most_us:.1f} µs per op; asked: at most {MOST_US_PER_OP:.0f}.")
     sys.exit(most_us > MOST_US_PER_OP)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from benchmarks.any_memory import with_any_memory
+from benchmarks.common import without_arguments
 from penstock.api import check
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.kernels import with_kernels
@@ -125,6 +126,7 @@ Gap: to the bound of every policy in the space. Above: excess of the step over t
 
 
 def main() -> None:
+    without_arguments(__doc__)
     results = []
     for cell in cells():
         results.append(cell)

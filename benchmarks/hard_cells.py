@@ -66,14 +66,9 @@ def _cut(rng: random.Random, workload: Workload, n_layers: int) -> Workload:
 def _semantics(rng: random.Random, n_micro_batches: int, model: Model, is_packed: bool) -> Semantics:
     micro_batch = rng.choice((1, 1, 2, 4))
     n_missing = rng.randrange(micro_batch) if rng.random() < 0.5 else 0  # in the last micro-batch
-    semantics = Semantics(
-        seq_len=rng.choice((64, 256, 1024, 4096)),
-        batch_size=micro_batch * n_micro_batches - n_missing,
-        micro_batch=micro_batch,
-        gradient_dtype=rng.choice(("bf16", "fp32")),
-        clip_norm=rng.choice((1.0, 1.0, None)),
-        attention=supported_attention(model)[0],
-    )
+    sizes = rng.choice((64, 256, 1024, 4096)), micro_batch * n_micro_batches - n_missing, micro_batch
+    dtype, clip_norm, attention = rng.choice(("bf16", "fp32")), rng.choice((1.0, 1.0, None)), supported_attention(model)[0]
+    semantics = Semantics(*sizes, gradient_dtype=dtype, clip_norm=clip_norm, attention=attention)
     bases = ("nf4", "int8", "fp8", *(("mxfp4",) * 3 if model.config["model_type"] == "gpt_oss" else ()))
     train = rng.choice(("lora", "lora:r=64", "lora:targets=o_proj"))
     return replace(semantics, train=parse_train(train), base=rng.choice(bases)) if is_packed else semantics

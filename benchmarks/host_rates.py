@@ -7,8 +7,6 @@ order. The target is a median ratio of run to probe within 5 %. Two minutes, 5 G
 
 import argparse
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +14,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.common import provenance
 from penstock.hwprofiles.probe import host_kernels
 from penstock.hwprofiles.probe.cpu import CpuDevice, settle
 from penstock.hwprofiles.probe.measurements import CPU, Effort
@@ -127,10 +126,8 @@ def main() -> None:
     parser.add_argument("--thorough", action="store_true", help="walk through 12 GB of memory, not 2")
     arguments = parser.parse_args()
     effort = CPU if arguments.thorough else CPU.quick()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     results = pairs(arguments.pairs, effort)
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    print(f"commit {commit}; {platform.machine()}, {os.cpu_count()} cores, {versions}\n")
+    print(f"{provenance()}\n")
     print("| pair | work | probe, Gparam/s | run, Gparam/s | run / probe | cores used | steal | last third | load |")
     print("|---:|---|---:|---:|---:|---:|---:|---:|---:|")
     for i, (of_probe, of_run, uses, load) in enumerate(results, start=1):

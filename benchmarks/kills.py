@@ -10,10 +10,8 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import random
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -27,29 +25,18 @@ from statistics import median
 from typing import Any
 
 import penstock
-from benchmarks.small import write_chats
+from benchmarks.common import command as penstock_words
+from benchmarks.common import provenance
+from benchmarks.small import CONFIG, write_chats
 from penstock.checkpoint.checkpoint import complete_checkpoints, load_state
 from penstock.runtime.errors import CheckpointError
 
 from .killing import EVALUATE_EVERY, LOOK_S, PHASES, Aim, Pace, Process, lines, phases
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 272,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 128,
-    "attention_dropout": 0.0,
-}
+TINY = CONFIG | {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 272, "max_position_embeddings": 128,
+}  # fmt: skip
 SIZES = {"seq_len": 64, "batch_size": 4, "micro_batch": 2, "loss_tile_tokens": 32}
 POLICIES: tuple[dict[str, Any], ...] = (
     {"accumulation_group": 2},
@@ -220,7 +207,7 @@ def undisturbed(home: Path, command: Command, plan: Path, n_steps: int) -> Usual
 def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLICIES) -> tuple[Command, list[Path]]:
     """Write a model, chats, diverse plans, and settings for each way of writing. Return a command builder and the plans."""
     (home / "model").mkdir(parents=True, exist_ok=True)
-    (home / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (home / "model" / "config.json").write_text(json.dumps(TINY))
     write_chats(home / "chats.jsonl", home / "held-out.jsonl")
     plans = []
     for number, policy in enumerate(policies):
@@ -232,21 +219,17 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
             "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "schedule": {"kind": "cosine", "warmup_steps": 4}},
             "checkpoint": {"every": SAVE_EVERY, "keep": KEEP, **checkpoint},
             "evaluation": {
-                "data": str(home / "held-out.jsonl"),
-                "every": EVALUATE_EVERY,
-                "max_sequences": 8,
-                "prompts": ["What is json.loads for?"],
-                "max_new_tokens": 4,
+                "data": str(home / "held-out.jsonl"), "every": EVALUATE_EVERY, "max_sequences": 8,
+                "prompts": ["What is json.loads for?"], "max_new_tokens": 4,
             },
             "steps": n_steps,
             "from_scratch": True,
             "tokenizer": "bytes",
-        }
+        }  # fmt: skip
         (home / f"{way}.yaml").write_text(json.dumps(settings))  # JSON is YAML
 
     def command(plan: Path, out: Path, way: str) -> list[str]:
-        words = (sys.executable, "-m", "penstock", "run", plan, "--config", home / f"{way}.yaml", "--out", out, "--resume")
-        return [str(word) for word in words]
+        return penstock_words("run", plan, "--config", home / f"{way}.yaml", "--out", out, "--resume")
 
     return command, plans
 
@@ -254,12 +237,6 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
 def read_stories(path: Path) -> list[Story]:
     """Return the stories of an earlier call."""
     return [Story(**{**row, "kills": [Kill(**kill) for kill in row["kills"]]}) for row in lines(path)]
-
-
-def trial(home: Path, n_kills: int, n_steps: int, seed: int, n_jobs: int) -> list[Story]:
-    """Kill this many times in total, including an interrupted earlier trial."""
-    command, plans = prepared(home, n_steps)
-    return perform(Trial(home, command, plans, undisturbed(home, command, plans[0], n_steps)), n_kills, seed, n_jobs)
 
 
 def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
@@ -279,11 +256,8 @@ def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
                 log.write(json.dumps(asdict(story)) + "\n")
                 stories.append(story)
                 n_so_far = sum(len(s.kills) for s in stories)
-                print(
-                    f"run {number}: killed {len(story.kills)} times, {n_so_far} in all; {story.mismatches}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = f"run {number}: killed {len(story.kills)} times, {n_so_far} in all; {story.mismatches}"
+                print(line, file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(n_jobs) as pool:
         for future in [pool.submit(work) for _ in range(n_jobs)]:
@@ -320,10 +294,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     options = parser.parse_args()
     began_s = time.monotonic()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    stories = trial(options.home.resolve(), options.kills, options.steps, options.seed, options.jobs)
-    print(f"commit {commit}; {machine}; {(time.monotonic() - began_s) / 60:.1f} minutes\n")
+    home = options.home.resolve()
+    command, plans = prepared(home, options.steps)
+    trial = Trial(home, command, plans, undisturbed(home, command, plans[0], options.steps))
+    stories = perform(trial, options.kills, options.seed, options.jobs)
+    print(f"{provenance()}; {(time.monotonic() - began_s) / 60:.1f} minutes\n")
     print("\n".join(page(stories)))
     if not all(kill.resumed for story in stories for kill in story.kills) or any(story.mismatches for story in stories):
         sys.exit("a killed run did not go on to the same bits")

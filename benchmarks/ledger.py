@@ -22,7 +22,7 @@ from benchmarks.claims import PublishedClaim, claims
 from benchmarks.op_profiles import SAME_GPU
 from benchmarks.published.system_costs import Software
 from benchmarks.published.validate import MEMORY, Ledger, PublishedRun, Row, quantile, read_runs, validate, with_intervals
-from benchmarks.run_fit import SOFTWARE, STAGES, Stage, fit, places, value_of, with_constants
+from benchmarks.run_fit import SOFTWARE, STAGES, Stage, fit, quantity_of, with_constants
 from benchmarks.several import read_published, section
 from penstock.cli.outputs import json_text
 from penstock.hwprofiles.schema import FOLDER, Profile, read_profile
@@ -146,7 +146,7 @@ def shipped(name: str) -> float:
     owner, _, key = name.partition(".")
     if owner == SOFTWARE:
         return float(getattr(Software(), key))
-    return value_of(_profile(owner), key)
+    return float(quantity_of(_profile(owner).to_json(), key)["value"])
 
 
 # Spread of a constant fitted to runs, and its description.
@@ -170,8 +170,8 @@ def write_constants(values: Mapping[str, float]) -> None:
                 fields = read_profile(machine).to_json()
                 spread, text = DESCRIPTIONS[c.key]
                 key = f"fitted_{c.key}"
-                for quantity in places(fields, c.key):
-                    quantity |= {"value": float(f"{values[c.name]:.4g}"), "spread_fraction": spread, "source": key}
+                value = {"value": float(f"{values[c.name]:.4g}"), "spread_fraction": spread, "source": key}
+                quantity_of(fields, c.key).update(value)
                 source = {"kind": "fitted", "detail": f"{text}; runs: {', '.join(stage.runs)}", "device": fields["device"]["name"]}
                 fields["sources"][key] = source | {"date": None, "driver": None}
                 (FOLDER / f"{machine}.json").write_text(json_text(Profile.from_json(fields, machine).to_json()), encoding="utf-8")
@@ -197,8 +197,7 @@ that no row can be left out; `python -m benchmarks.validate RUNS.json` prints th
 def _summary(ledger: Ledger, left_out: list[LeftOut], claimed: list[PublishedClaim]) -> Iterator[str]:
     inside = [x for x in left_out if not x.extrapolated]
     used = {run for stage in STAGES.values() for run in stage.runs}
-    yield "| quantity | runs | median error | 90th percentile | worst | wanted |"
-    yield "|---|---|---|---|---|---|"
+    yield "| quantity | runs | median error | 90th percentile | worst | wanted |\n|---|---|---|---|---|---|"
     yield _summary_row("step time", ledger.errors(), "median 3 %, 90th percentile 10 %")
     yield _summary_row("step time, each run left out of the fit", [x.error_fraction for x in inside], "median 6 %")
     fitted = [x.error_fraction for x in inside if x.name in used]
@@ -234,12 +233,10 @@ def _summary_row(name: str, errors: list[float], wanted: str) -> str:
 def _runs(ledger: Ledger, left_out: list[LeftOut]) -> Iterator[str]:
     held_out = {x.name: x for x in left_out}
     used = {run for stage in STAGES.values() for run in stage.runs}
-    yield "## Step time"
-    yield ""
+    yield "## Step time\n"
     yield "`fitted from`: constants depend on this run, so its error is no test. `without it`: the fit without this run"
     yield "(a run that the fit never used: the fit of all). `without all`: without any run of its machine, from priors alone."
-    yield ""
-    yield "| run | fitted from | predicted s | measured s | error | P10 to P90 | without it | without all |"
+    yield "\n| run | fitted from | predicted s | measured s | error | P10 to P90 | without it | without all |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in ledger.rows:
         if row.error_fraction is None or row.step_s is None:
@@ -255,11 +252,7 @@ def _runs(ledger: Ledger, left_out: list[LeftOut]) -> Iterator[str]:
         yes = "yes" if row.name in used else ""
         seconds = f"{row.step_s:.3g} | {measured_s:.3g} | {row.error_fraction:+.1%}"
         yield f"| {row.name} | {yes} | {seconds} | {span} | {text} | {unseen} |"
-    yield ""
-    yield "## Other measured quantities"
-    yield ""
-    yield "| run | quantity | predicted | measured | error |"
-    yield "|---|---|---|---|---|"
+    yield "\n## Other measured quantities\n\n| run | quantity | predicted | measured | error |\n|---|---|---|---|---|"
     for row in ledger.rows:
         for key, measured in row.measured.items():
             if key == "step_s":
@@ -284,28 +277,23 @@ def misses(ledger: Ledger) -> list[tuple[str, float]]:
 
 
 def _misses(ledger: Ledger) -> Iterator[str]:
-    yield "## Misses"
-    yield ""
+    yield "## Misses\n"
     for name, error in misses(ledger):
         yield f"- {name}, {error:+.0%}: {EXPLANATIONS.get(name, 'not explained')}."
     yield ""
 
 
 def _claims(claimed: list[PublishedClaim]) -> Iterator[str]:
-    yield "## Other claims of the sources"
-    yield ""
+    yield "## Other claims of the sources\n"
     yield "Ratios, ablations, limits and times of single copies: nothing was fitted from any of them. `holds`: within a tenth."
-    yield ""
-    yield "| quantity | source | published | ours | verdict | |"
-    yield "|---|---|---|---|---|---|"
+    yield "\n| quantity | source | published | ours | verdict | |\n|---|---|---|---|---|---|"
     for claim in claimed:
         yield f"| {' | '.join(claim.row())} |"
     yield ""
 
 
 def _constants(refitted: Mapping[str, float]) -> Iterator[str]:
-    yield "## Constants without a measurement"
-    yield ""
+    yield "## Constants without a measurement\n"
     yield """Fitted by least squares over logarithms with a robust loss, each with a prior. None belongs
 to a run or a model. `shipped` is the profile's value, `fitted again` the result of the fit when this page was written.
 
@@ -318,8 +306,7 @@ modules, 0.85, was near the runs, and is now that of single modules, 0.58. Of th
 moved by a few points either way; single layers on an RTX 4090 are nearer to the measurements than before; steps on eight RTX 4090
 are not, since their host exchanges 2 to 5 GB/s and the profile has the rate of another host.
 """
-    yield "| constant | prior | shipped | fitted again | source of the prior | fitted from |"
-    yield "|---|---|---|---|---|---|"
+    yield "| constant | prior | shipped | fitted again | source of the prior | fitted from |\n|---|---|---|---|---|---|"
     for stage in STAGES.values():
         for c in stage.constants:
             runs = [r for r in stage.runs if c.owner == SOFTWARE or r.startswith(c.owner.partition("-")[0])]

@@ -1,7 +1,7 @@
 """Fit of the profiles' cost laws to published measurements of single ops.
 
-Laws (`hwprofiles/laws.py`) are fitted to the `fit` rows of `benchmarks/published_ops.csv`, per architecture: curve shapes belong to
-an architecture, rates to a GPU. Least squares over logarithms with a robust loss and a prior on each constant.
+Laws (`hwprofiles/op_laws.py`) are fitted to the `fit` rows of `benchmarks/published_ops.csv`, per architecture: curve shapes belong
+to an architecture, rates to a GPU. Least squares over logarithms with a robust loss and a prior on each constant.
 `benchmarks/op_profiles.py` converts the results to profiles.
 """
 
@@ -15,11 +15,13 @@ from pathlib import Path
 
 from scipy.optimize import least_squares
 
+from benchmarks.published.gpus import GPUS
 from benchmarks.published.op_costs import block_of
 from benchmarks.published.op_rows import OpRow, read_ops
+from penstock.hwprofiles.components import BACKWARD_ATTENTION, Collective
 from penstock.hwprofiles.op_laws import CollectiveLaw, PassLaw, ProductLaw
 from penstock.hwprofiles.quantity import Quantity
-from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Collective, read_profile, shipped_profiles
+from penstock.hwprofiles.schema import read_profile, shipped_profiles
 
 ROWS = Path(__file__).with_name("published_ops.csv")
 TOLERANCE = 0.04  # trusted difference of logarithms of a row; the loss flattens beyond
@@ -34,49 +36,6 @@ Values = Mapping[str, float]
 Groups = Mapping[str, Sequence[OpRow]]  # machine -> rows
 Fit = Callable[[Groups], dict[str, dict[str, float]]]
 Seconds = Callable[[str, Values, OpRow], float]  # (machine, constants, row) -> seconds by a law
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """Datasheet facts for a law. For a GPU without rows: the GPU with its law, and its own rate to scale to."""
-
-    architecture: str
-    n_processors: int
-    like: str | None = None  # measured GPU with the same law
-    flop_per_s: float | None = None  # 8192-cubed product in bf16
-    spread_fraction: float = 0.0  # of `flop_per_s`
-    why: str = ""
-
-
-MAMF = "maximum achievable matmul, stas00/ml-engineering"
-ON_5090 = "224 TFLOP/s over (16384, 1280) @ (1280, 8192), main-horse.github.io/posts/5090-mm-perf"
-GPUS: dict[str, Gpu] = {
-    "a100-sxm": Gpu("Ampere", 108),
-    "a100-pcie": Gpu("Ampere", 108, "a100-sxm", 242e12, 0.06, f"{MAMF}: 252.9 TFLOP/s against 271.2 of the SXM module"),
-    **dict.fromkeys(
-        ("rtx3090-desktop", "rtx3090-epyc", "rtx3090-threadripper"),
-        Gpu("Ampere", 82, "a100-sxm", 65e12, 0.1, "71 TFLOP/s in bf16 with fp32 sums by datasheet, of which 0.92 is taken"),
-    ),
-    "rtxa6000-threadripper": Gpu("Ampere", 84, "a100-sxm", 114e12, 0.15, "155 TFLOP/s in bf16 by datasheet, under 300 W"),
-    "l40s-server": Gpu("Ada", 142),
-    "rtx4090-server": Gpu("Ada", 128),
-    "h100-sxm": Gpu("Hopper", 132),
-    "h200-pcie5": Gpu("Hopper", 132),
-    "gh200": Gpu("Hopper", 132, "h100-sxm", 755e12, 0.06, f"{MAMF}: 828.6 TFLOP/s at 900 W against 794.5 of H100 SXM"),
-    "h100-nvl": Gpu("Hopper", 132, "h100-sxm", 585e12, 0.12, "835 TFLOP/s by datasheet, under 400 W"),
-    "h100-pcie": Gpu("Hopper", 114, "h100-sxm", 484e12, 0.12, "114 multiprocessors of 132, and 350 W"),
-    "b200": Gpu("Blackwell", 148),
-    "gb200": Gpu("Blackwell", 152),
-    "gb300": Gpu("Blackwell", 152),
-    "rtxpro6000-workstation": Gpu("Blackwell GeForce", 188),
-    **dict.fromkeys(
-        ("rtx5090-desktop", "rtx5090-server", "rtx5090-threadripper"),
-        Gpu("Blackwell GeForce", 170, "rtxpro6000-workstation", 224e12, 0.1, ON_5090),
-    ),
-    "gb10": Gpu("Blackwell GeForce", 48, "rtxpro6000-workstation", 103e12, 0.15, "from runs, docs/accuracy.md"),
-    "mi300x": Gpu("CDNA", 304),
-    "mi355x": Gpu("CDNA", 256),
-}
 
 
 # ---- fitting

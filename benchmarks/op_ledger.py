@@ -11,7 +11,9 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from benchmarks.op_fit import GPUS, N_FOLDS, ROWS, FitResult, fold_of, products
+from benchmarks.common import without_arguments
+from benchmarks.op_fit import N_FOLDS, ROWS, FitResult, fold_of, products
+from benchmarks.published.gpus import GPUS
 from benchmarks.published.op_rows import OpRow
 from benchmarks.published.ops import Errors, Op, OpLedger, validate_ops
 from benchmarks.published.validate import quantile
@@ -46,11 +48,7 @@ WHY: dict[tuple[str, str, str], str] = {
         "559 tokens, heads 64 wide, 0.1 ms: rows of so short sequences are few, and this one took twice their time"
     ),
     ("h100-sxm", "layer_forward", "transformers eager"): "this layer's attention, above, and its eager modules, below",
-    (
-        "h100-sxm",
-        "layer_forward_pointwise",
-        "transformers eager",
-    ): "width 1024: small kernels; the rate is larger models'",
+    ("h100-sxm", "layer_forward_pointwise", "transformers eager"): "width 1024: small kernels; the rate is larger models'",
     ("8xrtx4090", "host_dram", "stream triad"): "STREAM counts 24 B an element where 32 move; the profile counts 32",
     **{(machine, "host_dram", "stream triad"): STREAM for machine in ("mi355x", "gh200", "8xh100")},
     ("a100-sxm", "head_forward_backward", "eager"): (
@@ -60,11 +58,7 @@ WHY: dict[tuple[str, str, str], str] = {
     ("a100-sxm", "rope_backward", "eager"): "counted as twice the forward; alone it took 1.2 times that",
     ("a100-sxm", "rope_forward", "eager"): "a module of 2024, which copied more than the one that the model counts",
     ("h100-sxm", "swiglu_backward", "eager"): ALONE,
-    (
-        "h100-sxm",
-        "swiglu_backward",
-        "triton-fused",
-    ): "two shapes, slower than their memory traffic: not explained",
+    ("h100-sxm", "swiglu_backward", "triton-fused"): "two shapes, slower than their memory traffic: not explained",
     ("h100-sxm", "swiglu_forward", "eager"): ALONE,
     ("h100-sxm", "add_forward", "torch"): L2,
     ("gb300", "rms_norm_backward", "torch-compile"): COMPILED,
@@ -75,16 +69,8 @@ WHY: dict[tuple[str, str, str], str] = {
     ("b200", "matmul", "best shape of a search"): "the best of hundreds of shapes: faster than products as they come in a layer",
     ("mi300x", "matmul", "hipblaslt (torch)"): "two sets measured the same product 37 % apart; the law is between",
     ("gh200", "copy_h2d", "copy engine"): "one host of its kind: others show 335 to 375 GB/s where this showed 300",
-    (
-        "h200-pcie5",
-        "model_attention_step",
-        "fa3",
-    ): "published as a share of kernel time; the rest of that step is 9 % off",
-    (
-        "rtx4090-server",
-        "mlp_forward",
-        "eager",
-    ): "width 2048: its products are faster than the law of wider rows",
+    ("h200-pcie5", "model_attention_step", "fa3"): "published as a share of kernel time; the rest of that step is 9 % off",
+    ("rtx4090-server", "mlp_forward", "eager"): "width 2048: its products are faster than the law of wider rows",
 }
 # Licences of the sets. We use their figures and cite the sources, but no text and no code.
 LICENCES = {
@@ -116,9 +102,7 @@ A hash of machine, kind and shape class assigns a row to the *fit* or the *test*
 use rows of the fit ({sum(op.row.share == "fit" for op in counted):,}); the first table is of those of the test
 ({len(test):,}). Tokens of products, and heads and batch of attention, are not hashed, so that the test has other widths and
 lengths. Rows of trust 3, with a partly unknown geometry or GPU, are listed and never counted."""
-    yield ""
-    yield "| rows of the test | n | median error | 90th percentile | wanted | P10 to P90 hold |"
-    yield "|---|--:|--:|--:|---|--:|"
+    yield "\n| rows of the test | n | median error | 90th percentile | wanted | P10 to P90 hold |\n|---|--:|--:|--:|---|--:|"
     for name, (belongs, median, p90) in WANTED.items():
         yield _errors_row(name, [op for op in test if belongs(op.row)], f"{median:.0%} and {p90:.0%}")
     yield _errors_row("all", test, f"hold {TEST_COVERAGE[0]:.0%} to {TEST_COVERAGE[1]:.0%}")
@@ -149,25 +133,18 @@ def _groups(ledger: OpLedger) -> Iterator[str]:
     missed = misses(ledger)
     groups = {key: Errors.from_ops(ops) for key, ops in ledger.groups().items()}
     held = {key: errors for key, errors in groups.items() if errors is not None and _holds(errors)}
-    yield ""
-    yield f"## Errors above {HOLDS_FRACTION:.0%}, with reasons"
-    yield ""
+    yield f"\n## Errors above {HOLDS_FRACTION:.0%}, with reasons\n"
     yield f"The worst of {len(held) + len(missed)} groups first, by median error over all of a group's rows."
-    yield ""
-    yield "| machine | kind | kernel | n | median ratio | median error | 90th percentile | why |"
+    yield "\n| machine | kind | kernel | n | median ratio | median error | 90th percentile | why |"
     yield "|---|---|---|--:|--:|--:|--:|---|"
     for key, errors in missed:
         yield f"{_group_row(key, errors)} {WHY.get(key, 'not explained')} |"
-    yield ""
-    yield f"## Errors up to {HOLDS_FRACTION:.0%}"
-    yield ""
-    yield "| machine | kind | kernel | n | median ratio | median error | 90th percentile |"
-    yield "|---|---|---|--:|--:|--:|--:|"
+    yield f"\n## Errors up to {HOLDS_FRACTION:.0%}\n"
+    yield "| machine | kind | kernel | n | median ratio | median error | 90th percentile |\n|---|---|---|--:|--:|--:|--:|"
     yield from (_group_row(key, errors) for key, errors in held.items())
     unsaid = Counter((op.row.kernel, op.why_not) for op in ledger.ops if op.why_not)
     if unsaid:
-        yield ""
-        yield f"Not predicted: {'; '.join(f'{n} rows of {kernel}: {why}' for (kernel, why), n in unsaid.items())}."
+        yield f"\nNot predicted: {'; '.join(f'{n} rows of {kernel}: {why}' for (kernel, why), n in unsaid.items())}."
 
 
 def _group_row(key: tuple[str, str, str], errors: Errors) -> str:
@@ -176,20 +153,15 @@ def _group_row(key: tuple[str, str, str], errors: Errors) -> str:
 
 
 def _nobody() -> Iterator[str]:
-    yield ""
-    yield "## Unmeasured quantities"
-    yield ""
+    yield "\n## Unmeasured quantities\n"
     yield "Sources of the device's seconds of a standard step (qwen3-8b, four sequences of 4096 tokens). Listed parts are based on"
     yield "other GPUs' rows, scaled by datasheets, or on assumptions, with wide spreads. `penstock probe` measures them."
-    yield ""
-    yield "| machine | this device | another | assumed | most of all |"
-    yield "|---|--:|--:|--:|---|"
+    yield "\n| machine | this device | another | assumed | most of all |\n|---|--:|--:|--:|---|"
     for name in shipped_profiles():
         provenance = standard(read_profile(name))
         shares = " | ".join(f"{provenance.fraction(basis):.0%}" for basis in ("this device", "another device", "assumptions"))
         yield f"| {name} | {shares} | {', '.join(f'{part.what} {part.fraction:.1%}' for part in provenance.worst)} |"
-    yield ""
-    yield "Unmeasured on all machines: copies while an optimizer works, AdamW of a CPU by threads, page faults of the host, the"
+    yield "\nUnmeasured on all machines: copies while an optimizer works, AdamW of a CPU by threads, page faults of the host, the"
     yield "driver's context, and hand-overs between lanes; profiles of machines that were probed have them."
 
 
@@ -199,21 +171,16 @@ def _laws(fits: dict[str, FitResult]) -> Iterator[str]:
     grid = {m: _grid_errors(list(rows[m])) for m in law}
     better = sum(statistics.median(law[m]) <= statistics.median(grid[m]) for m in law)
     surer = sum(_p90(law[m]) <= _p90(grid[m]) for m in law)
-    yield ""
-    yield "## Comparison of laws with grids for products"
-    yield ""
+    yield "\n## Comparison of laws with grids for products\n"
     yield f"""Errors of rows left out: each of {N_FOLDS} parts of the widths is predicted from the others, by a law of few
 constants (tiles, waves, memory; shapes are an architecture's, rates a GPU's), and by a grid of the same rows, interpolated over
 tokens and width as probed profiles are. By the median the law is off by less on {better} of {len(law)} GPUs, by the 90th percentile
 on {surer}. So profiles hold laws: they share one form, more work never takes less time, and they can be scaled to a GPU without
 rows. A profile that `penstock probe` measured holds its grid."""
-    yield ""
-    yield "| machine | rows | law: median | 90th percentile | grid: median | 90th percentile |"
-    yield "|---|--:|--:|--:|--:|--:|"
+    yield "\n| machine | rows | law: median | 90th percentile | grid: median | 90th percentile |\n|---|--:|--:|--:|--:|--:|"
     for m in law:
         yield f"| {m} | {len(rows[m])} | {_figures(law[m])} | {_figures(grid[m])} |"
-    yield ""
-    yield "GPUs without rows have the law of another of their architecture, scaled:"
+    yield "\nGPUs without rows have the law of another of their architecture, scaled:"
     yield ""
     yield from (f"- {name}: that of {gpu.like}; {gpu.why}" for name, gpu in GPUS.items() if gpu.like)
 
@@ -246,13 +213,9 @@ def _figures(errors: list[float]) -> str:
 
 
 def _sets(ledger: OpLedger) -> Iterator[str]:
-    yield ""
-    yield "## Sources of the measurements"
-    yield ""
+    yield "\n## Sources of the measurements\n"
     yield "Figures and their sources; where a set has no licence of its own, figures alone were taken. `where` names a row's file."
-    yield ""
-    yield "| set | rows | machines | licence |"
-    yield "|---|--:|---|---|"
+    yield "\n| set | rows | machines | licence |\n|---|--:|---|---|"
     by_set: dict[str, list[Op]] = {}
     for op in ledger.ops:
         by_set.setdefault(op.row.set, []).append(op)
@@ -262,6 +225,7 @@ def _sets(ledger: OpLedger) -> Iterator[str]:
 
 
 def main() -> None:
+    without_arguments(__doc__)
     print("\n".join(page(validate_ops(str(ROWS)))))
 
 

@@ -19,7 +19,6 @@ from typing import Any
 from benchmarks.op_fit import (
     COLLECTIVE,
     EQUAL_COST,
-    GPUS,
     JOINED,
     PASS,
     PRODUCT,
@@ -36,6 +35,7 @@ from benchmarks.op_fit import (
     products,
     scaled_spread,
 )
+from benchmarks.published.gpus import GPUS
 from benchmarks.published.op_rows import OpRow
 from benchmarks.run_fit import STAGES
 from penstock.cli.outputs import json_text
@@ -55,15 +55,10 @@ WIDEST = 3.0  # of exchanges through a host: the spread between hosts of one car
 
 # Rate of products in a step relative to a burst, by architecture; runs give it for some GPUs (`benchmarks/run_fit.py`).
 AS_HOPPER = "as on Hopper, whose clocks fall under load, too; nobody published a step of this architecture"
+AS_ISOLATED = "whole MLPs run at the rate of isolated products (Liger-Kernel's benchmarks)"
 SUSTAINED: dict[str, tuple[float, float, SourceKind, str | None, str]] = {
-    "Ampere": (1.0, 0.04, "published", "a100-sxm", "whole MLPs run at the rate of isolated products (Liger-Kernel's benchmarks)"),
-    "Ada": (
-        1.0,
-        0.04,
-        "published",
-        "rtx4090-server",
-        "whole MLPs run at the rate of isolated products (Liger-Kernel's benchmarks)",
-    ),
+    "Ampere": (1.0, 0.04, "published", "a100-sxm", AS_ISOLATED),
+    "Ada": (1.0, 0.04, "published", "rtx4090-server", AS_ISOLATED),
     "Hopper": (0.96, 0.04, "fitted", "h100-sxm", "power under load, as runs say of H100 and GH200 (docs/accuracy.md)"),
     "Blackwell": (0.96, 0.06, "assumed", None, AS_HOPPER),
     "Blackwell GeForce": (0.96, 0.06, "assumed", None, AS_HOPPER),

@@ -2,27 +2,25 @@
 
 `python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW with split, bf16 and fp32 masters,
 and of the low-bit optimizers, with one worker and more. Baselines, all interleaved: a copy of the same bytes with the same threads,
-AdamW with split masters, and torch's fused kernel. Also bytes per parameter counted in the loops, and hardware counters where
-available. `--before REVISION` compares with a revision instead.
+AdamW with split masters, and torch's fused kernel. Also bytes per parameter counted in the loops. `--before REVISION` compares with
+a revision instead.
 """
 
 import argparse
-import ctypes
 import os
-import platform
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from benchmarks.common import provenance
 from penstock.runtime.host.chunks import UPDATE_ELEMENTS, Scratch
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.host.norms import squares_tasks
@@ -55,9 +53,6 @@ KINDS = {
     "lion:moments=int8,master=split24": (Optimizer.LION_INT8, "split24"),
 }
 FUSED_BYTES = 28  # traffic of torch's fused kernel on fp32
-BYTES_PER_LINE = 64
-_PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
-_LAST_LEVEL_MISSES = ((0, 3), (3, 2 | 0 << 8 | 1 << 16))  # (type, config): cache misses; last level, read, miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,37 +132,6 @@ def copy_case(n_bytes: int, n_threads: int) -> Case:
     return Case("copy", n_bytes, run)
 
 
-# -- counters -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def misses_counted() -> Iterator[Callable[[], int] | None]:
-    """Count last-level cache misses of this thread and its children. None if the system has no counter."""
-    for kind, config in _LAST_LEVEL_MISSES:
-        # struct perf_event_attr: type, size, config, .., flags (inherit, exclude_kernel, exclude_hv), ..
-        attributes = struct.pack("IIQQQQQ", kind, 64, config, 0, 0, 0, 1 << 1 | 1 << 5 | 1 << 6).ljust(64, b"\0")
-        number = _PERF_EVENT_OPEN.get(platform.machine())
-        descriptor = ctypes.CDLL(None, use_errno=True).syscall(number, attributes, 0, -1, -1, 0) if number is not None else -1
-        if descriptor >= 0:
-            try:
-                yield lambda descriptor=descriptor: struct.unpack("Q", os.read(descriptor, 8))[0]  # type: ignore[misc]
-            finally:
-                os.close(descriptor)
-            return
-    yield None
-
-
-def misses_of(case: Case, n_threads: int) -> int | None:
-    """Return cache misses of one run, after a warm-up run."""
-    with misses_counted() as read:
-        workers = Workers(n_threads, Scratch)
-        with workers.helped(settled):
-            case.run(workers)
-            start = read() if read is not None else 0
-            case.run(workers)
-        return read() - start if read is not None else None  # a child's count is added when it ends
-
-
 @contextmanager
 def settled() -> Iterator[None]:
     """Configure a thread like a machine's lane: one thread per kernel, no autograd."""
@@ -204,13 +168,11 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
         ordered, mine_s = sorted(times[case.name]), median(times[case.name])
         copy_s = median(times["copy"]) * case.n_bytes / copy.n_bytes
         ratio = median(a / b for a, b in zip(times[case.name], times["copy"], strict=True)) * copy.n_bytes / case.n_bytes
-        missed = misses_of(case, n_threads)
-        counted = "none to be had" if not missed else f"{missed * BYTES_PER_LINE / n_params:.1f}"
         spread = f"{ordered[0] / n_params * 1e9:.2f} to {ordered[-1] / n_params * 1e9:.2f}"
         yield (
             f"| {kind} | {n_threads} | {case.n_bytes / n_params:.0f} | {mine_s / n_params * 1e9:.2f} | {spread} "
             f"| {copy_s / n_params * 1e9:.2f} | {ratio:.2f} | {to_split:.2f} | {to_bare * bare.n_bytes / case.n_bytes:.2f} "
-            f"| {case.n_bytes / mine_s / 1e9:.1f} | {counted} |"
+            f"| {case.n_bytes / mine_s / 1e9:.1f} |"
         )
 
 
@@ -241,17 +203,9 @@ def compared(revision: str, kinds: list[str], n_params: int, n_rounds: int) -> I
         for kind in kinds:
             with ExitStack() as stack:
                 command = [sys.executable, "-c", CHILD, kind, str(n_params)]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
                 children = [
-                    stack.enter_context(
-                        subprocess.Popen(
-                            command,
-                            cwd=root,
-                            env=os.environ | {"PYTHONPATH": str(root)},
-                            stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE,
-                            text=True,
-                        )
-                    )
+                    stack.enter_context(subprocess.Popen(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, **pipes))
                     for root in (folder, Path(__file__).parents[1])
                 ]
                 pairs = [[_one_run(child) for child in children] for _ in range(n_rounds + 1)][1:]  # the first round is warm-up
@@ -268,14 +222,6 @@ def _one_run(child: "subprocess.Popen[str]") -> float:
     return float(child.stdout.readline())
 
 
-def processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", type=int, default=N_PARAMS, help="parameters of a case")
@@ -285,8 +231,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
     settle_allocator()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    print(f"Commit {commit}; {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.")
+    print(f"{provenance()}.")
     if options.before is not None:
         print(f"{options.params / 1e6:.1f} M parameters, one thread, {options.rounds} rounds in turns, medians.\n")
         print(f"| kind | {options.before}, ns | now, ns | least to most | ratio |\n|---|---:|---:|---|---:|", flush=True)
@@ -295,8 +240,8 @@ def main() -> None:
         return
     gradients = f"gradients fp32 with an fp32 master, otherwise bf16, {options.rounds} rounds in turns"
     print(f"{options.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
-    print("| kind | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s | misses, B |")
-    print("|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|", flush=True)
+    print("| kind | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s |")
+    print("|---|---:|---:|---:|---|---:|---:|---:|---:|---:|", flush=True)
     for n_threads in options.workers:
         for row in rows(options.params, options.rounds, n_threads):
             print(row, flush=True)

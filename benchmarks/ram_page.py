@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from benchmarks.common import without_arguments
+
 HEAD = """# RAM to model
 
 *Largest model that a machine can train with its host memory, and the approximate speed.* Made by
@@ -44,4 +46,5 @@ def _cell(fit: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    without_arguments(__doc__)
     sys.stdout.write(page(json.load(sys.stdin)))

@@ -60,52 +60,31 @@ def _values(constants: Sequence[Constant], steps: Sequence[float]) -> dict[str, 
 def with_constants(profile: Profile, values: Mapping[str, float]) -> Profile:
     """Return the profile with its fitted constants. Names of other owners are ignored, and sources are kept."""
     constants = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == profile.name}
-    if not constants:
-        return profile
     fields = profile.to_json()
     for key, value in constants.items():
-        quantities = list(places(fields, key))
-        assert quantities, f"{profile.name} has no {key}"
-        factor = value / _reference(key, fields)
-        for quantity in quantities:
-            quantity["value"] *= factor
-    return Profile.from_json(fields, profile.name)
+        quantity_of(fields, key)["value"] = value
+    return Profile.from_json(fields, profile.name) if constants else profile
 
 
-def value_of(profile: Profile, key: str) -> float:
-    """Return a constant of a profile. For a grid: its reference point."""
-    return _reference(key, profile.to_json())
+PLACES = {  # constant -> its quantity in a profile
+    "products": "device.matmul.bf16.flop_per_s",
+    "sustained": "device.sustained_fraction",
+    "eager": "device.eager_bytes_per_s",
+    "pageable_d2h": "link.d2h.pageable_bytes_per_s",
+    "page_fault": "host.page_fault_bytes_per_s",
+    "dram": "host.dram_bytes_per_s",
+    "runtime": "host.runtime_bytes",
+}
 
 
-def _reference(key: str, fields: dict[str, Any]) -> float:
-    """Return the reference value that a constant scales."""
-    return float(places(fields, key)[0]["value"])
+def quantity_of(fields: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the quantity of a constant in the JSON of a profile."""
+    for name in PLACES[key].split("."):
+        fields = fields[name]
+    return fields
 
 
-def places(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the quantities of a profile that a constant scales together, the reference first."""
-    device, link, host = fields["device"], fields["link"], fields["host"]
-    match key:
-        case "products":
-            return [device["matmul"]["bf16"]["flop_per_s"]]
-        case "sustained":
-            return [device["sustained_fraction"]]
-        case "eager":
-            return [device["eager_bytes_per_s"]]
-        case "pageable_d2h":
-            return [link["d2h"]["pageable_bytes_per_s"]]
-        case "page_fault" | "dram":
-            return [host[f"{key}_bytes_per_s"]]
-        case "runtime":
-            return [host["runtime_bytes"]]
-        case _:
-            raise AssertionError(f"no constant {key!r}")
-
-
-def _software(key: str, prior: float, spread_fraction: float, why: str) -> Constant:
-    return Constant(SOFTWARE, key, prior, spread_fraction, why)
-
-
+NO_BELIEF = "no belief: the order of magnitude that the runs show"
 EAGER = "0.58 of the rate of memory, as published of single modules on A100 and H100"
 UNDER_LOAD = "three published steps of an 8B on an H100, whose products take 1 / 0.93 of what they take in bursts"
 # Priors are the values of profiles before any run was used, or of a source.
@@ -113,13 +92,8 @@ STAGES: dict[str, Stage] = {
     "serial tail": Stage(
         (
             Constant("mi355x", "page_fault", 3.7e9, 0.3, "first touch in MegaTrain's tail, published for another host"),
-            _software(
-                "clip_bytes_per_s",
-                15e9,
-                1.0,
-                "no belief: the order of magnitude that the runs show; PyTorch's norm and scaling on a CPU",
-            ),
-            _software("release_per_fault", 2.5, 1.0, "no belief: the order of magnitude that the runs show"),
+            Constant(SOFTWARE, "clip_bytes_per_s", 15e9, 1.0, f"{NO_BELIEF}; PyTorch's norm and scaling on a CPU"),
+            Constant(SOFTWARE, "release_per_fault", 2.5, 1.0, NO_BELIEF),
         ),
         ("mi355x-megatrain-qwen2.5-14b-b16",),
         ("backward_s", "gradient_join_s", "clip_s", "zero_and_free_s"),
@@ -148,10 +122,8 @@ STAGES: dict[str, Stage] = {
         (
             Constant("gb10", "products", 107e12, 0.25, "the law of RTX PRO 6000 at 0.65-0.7 of a peak derived from the datasheet"),
             Constant("gb10", "dram", 140e9, 0.3, "half of the pool's rate"),
-            _software(
-                "tensor_s", 0.5e-3, 1.0, "no belief: the order of magnitude that the runs show; twenty cores of two kinds wake"
-            ),
-            _software("issue_s", 50e-6, 1.0, "tens of microseconds of Python for a library call"),
+            Constant(SOFTWARE, "tensor_s", 0.5e-3, 1.0, f"{NO_BELIEF}; twenty cores of two kinds wake"),
+            Constant(SOFTWARE, "issue_s", 50e-6, 1.0, "tens of microseconds of Python for a library call"),
         ),
         ("gb10-megatrain-qwen2.5-0.5b-b2", "gb10-megatrain-qwen2.5-7b-b2", "gb10-megatrain-plus-qwen2.5-7b-b4"),
         ("forward_s", "backward_s", "zero_grad_s"),

@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 import penstock
 from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.sharded import Sharded, Shown, predict
-from penstock.hwprofiles.schema import Collective, Profile, read_profile
+from penstock.hwprofiles.components import Collective
+from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.scaled_profile import Group, faster, sped_up, with_quantities
 from penstock.results import Planned

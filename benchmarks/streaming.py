@@ -7,8 +7,6 @@ memory and the same checkpointed layers, in interleaved pairs on the same cores.
 # N tokens of a micro-batch, V vocabulary
 import argparse
 import os
-import platform
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.common import provenance
 from benchmarks.small import CONFIG
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.check.check import check
@@ -26,6 +25,7 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
+from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.machines.lanes import CpuDevice
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Policy, Semantics, Update
@@ -36,7 +36,6 @@ N_PAIRS = 5
 STEPS_PER_TURN = 1  # for each, after a warm-up step
 SETTINGS = AdamW(lr=1e-4)
 POLICY = Policy(update=Update.DEFERRED)  # PyTorch's checkpointing also stops recompute early
-DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,8 @@ class Case:
 
     @property
     def semantics(self) -> Semantics:
-        attention = {"attention": "sdpa"}
-        sizes = {"seq_len": self.seq_len, "batch_size": self.batch_size, "micro_batch": self.micro_batch}
-        gradients = {"gradient_dtype": self.compute_dtype, "compute_dtype": self.compute_dtype}
-        return Semantics(**(sizes | gradients | attention))  # type: ignore[arg-type]
+        dtype, sizes = self.compute_dtype, (self.seq_len, self.batch_size, self.micro_batch)
+        return Semantics(*sizes, gradient_dtype=dtype, compute_dtype=dtype, attention="sdpa")  # type: ignore[arg-type]
 
 
 class Resident:
@@ -63,9 +60,7 @@ class Resident:
 
     def __init__(self, case: Case, batch: Batch) -> None:
         self.case, self.batch = case, batch
-        fields = {k: v for k, v in CONFIG.items() if k != "model_type"}
-        config = AutoConfig.for_model(CONFIG["model_type"], **fields)
-        dtype = DTYPE[case.compute_dtype]
+        config, dtype = AutoConfig.for_model(**CONFIG), DTYPE[case.compute_dtype]
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.weights = list(self.model.parameters())
@@ -133,9 +128,7 @@ def pairs(case: Case, n_pairs: int) -> tuple[list[float], list[float]]:
     """Return mean seconds per step of each turn, streamed and resident."""
     batch = batch_of(case)
     machine, resident = streamed(case, batch), Resident(case, batch)
-    streamed_s: list[float] = []
-    resident_s: list[float] = []
-    n_done = 0
+    streamed_s, resident_s, n_done = list[float](), list[float](), 0
 
     def resident_turn() -> None:
         resident.step()
@@ -147,8 +140,7 @@ def pairs(case: Case, n_pairs: int) -> tuple[list[float], list[float]]:
     for _ in range(n_pairs):
         timeline = execute(machine.plan, machine, 1 + STEPS_PER_TURN, n_done)
         n_done += 1 + STEPS_PER_TURN
-        times_s = timeline.step_times_s
-        streamed_s.append(sum(times_s[-STEPS_PER_TURN:]) / STEPS_PER_TURN)
+        streamed_s.append(sum(timeline.step_times_s[-STEPS_PER_TURN:]) / STEPS_PER_TURN)
         on_cores(sorted({*case.compute_cores, *case.host_cores}), resident_turn)
     return streamed_s, resident_s
 
@@ -178,8 +170,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=N_PAIRS)
     parser.add_argument("--dtype", choices=("fp32", "bf16"))
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    print(f"commit {commit}; {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n")
+    print(f"{provenance()}\n")
     print("| compute | tokens in micro-batches | cores | streamed, s | resident, s | ratio | lowest to highest |")
     print("|---|---|---:|---:|---:|---:|---|")
     for case in cases(sorted(os.sched_getaffinity(0))):

@@ -13,7 +13,8 @@ from itertools import chain
 from typing import Any, get_args
 
 from benchmarks.any_memory import with_any_memory
-from penstock.hwprofiles.schema import Collective, Profile, read_profile
+from penstock.hwprofiles.components import Collective
+from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.bounds.bounds import busy_s, places_to_stay, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
 from penstock.planner.bounds.work import WorkCache

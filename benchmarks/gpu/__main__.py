@@ -1,6 +1,5 @@
 """Command line of the GPU benchmark.
 
-    python -m benchmarks.gpu prepare --home FOLDER --machine h100-sxm --device-memory 78GB --host-memory 118GB    # anywhere
     python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; repeat until all is done
     python -m benchmarks.gpu --device cpu --tiny --home FOLDER            # all of it, small, without a GPU
 
@@ -27,7 +26,6 @@ from .harness import FINISHED, SKIPPED, SKIPPED_CODE, Harness, Results, go_on, s
 from .packages import WheelsError, carried, missing, missing_words
 from .stages import CALL_S, CALLS, PAGE, STAGES, TINY_CONFIG, TINY_MACHINE, TINY_PATIENCE, Request, SkippedError, Stage
 
-PREPARE = "prepare"
 TRACED_S = 5.0  # before the limit: dump the tracebacks of all threads to the log
 
 
@@ -38,31 +36,28 @@ def main(words: Sequence[str]) -> int:
     if request.tiny:
         request.home.mkdir(parents=True, exist_ok=True)
         (request.home / request.sizes.model).write_text(json.dumps(TINY_CONFIG))
-    if options.stages == [PREPARE]:
-        from .commands import prepare
-
-        return prepare(request)
     with tempfile.TemporaryDirectory(prefix="wheels-") as folder:
         try:
             if options.wheels is not None:
                 say(f"installed from {options.wheels}: {', '.join(carried(options.wheels, Path(folder))) or 'nothing was missing'}")
         except WheelsError as error:
-            return _refused(str(error))
+            say(f"error: {error}")
+            return 2
         for_all, for_one = missing_words(Path(folder))
         for line in [*for_all, *for_one]:
             say(line)
         if for_all:
             return 2
         stream = go_on(request.home, request.results)
-        command = [sys.executable, "-m", "benchmarks.gpu", *words]
-        harness = Harness(request.home, stream, partial(_command, command), partial(_environment, Path(folder), request))
+
+        def command(stage: Stage, limit_s: float) -> list[str]:
+            options = ("--perform", stage.name, "--stage-limit-s", str(limit_s))
+            return [sys.executable, "-m", "benchmarks.gpu", *words, *options]
+
+        harness = Harness(request.home, stream, command, partial(_environment, Path(folder), request))
         patience = TINY_PATIENCE if request.tiny else 1.0
         outcomes = harness.perform_all(_chosen(options.stages, patience), patience * options.limit_s)
     return 0 if {*outcomes.values()} <= {FINISHED, SKIPPED} else 1
-
-
-def _command(command: Sequence[str], stage: Stage, limit_s: float) -> list[str]:
-    return [*command, "--perform", stage.name, "--stage-limit-s", str(limit_s)]
 
 
 def _environment(site: Path, request: Request, stage: Stage) -> dict[str, str]:
@@ -132,12 +127,12 @@ def _parsed(words: Sequence[str]) -> tuple[Request, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join([PREPARE, *names])}")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(names)}")
     parser.add_argument("--home", type=Path, default=Path("gpu-benchmark"), help="plans and logs, and the results of earlier calls")
     parser.add_argument("--results", type=Path, help="the few files that must come back [HOME/results]")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes that show whether it works, and nothing else")
-    parser.add_argument("--machine", help="a shipped profile, for plans that were not made beforehand and are not of a probed one")
+    parser.add_argument("--machine", help="a shipped profile, for plans that are not of a probed one")
     parser.add_argument("--device-memory", metavar="SIZE", help="device memory, for those plans")
     parser.add_argument(
         "--host-memory", metavar="SIZE", help="to plan for, e.g. 118GB [92 %% of the system's memory, which may grow]"
@@ -149,10 +144,8 @@ def _parsed(words: Sequence[str]) -> tuple[Request, argparse.Namespace]:
     parser.add_argument("--perform", help=argparse.SUPPRESS)
     parser.add_argument("--stage-limit-s", type=float, default=CALL_S, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    if odd := {*options.stages} - {*names, PREPARE}:
+    if odd := {*options.stages} - {*names}:
         parser.error(f"no such stage: {', '.join(sorted(odd))}")
-    if PREPARE in options.stages and options.stages != [PREPARE]:
-        parser.error("prepare is a call of its own")
     home = options.home.resolve()
     request = Request(
         home, (options.results or home / "results").resolve(), options.device, options.tiny, options.machine,
@@ -160,11 +153,6 @@ def _parsed(words: Sequence[str]) -> tuple[Request, argparse.Namespace]:
         options.perform or "", options.stage_limit_s,
     )  # fmt: skip
     return (replace(request, machine=TINY_MACHINE) if request.tiny and request.machine is None else request), options
-
-
-def _refused(words: str) -> int:
-    say(f"error: {words}")
-    return 2
 
 
 if __name__ == "__main__":

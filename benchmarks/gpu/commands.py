@@ -1,7 +1,4 @@
-"""Stages that run the project's own commands on the GPU machine: plan, probe, tests.
-
-Planning needs no torch, so plans for a GPU can be made on another machine.
-"""
+"""Stages that run the project's own commands on the GPU machine: plan, probe, tests."""
 
 import importlib.util
 import json
@@ -21,9 +18,9 @@ from typing import Any
 
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import PlanFile
-from penstock.runtime.units import parse_bytes, show_bytes, show_seconds
+from penstock.runtime.units import parse_bytes
 
-from .stages import ROOT, TINY_CONFIG, Case, Note, Request
+from .stages import ROOT, TINY_CONFIG, Note, Request
 
 CLI = (sys.executable, "-m", "penstock")
 HOST_SHARE = 0.92  # of the system's memory: default to plan for
@@ -43,56 +40,28 @@ class CommandError(RuntimeError):
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 
-def prepare(request: Request) -> int:
-    """Make the plans of every training stage for the named machine, and print their requirements."""
-    if request.machine is None or request.host_memory is None:
-        print("error: name the machine to plan for, and its host memory: --machine h100-sxm --host-memory 118GB", file=sys.stderr)
-        return 2
-    n_failed = 0
-    for name, case in request.sizes.cases.items():
-        try:
-            path = make_plan(request, name, case, request.machine, request.plans / f"{name}.plan.json")
-            command(["check", str(path)])
-        except (CommandError, PenstockError) as error:
-            print(f"{name}: {error}")
-            n_failed += 1
-            continue
-        prediction = claim_of(path)["prediction"]
-        needs = f"device {show_bytes(prediction['device_peak_bytes'])}, host {show_bytes(prediction['host_peak_bytes'])}"
-        print(f"{name}: {show_seconds(prediction['step_s'])} a step predicted on {request.machine}; {needs}", flush=True)
-    return 1 if n_failed else 0
-
-
 def plan_of(request: Request, note: Note) -> Path:
-    """Return the plan of the stage: for the probed machine if requested, otherwise the prepared one, otherwise one for the named
-    machine. Raises without any of the three, because a plan for another machine predicts nothing."""
-    carried = request.plans / f"{request.stage}.plan.json"
+    """Plan the stage for the probed machine if requested, otherwise for the named one. Raises without either, because a plan for
+    another machine predicts nothing."""
     if request.case.is_probed and request.profile.exists():
         try:
-            return make_plan(
-                request, request.stage, request.case, str(request.profile), request.plans / f"{request.stage}.probed.plan.json"
-            )
+            return make_plan(request, str(request.profile), request.plans / f"{request.stage}.probed.plan.json")
         except (CommandError, PenstockError) as error:
             note("failed", case="planned with the profile probed here", said=str(error))
-    if carried.exists():
-        return carried
     if request.machine is None:
-        raise CommandError(
-            f"{carried} was not carried and no machine is named with --machine, and another machine's plan would predict nothing"
-        )
-    return make_plan(request, request.stage, request.case, request.machine, carried)
+        raise CommandError("this machine was not probed and none is named with --machine; another machine's plan predicts nothing")
+    return make_plan(request, request.machine, request.plans / f"{request.stage}.plan.json")
 
 
-def make_plan(request: Request, name: str, case: Case, machine: str, path: Path) -> Path:
-    words = ["plan", str(model_of(request, name, case)), "--machine", machine, "--seq-len", str(request.sizes.seq_len)]
+def make_plan(request: Request, machine: str, path: Path) -> Path:
+    case = request.case
+    words = ["plan", str(model_of(request)), "--machine", machine, "--seq-len", str(request.sizes.seq_len)]
     words += ["--batch-size", str(case.batch_size), *request.sizes.plan_words, *case.plan_words]
     if not request.tiny:
         words += ["--host-memory", f"{host_bytes(request)}B"]
     if request.device_memory is not None and machine != str(request.profile):  # a probed profile contains it
         words += ["--device-memory", request.device_memory]
-    output = command([*words, "-o", str(path)])
-    if request.stage:
-        print(output, flush=True)  # to the stage's log
+    print(command([*words, "-o", str(path)]), flush=True)  # to the stage's log
     return path
 
 
@@ -102,12 +71,13 @@ def claim_of(path: Path) -> dict[str, Any]:
     return claim
 
 
-def model_of(request: Request, name: str, case: Case) -> Path:
-    """Write the model of a case, with its number of layers."""
+def model_of(request: Request) -> Path:
+    """Write the model of the stage, with its number of layers."""
     from penstock.planner.model.workload import read_model
 
-    config = dict(read_model(str(request.home / request.sizes.model) if request.tiny else case.model or request.sizes.model).config)
-    path = request.plans / f"{name}.model.json"
+    case, model = request.case, request.sizes.model
+    config = dict(read_model(str(request.home / model) if request.tiny else case.model or model).config)
+    path = request.plans / f"{request.stage}.model.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(config | ({} if case.n_layers is None else {"num_hidden_layers": case.n_layers})))
     return path
@@ -158,18 +128,11 @@ class Resumed:
 
 
 CHATS = [{"prompt": f"How much is {n} and {n}? ", "chosen": f"It is {2 * n}.", "rejected": f"No idea, {n}?"} for n in range(24)]
+PAIRS, TEXT = "".join(json.dumps(row) + "\n" for row in CHATS), "To be, or not to be, that is the question. " * 200
 RESUMED = {
-    "resumed": Resumed("To be, or not to be, that is the question. " * 200),
-    "resumed-lion": Resumed(
-        "To be, or not to be, that is the question. " * 200,
-        ("--optimizer", "lion:moments=bf16,master=bf16"),
-        ("--packing", "joined"),
-    ),
-    "resumed-pairs": Resumed(
-        "".join(json.dumps(row) + "\n" for row in CHATS),
-        ("--loss", "dpo:beta=0.1", "--optimizer", "adamw:moments=bf16"),
-        refers=True,
-    ),
+    "resumed": Resumed(TEXT),
+    "resumed-lion": Resumed(TEXT, ("--optimizer", "lion:moments=bf16,master=bf16"), ("--packing", "joined")),
+    "resumed-pairs": Resumed(PAIRS, ("--loss", "dpo:beta=0.1", "--optimizer", "adamw:moments=bf16"), refers=True),
 }
 
 

@@ -54,7 +54,12 @@ EXPECTED: Mapping[tuple[str, str], Expected] = {
 UNITS = {
     "step_s": (1.0, "s a step"), "seconds": (1.0, "s"), "total_s": (1.0, "s of kernels"), "params_per_s": (1e9, "G params/s"),
     "bytes_per_s": (1e12, "TB/s"), "host_bytes_per_s": (1e9, "GB/s"), "model_flop_per_s": (1e12, "TFLOP/s"),
-    "cores_used": (1.0, "cores used"), "slowdown": (1.0, "times the product alone"), "n_failed": (1.0, "failed"),
+    "cores_used": (1.0, "cores used"), "n_threads": (1.0, "threads"), "steal_fraction": (0.01, "% of the time stolen"),
+    "slowdown": (1.0, "times the product alone"), "n_failed": (1.0, "failed"), "h2d_bytes_per_s": (1e9, "GB/s up"),
+    "d2h_bytes_per_s": (1e9, "GB/s down"), "forward_s": (1e-3, "ms forward"), "backward_s": (1e-3, "ms backward"),
+    "forward_flop_per_s": (1e12, "TFLOP/s forward"), "backward_flop_per_s": (1e12, "TFLOP/s backward"),
+    "of_input_flop_per_s": (1e12, "TFLOP/s for the input's gradient"), "flop_per_s": (1e12, "TFLOP/s with backward"),
+    "of_weight_flop_per_s": (1e12, "TFLOP/s for the weight's gradient"),
 }  # fmt: skip
 
 

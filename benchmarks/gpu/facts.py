@@ -9,20 +9,11 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from penstock.hwprofiles.probe.cpu import cpu_name
+
 from .stages import ROOT, Note, Request
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "pydantic",
-    "numpy",
-    "triton",
-    "flash-attn",
-    "deepspeed",
-    "pytest-xdist",
-    "pytest-timeout",
-    "datasets",
-)
+PACKAGES = ("torch", "transformers", "pydantic", "numpy", "triton", "flash-attn", "deepspeed", "pytest-xdist", "datasets")
 QUERY = (
     "name", "driver_version", "memory.total", "memory.used", "power.limit", "clocks.max.sm", "clocks.sm",
     "temperature.gpu", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "ecc.mode.current",
@@ -41,7 +32,7 @@ COMMAND_S = 5.0
 def facts(request: Request, note: Note) -> None:
     note("system", platform=platform.platform(), python=platform.python_version(), commit=commit(), command=sys.argv[1:])
     note("versions", **{name: _version(name) for name in PACKAGES})
-    note("cores", n_usable=len(os.sched_getaffinity(0)), n_there=os.cpu_count(), model=_cpu_model(), siblings=siblings())
+    note("cores", n_usable=len(os.sched_getaffinity(0)), n_there=os.cpu_count(), model=cpu_name(), siblings=siblings())
     note("memory", **meminfo(), locked_limit_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     note("settings", **{path: _text(Path(path)) for path in FILES})
     if shutil.which("nvidia-smi"):
@@ -75,13 +66,8 @@ def _of_torch(request: Request, note: Note) -> None:
 def meminfo() -> dict[str, int]:
     """Return the system's memory sizes. They may grow on demand."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    wanted = {
-        "total_bytes": "MemTotal",
-        "available_bytes": "MemAvailable",
-        "swap_bytes": "SwapTotal",
-        "commit_limit_bytes": "CommitLimit",
-    }
-    return {name: int(lines[key].split()[0]) * 1024 for name, key in wanted.items() if key in lines}
+    wanted = {"total": "MemTotal", "available": "MemAvailable", "swap": "SwapTotal", "commit_limit": "CommitLimit"}
+    return {f"{name}_bytes": int(lines[key].split()[0]) * 1024 for name, key in wanted.items() if key in lines}
 
 
 def commit() -> str:
@@ -107,12 +93,6 @@ def _text(path: Path) -> str | None:
         return path.read_text().strip()
     except OSError:
         return None
-
-
-def _cpu_model() -> str:
-    return next(
-        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "unknown"
-    )
 
 
 def siblings() -> list[str]:

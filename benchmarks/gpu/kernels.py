@@ -63,112 +63,109 @@ STATE_LAYOUTS = (
 DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16", torch.uint8: "int8"}
 
 
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Times kernels on a device at these sizes. `note` writes a result."""
+
+    shapes: Shapes
+    device: torch.device
+    note: Note
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=BF16, device=self.device)
+
+    def seconds(self, work: Work) -> float:
+        """Return the median time of a kernel; on a GPU, of single runs between events."""
+        for _ in range(WARM_UP_RUNS):
+            work()
+        times, is_cpu = list[float](), self.device.type == "cpu"
+        if not is_cpu:
+            torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        while len(times) < LEAST_RUNS or time.perf_counter() - began_s < self.shapes.measured_s:
+            if is_cpu:
+                run_s = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - run_s)
+                continue
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(LEAST_RUNS + 1)]
+            events[0].record()
+            for event in events[1:]:
+                work()
+                event.record()
+            events[-1].synchronize()
+            times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]  # from milliseconds
+        return median(times)
+
+    def seconds_behind(self, work: Work) -> float:
+        """Return the median time of a kernel right after large products, at a step's clock and power; on a CPU, of the kernel
+        alone."""
+        if self.device.type == "cpu":
+            return self.seconds(work)
+        x, w = self.random(*PRODUCT[:2]), self.random(*PRODUCT[1:])
+        out, times = x @ w, list[float]()
+        work()
+        for _ in range(RUNS_BEHIND):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(PRODUCTS_BEFORE):
+                torch.mm(x, w, out=out)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)  # from milliseconds
+        return median(times)
+
+
 def kernels(request: Request, note: Note) -> None:
     """Time all kernels. A failure is noted; the stage fails if none works."""
     model = str(request.home / request.sizes.model) if request.tiny else request.sizes.model
-    config, shapes, device = dict(read_model(model).config), TINY if request.tiny else FULL, torch.device(request.device)
+    config, timer = dict(read_model(model).config), Timer(TINY if request.tiny else FULL, torch.device(request.device), note)
     n_failed, n_measured = 0, 0
-    for name, measure in _all(config, shapes, device, note):
+    for name, measure in _all(timer, config):
         try:
             measure()
             n_measured += 1
         except Exception as error:  # continue with the other kernels
             n_failed += 1
             note("failed", case=name, said=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300])
-        if device.type == "cuda":
+        if timer.device.type == "cuda":
             torch.cuda.empty_cache()
     if not n_measured:
         raise RuntimeError(f"all {n_failed} kernels failed")
 
 
-def _all(config: dict, shapes: Shapes, device: torch.device, note: Note) -> Iterator[tuple[str, Work]]:
+def _all(t: Timer, config: dict) -> Iterator[tuple[str, Work]]:
     width, inner, n_heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     n_kv_heads, head_dim = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
     products = {"q, o": (width, width), "k, v": (width, n_kv_heads * head_dim), "gate, up": (width, inner), "down": (inner, width)}
     for name, (k, n) in products.items():
-        yield f"product {name}", lambda name=name, k=k, n=n: _product(name, shapes, k, n, device, note)
-    yield "product of the head", lambda: _product("head", shapes, width, config["vocab_size"], device, note, shapes.loss_tokens)
-    for n_rows, d in ((shapes.n_tokens, width), (shapes.n_tokens * n_heads, head_dim)):
+        yield f"product {name}", lambda name=name, k=k, n=n: _product(t, name, k, n)
+    yield "product of the head", lambda: _product(t, "head", width, config["vocab_size"], t.shapes.loss_tokens)
+    for n_rows, d in ((t.shapes.n_tokens, width), (t.shapes.n_tokens * n_heads, head_dim)):
         for name, norm in (("eager", _eager_norm), ("fused", _fused_norm)):
-            yield (
-                f"norm {name}",
-                lambda name=name, norm=norm, n_rows=n_rows, d=d: _norm(name, norm, n_rows, d, shapes, device, note),
-            )
+            yield f"norm {name}", lambda name=name, norm=norm, n_rows=n_rows, d=d: _norm(t, name, norm, n_rows, d)
     for name in BACKENDS:
-        for n_sequences, seq_len in shapes.contexts:
+        for n_sequences, seq_len in t.shapes.contexts:
             size = (n_sequences, seq_len, n_heads, n_kv_heads, head_dim)
-            yield f"attention {name} at {seq_len}", lambda name=name, size=size: _attention(name, size, shapes, device, note)
-    yield "pointwise", lambda: _pointwise(shapes, inner, n_heads, head_dim, device, note)
-    yield "loss", lambda: _loss(shapes, width, config["vocab_size"], device, note)
+            yield f"attention {name} at {seq_len}", lambda name=name, size=size: _attention(t, name, size)
+    yield "pointwise", lambda: _pointwise(t, inner, n_heads, head_dim)
+    for n_tokens in t.shapes.loss_tiles:
+        yield "loss", lambda n_tokens=n_tokens: _loss(t, n_tokens, width, config["vocab_size"])
     for base in get_args(Base)[1:]:
-        yield f"unpack {base}", lambda base=base: _unpack(base, shapes, width, inner, device, note)
+        yield f"unpack {base}", lambda base=base: _unpack(t, base, width, inner)
     for layout in STATE_LAYOUTS:
-        yield f"update of {_named(layout)}", lambda layout=layout: _update(layout, shapes, device, note)
+        yield f"update of {_named(layout)}", lambda layout=layout: _update(t, layout)
     for name in ("eager", "fused"):
-        yield f"layer {name}", lambda name=name: _layer(name, config, shapes, device, note)
+        yield f"layer {name}", lambda name=name: _layer(t, name, config)
 
 
-def _seconds(work: Work, shapes: Shapes, device: torch.device) -> float:
-    """Return the median time of a kernel; on a GPU, of single runs between events."""
-    for _ in range(WARM_UP_RUNS):
-        work()
-    times: list[float] = []
-    if device.type == "cpu":
-        began_s = time.perf_counter()
-        while len(times) < LEAST_RUNS or time.perf_counter() - began_s < shapes.measured_s:
-            run_s = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - run_s)
-        return median(times)
-    torch.cuda.synchronize()
-    began_s = time.perf_counter()
-    while len(times) < LEAST_RUNS or time.perf_counter() - began_s < shapes.measured_s:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(LEAST_RUNS + 1)]
-        events[0].record()
-        for event in events[1:]:
-            work()
-            event.record()
-        events[-1].synchronize()
-        times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]  # from milliseconds
-    return median(times)
-
-
-def _seconds_behind(work: Work, shapes: Shapes, device: torch.device) -> float:
-    """Return the median time of a kernel right after large products, at a step's clock and power; on a CPU, of the kernel alone."""
-    if device.type == "cpu":
-        return _seconds(work, shapes, device)
-    x, w = _random(*PRODUCT[:2], device=device), _random(*PRODUCT[1:], device=device)
-    out, times = x @ w, list[float]()
-    work()
-    for _ in range(RUNS_BEHIND):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(PRODUCTS_BEFORE):
-            torch.mm(x, w, out=out)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)  # from milliseconds
-    return median(times)
-
-
-def _random(*shape: int, device: torch.device) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device=device)
-
-
-def _product(name: str, shapes: Shapes, k: int, n: int, device: torch.device, note: Note, n_tokens: int | None = None) -> None:
-    m = n_tokens or shapes.n_tokens
-    x, w, dy = _random(m, k, device=device), _random(n, k, device=device) * k**-0.5, _random(m, n, device=device)
+def _product(t: Timer, name: str, k: int, n: int, n_tokens: int | None = None) -> None:
+    m = n_tokens or t.shapes.n_tokens
+    x, w, dy = t.random(m, k), t.random(n, k) * k**-0.5, t.random(m, n)
     works = {"forward": lambda: F.linear(x, w), "of_input": lambda: dy @ w, "of_weight": lambda: dy.t() @ x}
-    flop = 2 * m * k * n
-    note(
-        "product",
-        name=name,
-        m=m,
-        k=k,
-        n=n,
-        **{f"{key}_flop_per_s": flop / _seconds(work, shapes, device) for key, work in works.items()},
-    )
+    rates = {f"{key}_flop_per_s": 2 * m * k * n / t.seconds(work) for key, work in works.items()}
+    t.note("product", name=f"{name}, ({m}, {k}) @ ({k}, {n})", **rates)
 
 
 def _eager_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -181,32 +178,24 @@ def _fused_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
 
 
-def _norm(
-    name: str,
-    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    n_rows: int,
-    d: int,
-    shapes: Shapes,
-    device: torch.device,
-    note: Note,
-) -> None:
-    x, dy = _random(n_rows, d, device=device).requires_grad_(), _random(n_rows, d, device=device)
-    weight = torch.ones(d, dtype=torch.bfloat16, device=device, requires_grad=True)
+def _norm(t: Timer, name: str, norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], n_rows: int, d: int) -> None:
+    x, dy = t.random(n_rows, d).requires_grad_(), t.random(n_rows, d)
+    weight = torch.ones(d, dtype=torch.bfloat16, device=t.device, requires_grad=True)
     out = norm(x, weight)
-    forward_s = _seconds(lambda: norm(x, weight), shapes, device)
-    backward_s = _seconds(lambda: torch.autograd.grad(out, (x, weight), dy, retain_graph=True), shapes, device)
+    forward_s = t.seconds(lambda: norm(x, weight))
+    backward_s = t.seconds(lambda: torch.autograd.grad(out, (x, weight), dy, retain_graph=True))
     one_pass_bytes = x.nbytes  # read or written once
-    note(
-        "norm", name=name, n_rows=n_rows, width=d, forward_s=forward_s, backward_s=backward_s,
+    t.note(
+        "norm", name=f"{name}, of ({n_rows}, {d})", forward_s=forward_s, backward_s=backward_s,
         forward_bytes_per_s=2 * one_pass_bytes / forward_s, backward_bytes_per_s=3 * one_pass_bytes / backward_s,
     )  # fmt: skip
 
 
-def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.device, note: Note) -> None:
+def _attention(t: Timer, name: str, size: tuple[int, ...]) -> None:
     """Time causal attention as transformers calls it: with grouped heads, or with repeated ones if the backend rejects groups."""
     n_sequences, seq_len, n_heads, n_kv_heads, head_dim = size
-    q, dy = (_random(n_sequences, seq_len, n_heads, head_dim, device=device).transpose(1, 2) for _ in range(2))
-    k, v = (_random(n_sequences, seq_len, n_kv_heads, head_dim, device=device).transpose(1, 2) for _ in range(2))
+    q, dy = (t.random(n_sequences, seq_len, n_heads, head_dim).transpose(1, 2) for _ in range(2))
+    k, v = (t.random(n_sequences, seq_len, n_kv_heads, head_dim).transpose(1, 2) for _ in range(2))
     is_shared = True
     with sdpa_kernel([BACKENDS[name]]):
         try:
@@ -221,11 +210,11 @@ def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.d
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_shared)
 
         out = forward()
-        forward_s = _seconds(forward, shapes, device)
-        backward_s = _seconds(lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True), shapes, device)
+        forward_s = t.seconds(forward)
+        backward_s = t.seconds(lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True))
     causal_flop = 2 * 2 * n_sequences * n_heads * seq_len**2 * head_dim // 2  # two products, half of each
-    note(
-        "attention", name=name, n_sequences=n_sequences, seq_len=seq_len, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+    t.note(
+        "attention", name=f"{name}, {n_sequences} x {seq_len}", n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
         are_heads_shared=is_shared, forward_s=forward_s, backward_s=backward_s, forward_flop_per_s=causal_flop / forward_s,
         backward_flop_per_s=5 / 2 * causal_flop / backward_s,  # five products
     )  # fmt: skip
@@ -236,110 +225,94 @@ def _named(layout: KernelLayout) -> str:
     return f"{layout.rule}{rounded}"
 
 
-def _update(layout: KernelLayout, shapes: Shapes, device: torch.device, note: Note) -> None:
+def _update(t: Timer, layout: KernelLayout) -> None:
     """Time a parameter's update in device memory, with a bf16 gradient. Bytes: state, read and written, and gradient."""
-    kernel, n = device_kernel(device, layout), shapes.updated_elements
-    master = torch.randn(n, device=device).to(layout.weight)
-    remainder = torch.zeros(n, dtype=torch.int16, device=device) if layout.is_split else None
+    kernel, n = device_kernel(t.device, layout), t.shapes.updated_elements
+    master = torch.randn(n, device=t.device).to(layout.weight)
+    remainder = torch.zeros(n, dtype=torch.int16, device=t.device) if layout.is_split else None
     n_moments = 1 if layout.rule == "lion" else 2
     size, value = (group_bytes(n), 60) if layout.moments is torch.uint8 else (n, 1e-4)
-    moments = tuple(torch.full((size,), value, dtype=layout.moments or torch.float32, device=device) for _ in range(n_moments))
+    moments = tuple(torch.full((size,), value, dtype=layout.moments or torch.float32, device=t.device) for _ in range(n_moments))
     rounding = None if layout.moments is None else StochasticRounding((5, 6, 7), layout.is_stochastic)
-    state, gradient = ParamState(Master(master, remainder), moments), summed(_random(n, device=device))
+    state, gradient = ParamState(Master(master, remainder), moments), summed(t.random(n))
     step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, layout.rule, rounding)
-    update_s = _seconds_behind(lambda: step.on_device(kernel), shapes, device)
+    update_s = t.seconds_behind(lambda: step.on_device(kernel))
     moved_bytes = 2 * sum(tensor.nbytes for tensor in state.tensors) + 2 * n
-    note("update", name=_named(layout), n_elements=n, update_s=update_s, bytes_per_s=moved_bytes / update_s)
+    t.note("update", name=_named(layout), n_elements=n, update_s=update_s, bytes_per_s=moved_bytes / update_s)
 
 
-def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: torch.device, note: Note) -> None:
+def _pointwise(t: Timer, inner: int, n_heads: int, head_dim: int) -> None:
     """Compile the pointwise kernels. Compare bits and time each at the size of a layer."""
     began_s = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kernels = fastest(device, BF16, tuple(GATES))
+        kernels = fastest(t.device, BF16, tuple(GATES))
     faults = [str(w.message)[:300] for w in caught if w.category is RuntimeWarning]
-    note("compiled", faults=faults, seconds=time.perf_counter() - began_s)
-    gate, up, gradient = (_random(shapes.wide_tokens * inner, device=device) for _ in range(3))
-    (n_sequences, seq_len), *_ = shapes.contexts
+    t.note("compiled", faults=faults, seconds=time.perf_counter() - began_s)
+    gate, up, gradient = (t.random(t.shapes.wide_tokens * inner) for _ in range(3))
+    (n_sequences, seq_len), *_ = t.shapes.contexts
     heads, (cos, sin) = (
-        _random(n_sequences, seq_len, n_heads, head_dim, device=device).transpose(1, 2),
-        (_random(n_sequences, 1, seq_len, head_dim, device=device) for _ in range(2)),
+        t.random(n_sequences, seq_len, n_heads, head_dim).transpose(1, 2),
+        (t.random(n_sequences, 1, seq_len, head_dim) for _ in range(2)),
     )
     for name in (field.name for field in fields(Pointwise)):
         rotates = name.startswith("rotate")
         operands = (heads, cos, sin) if rotates else (gradient, gate, up) if name.endswith("_gradients") else (gate, up)
         function, definition = getattr(kernels, name), getattr(Pointwise(), name)
-        seconds = _seconds_behind(lambda function=function, operands=operands: function(*operands), shapes, device)
+        seconds = t.seconds_behind(lambda function=function, operands=operands: function(*operands))
         moved_bytes = sum(x.nbytes for x in operands) + (2 if name.endswith("_gradients") else 1) * operands[0].nbytes
         # The definition needs several times the memory: compare bits on a part that fits
-        part = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
+        part = operands if rotates else tuple(x[: t.shapes.compared_elements] for x in operands)
         pairs = zip(several(function(*part)), several(definition(*part)), strict=True)
-        are_equal = all(torch.equal(bits(a), bits(b)) for a, b in pairs)
-        is_kernel = function is not definition
-        note(
-            "kernel", name=name, seconds=seconds, bytes_per_s=moved_bytes / seconds, are_bits_equal=are_equal, is_kernel=is_kernel,
-        )  # fmt: skip
+        equal = {"are_bits_equal": all(torch.equal(bits(a), bits(b)) for a, b in pairs), "is_kernel": function is not definition}
+        t.note("kernel", name=name, seconds=seconds, bytes_per_s=moved_bytes / seconds, **equal)
 
 
-def _loss(shapes: Shapes, width: int, vocab: int, device: torch.device, note: Note) -> None:
+def _loss(t: Timer, n_tokens: int, width: int, vocab: int) -> None:
     """Time the in-place loss of a tile, and the head's weight gradient with accumulation into fp32."""
-    for n_tokens in shapes.loss_tiles:
-        _loss_of_tile(n_tokens, width, vocab, shapes, device, note)
+    logits_NV, targets_N = t.random(n_tokens, vocab), torch.randint(vocab, (n_tokens,), device=t.device)
+    each_N, x_ND = torch.full((n_tokens,), 1 / n_tokens, device=t.device), t.random(n_tokens, width)
+    seconds = t.seconds_behind(lambda: row_losses(logits_NV, targets_N, each_N))
+    t.note("loss", name=f"{n_tokens} rows", seconds=seconds, bytes_per_s=LOSS_BYTES * logits_NV.numel() / seconds)
+    sum_VD = torch.zeros(vocab, width, device=t.device)
+    alone_s = t.seconds_behind(lambda: logits_NV.t() @ x_ND)
+    both_s = t.seconds_behind(lambda: add_product(sum_VD, logits_NV, x_ND))
+    t.note("head's weight gradient", name=f"{n_tokens} rows of it", seconds=both_s, slowdown=both_s / alone_s)
 
 
-def _loss_of_tile(n_tokens: int, width: int, vocab: int, shapes: Shapes, device: torch.device, note: Note) -> None:
-    logits_NV, targets_N = _random(n_tokens, vocab, device=device), torch.randint(vocab, (n_tokens,), device=device)
-    each_N, x_ND = torch.full((n_tokens,), 1 / n_tokens, device=device), _random(n_tokens, width, device=device)
-    seconds = _seconds_behind(lambda: row_losses(logits_NV, targets_N, each_N), shapes, device)
-    note("loss", name=f"{n_tokens} rows", seconds=seconds, bytes_per_s=LOSS_BYTES * logits_NV.numel() / seconds)
-    sum_VD = torch.zeros(vocab, width, device=device)
-    alone_s = _seconds_behind(lambda: logits_NV.t() @ x_ND, shapes, device)
-    both_s = _seconds_behind(lambda: add_product(sum_VD, logits_NV, x_ND), shapes, device)
-    note("head's weight gradient", name=f"{n_tokens} rows of it", seconds=both_s, slowdown=both_s / alone_s)
-
-
-def _unpack(base: Base, shapes: Shapes, width: int, inner: int, device: torch.device, note: Note) -> None:
+def _unpack(t: Timer, base: Base, width: int, inner: int) -> None:
     """Time unpacking one MLP matrix, by the kernel and by torch operations."""
     shape = (1, width, inner) if base == "mxfp4" else (inner, width)
-    packed = pack(_random(*shape, device=device), base)
-    out, by_calls = (torch.empty(shape, dtype=BF16, device=device) for _ in range(2))
-    seconds = _seconds_behind(lambda: unpack_into(packed, out, base), shapes, device)
-    calls_s = _seconds_behind(lambda: unpack_by_calls(packed, by_calls, base), shapes, device)
+    packed = pack(t.random(*shape), base)
+    out, by_calls = (torch.empty(shape, dtype=BF16, device=t.device) for _ in range(2))
+    seconds = t.seconds_behind(lambda: unpack_into(packed, out, base))
+    calls_s = t.seconds_behind(lambda: unpack_by_calls(packed, by_calls, base))
     rate = (packed.nbytes + out.nbytes) / seconds
-    note("unpack", name=base, seconds=seconds, bytes_per_s=rate, are_bits_equal=torch.equal(out, by_calls), by_calls_s=calls_s)
+    t.note("unpack", name=base, seconds=seconds, bytes_per_s=rate, are_bits_equal=torch.equal(out, by_calls), by_calls_s=calls_s)
 
 
-def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: Note) -> None:
+def _layer(t: Timer, name: str, config: dict) -> None:
     """Time one decoder layer of transformers, unmodified or with the runtime's fused kernels, with all activations saved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    n_sequences, seq_len = shapes.contexts[0]
+    n_sequences, seq_len = t.shapes.contexts[0]
     fields = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype", "auto_map")}
-    of_layer = AutoConfig.for_model(
-        config["model_type"], **fields | {"num_hidden_layers": 1, "vocab_size": 128, "attention_dropout": 0.0}
-    )
-    model = AutoModelForCausalLM.from_config(of_layer, dtype=torch.bfloat16, attn_implementation="sdpa").to(device).model
-    layer, hidden = model.layers[0], _random(n_sequences, seq_len, config["hidden_size"], device=device).requires_grad_()
+    fields |= {"num_hidden_layers": 1, "vocab_size": 128, "attention_dropout": 0.0}
+    of_layer = AutoConfig.for_model(config["model_type"], **fields)
+    model = AutoModelForCausalLM.from_config(of_layer, dtype=torch.bfloat16, attn_implementation="sdpa").to(t.device).model
+    layer, hidden = model.layers[0], t.random(n_sequences, seq_len, config["hidden_size"]).requires_grad_()
     if name == "fused":
-        use_kernels(layer, Semantics(seq_len, 1, 1, norm="fused", pointwise="fused"), fastest(device, torch.bfloat16))
-    rotary = model.rotary_emb(hidden, torch.arange(seq_len, device=device)[None])
+        use_kernels(layer, Semantics(seq_len, 1, 1, norm="fused", pointwise="fused"), fastest(t.device, torch.bfloat16))
+    rotary = model.rotary_emb(hidden, torch.arange(seq_len, device=t.device)[None])
     parameters, dy = [hidden, *layer.parameters()], torch.randn_like(hidden)
 
     def out() -> torch.Tensor:
         result = layer(hidden, attention_mask=None, position_embeddings=rotary)
         return result[0] if isinstance(result, tuple) else result
 
-    forward_s = _seconds(out, shapes, device)
-    both_s = _seconds(lambda: torch.autograd.grad(out(), parameters, dy), shapes, device)
+    forward_s = t.seconds(out)
+    both_s = t.seconds(lambda: torch.autograd.grad(out(), parameters, dy))
     n_params, n_tokens = sum(p.numel() for p in layer.parameters()), n_sequences * seq_len
     flop = 3 * (2 * n_params * n_tokens + 2 * n_tokens * seq_len * config["hidden_size"])  # causal half of attention
-    note(
-        "layer",
-        name=name,
-        n_tokens=n_tokens,
-        seq_len=seq_len,
-        forward_s=forward_s,
-        forward_and_backward_s=both_s,
-        flop_per_s=flop / both_s,
-    )
+    times = {"forward_s": forward_s, "forward_and_backward_s": both_s, "flop_per_s": flop / both_s}
+    t.note("layer", name=f"{name}, {n_tokens} tokens", **times)

@@ -8,7 +8,7 @@ copied here.
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ from .stages import Note, Request, SkippedError
 from .training import LR, fill, host_peak_bytes, pattern, random_batches
 
 CLIP_NORM = 1.0
+RECOMPUTE = {"use_reentrant": False}
+TORCHS = "torch's, fused, fp32 moments"
 N_TIMED = 2  # steps per batch, after a warm-up step
 Step = Callable[[list[Batch]], float]  # performs a step with these micro-batches, and returns the loss
 
@@ -111,9 +113,10 @@ def _flop_per_token(config: dict[str, Any], seq_len: int, train: Train = ALL) ->
     return sum(3 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen) for block in blocks) / seq_len
 
 
-def _config_of(request: Request) -> dict[str, Any]:
-    model = read_model(str(request.home / request.sizes.model) if request.tiny else request.sizes.model)
-    return dict(model.config) | {"num_hidden_layers": request.sizes.their_layers}
+def _config_of(request: Request, n_layers: int | None) -> dict[str, Any]:
+    """Return the configuration of the model with its first layers; None: with all."""
+    config = dict(read_model(str(request.home / request.sizes.model) if request.tiny else request.sizes.model).config)
+    return config if n_layers is None else config | {"num_hidden_layers": n_layers}
 
 
 def _hf_config(config: dict[str, Any]) -> Any:
@@ -131,9 +134,12 @@ def _on_meta(config: dict[str, Any], dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(_hf_config(config), dtype=dtype, attn_implementation="sdpa").train()
 
 
-def _rotary(model: Any, device: str) -> Any:
-    """Recreate the rotary embedding: its constructor ran on the meta device."""
-    return type(model.model.rotary_emb)(model.config).to(device)
+def _fill(model: Any, parameters: Iterable[torch.Tensor], device: str, numbers: torch.Tensor) -> None:
+    """Fill the weights of a model from the meta device, and recreate its rotary embedding, which was constructed there."""
+    with torch.no_grad():
+        for parameter in parameters:
+            fill(parameter, numbers)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
 
 
 def _by_torch(model: WithLoss, device: str, in_bf16: bool = False) -> Step:
@@ -177,17 +183,12 @@ def fsdp2(request: Request, note: Note) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    config, device = _config_of(request), request.device
-    trial = Trial(
-        request,
-        note,
-        config,
-        system=f"FSDP2 of torch {torch.__version__}, CPUOffloadPolicy",
-        optimizer="torch's, fused, fp32 moments",
-    )
+    config, device = _config_of(request, request.sizes.their_layers), request.device
+    system = f"FSDP2 of torch {torch.__version__}, CPUOffloadPolicy"
+    trial = Trial(request, note, config, system=system, optimizer=TORCHS)
     with _alone(device):
         model = _on_meta(config, torch.float32)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(RECOMPUTE)
         sharded: dict[str, Any] = {
             "mesh": init_device_mesh(device, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -198,11 +199,7 @@ def fsdp2(request: Request, note: Note) -> None:
             fully_shard(layer, **sharded)
         fully_shard(wrapped, **sharded)
         wrapped.to_empty(device="cpu")
-        numbers = pattern()
-        with torch.no_grad():
-            for parameter in wrapped.parameters():
-                fill(parameter.to_local(), numbers)  # type: ignore[attr-defined]
-        model.model.rotary_emb = _rotary(model, device)
+        _fill(model, (parameter.to_local() for parameter in wrapped.parameters()), device, pattern())  # type: ignore[attr-defined]
         trial.run(_by_torch(wrapped, device))
 
 
@@ -211,29 +208,22 @@ def zero3(request: Request, note: Note) -> None:
     import deepspeed  # type: ignore[import-not-found,unused-ignore]
     from transformers import AutoModelForCausalLM
 
-    config, device = _config_of(request), request.device
-    trial = Trial(
-        request, note, config, system=f"DeepSpeed {deepspeed.__version__}, ZeRO-3 offload", optimizer="DeepSpeed's, fp32 moments"
-    )
+    config, device = _config_of(request, request.sizes.their_layers), request.device
+    system = f"DeepSpeed {deepspeed.__version__}, ZeRO-3 offload"
+    trial = Trial(request, note, config, system=system, optimizer="DeepSpeed's, fp32 moments")
+    on_host = {"device": "cpu", "pin_memory": True}
     settings = {
         "train_micro_batch_size_per_gpu": 1,  # only used for DeepSpeed's reports: any batch size works
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP_NORM,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        },
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": on_host, "offload_optimizer": on_host},
     }
     with _alone(device):
         with deepspeed.zero.Init(config_dict_or_path=settings):
-            model: Any = AutoModelForCausalLM.from_config(
-                _hf_config(config), dtype=torch.bfloat16, attn_implementation="sdpa"
-            ).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model: Any = AutoModelForCausalLM.from_config(_hf_config(config), dtype=torch.bfloat16, attn_implementation="sdpa")
+        model.train().gradient_checkpointing_enable(RECOMPUTE)
         wrapped = WithLoss(model, request.sizes.loss_chunk_tokens)
         engine, *_ = deepspeed.initialize(model=wrapped, model_parameters=wrapped.parameters(), config=settings)
 
@@ -252,18 +242,12 @@ def peft(request: Request, note: Note) -> None:
     import peft as of_peft
 
     case, device = request.sizes.cases["lora"], request.device
-    model_name = str(request.home / request.sizes.model) if request.tiny else request.sizes.model
-    config = dict(read_model(model_name).config)
-    fields = {"system": f"PEFT {of_peft.__version__}, all on the device", "optimizer": "torch's, fused, fp32 moments"}
-    trial = Trial(request, note, config, **fields)
+    config = _config_of(request, None)
+    trial = Trial(request, note, config, system=f"PEFT {of_peft.__version__}, all on the device", optimizer=TORCHS)
     trial.flop_per_token = _flop_per_token(config, request.sizes.seq_len, parse_train(case.plan_words[1]))
     model = _on_meta(config, torch.bfloat16).to_empty(device=device)
-    numbers = pattern().to(device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            fill(parameter, numbers)
-    model.model.rotary_emb = _rotary(model, device)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _fill(model, model.parameters(), device, pattern().to(device))
+    model.gradient_checkpointing_enable(RECOMPUTE)
     model = of_peft.get_peft_model(model, of_peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")).base_model.model
     wrapped = WithLoss(model, request.sizes.loss_chunk_tokens)
     take_step = _by_torch(wrapped, device, in_bf16=True)  # like trainers: PEFT keeps adapters in fp32
@@ -287,16 +271,12 @@ def megatrain(request: Request, note: Note) -> None:
 
     source = "DeepSpeed's" if importlib.util.find_spec("deepspeed") else "torch's"
     flash = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
-    config = _config_of(request)
+    config = _config_of(request, request.sizes.their_layers)
     moments = "fp32 moments" if source == "DeepSpeed's" else "fused, bf16 moments"
     trial = Trial(request, note, config, system="MegaTrain, its public code", optimizer=f"{source}, {moments}", attention=flash)
     model = _on_meta(config, torch.bfloat16).to_empty(device="cpu")
     model.set_attn_implementation(flash)
-    numbers = pattern()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            fill(parameter, numbers)
-    model.model.rotary_emb = _rotary(model, "cpu")
+    _fill(model, model.parameters(), "cpu", pattern())
     seq_len = request.sizes.seq_len
     settings = CPUMasterConfig(
         model_name="", dataset_path="none", max_seq_len=seq_len, attn_implementation=flash, max_grad_norm=CLIP_NORM

@@ -5,7 +5,7 @@ This module imports no optional package.
 
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -41,7 +41,9 @@ def carried(wheels: Path, target: Path) -> list[str]:
     wanted = [path for path in files if not _is_installed(path.name.partition("-")[0])]
     if wanted:
         words = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--target", target)
-        _run([sys.executable, *map(str, (*words, *wanted))])
+        process = subprocess.run([sys.executable, *map(str, (*words, *wanted))], check=False, capture_output=True, text=True)
+        if process.returncode:
+            raise WheelsError((process.stderr.strip().splitlines() or ["pip failed"])[-1])
     return [path.name.partition("-")[0] for path in wanted]
 
 
@@ -51,9 +53,3 @@ def _is_installed(name: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def _run(command: Sequence[str]) -> None:
-    process = subprocess.run(command, check=False, capture_output=True, text=True)
-    if process.returncode:
-        raise WheelsError((process.stderr.strip().splitlines() or ["pip failed"])[-1])

@@ -46,9 +46,9 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield "Ours, of the same layers and tokens, are `eight-layers` and `lora` above."
     yield from _section("Host and link")
-    yield from _table("quantity | size | rate", _host_rows(last.get("host", [])))
+    yield from _table("quantity | figures", _figure_rows(last.get("host", [])))
     yield from _section("Kernels")
-    yield from _table("kernel | forward | backward", _kernel_rows(last.get("kernels", [])))
+    yield from _table("kernel | figures", _figure_rows(last.get("kernels", [])))
 
 
 def _last_attempts(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -106,14 +106,9 @@ def _decisions(last: dict[str, list[Row]]) -> Iterator[list[str]]:
 def _our_row(name: str, row: Row) -> list[str]:
     return [
         f"{name}, {'probed here' if row['is_probed'] else row['profile']}",
-        str(row["n_layers"]),
-        f"{row['batch_size']} x {row['seq_len']}",
-        f"{row['predicted_s']:.4g}",
-        f"{row['step_s']:.4g}",
-        f"{row['error_fraction']:+.1%}",
-        f"{row['tokens_per_s']:,.0f}",
-        _scaled(row["model_flop_per_s"], 1e12),
-        f"{row['bound_fraction']:.0%}",
+        *(str(row["n_layers"]), f"{row['batch_size']} x {row['seq_len']}"),
+        *(f"{row['predicted_s']:.4g}", f"{row['step_s']:.4g}", f"{row['error_fraction']:+.1%}", f"{row['tokens_per_s']:,.0f}"),
+        *(_scaled(row["model_flop_per_s"], 1e12), f"{row['bound_fraction']:.0%}"),
         f"{_scaled(row['device_peak_bytes'], 1e9)}, {_scaled(row['device_planned_bytes'], 1e9)}",
         f"{_scaled(row['host_peak_bytes'], 1e9)}, {_scaled(row['host_planned_bytes'], 1e9)}",
         str(len(row["times_s"])),
@@ -133,58 +128,19 @@ def _their_rows(last: dict[str, list[Row]]) -> Iterator[list[str]]:
         best = max(tried, key=lambda row: row["tokens_per_s"])
         yield [
             f"{system['system']} (optimizer: {system['optimizer']})",
-            str(best["n_layers"]),
-            f"{best['batch_size']} ({best['micro_batch']}) x {best['seq_len']}",
-            f"{best['step_s']:.4g}",
-            f"{best['tokens_per_s']:,.0f}",
-            _scaled(best["model_flop_per_s"], 1e12),
-            _scaled(best["device_peak_bytes"], 1e9),
-            _scaled(best["host_peak_bytes"], 1e9),
+            *(str(best["n_layers"]), f"{best['batch_size']} ({best['micro_batch']}) x {best['seq_len']}"),
+            *(f"{best['step_s']:.4g}", f"{best['tokens_per_s']:,.0f}", _scaled(best["model_flop_per_s"], 1e12)),
+            *(_scaled(best[f"{place}_peak_bytes"], 1e9) for place in ("device", "host")),
         ]
 
 
-def _host_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
+def _figure_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield every line with figures, and failures."""
     for row in rows:
-        size = f"{_scaled(row.get('n_bytes'), 1e6)} MB"
-        match row["what"]:
-            case "touch" | "lock":
-                yield [row["what"], size, f"{_scaled(row['bytes_per_s'], 1e9)} GB/s"]
-            case "copies" | "copies both ways":
-                rates = f"{_scaled(row['h2d_bytes_per_s'], 1e9)} GB/s up, {_scaled(row['d2h_bytes_per_s'], 1e9)} GB/s down"
-                yield [row["what"], size, rates]
-            case "sustained":
-                stolen = f"of {row['n_threads']}; {row['steal_s']:.2f} of {row['wall_s']:.1f} s stolen"
-                yield [row["name"], NOTHING, f"{figures(row)} {stolen}"]
-
-
-def _kernel_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
-    for row in rows:
-        match row["what"]:
-            case "product":
-                both = f"{_scaled(row['of_input_flop_per_s'], 1e12)} and {_scaled(row['of_weight_flop_per_s'], 1e12)} TFLOP/s"
-                yield [
-                    f"({row['m']}, {row['k']}) @ ({row['k']}, {row['n']}), {row['name']}",
-                    f"{_scaled(row['forward_flop_per_s'], 1e12)} TFLOP/s",
-                    both,
-                ]
-            case "norm":
-                yield [
-                    f"norm of ({row['n_rows']}, {row['width']}), {row['name']}",
-                    *(f"{row[key] * 1e3:.3g} ms" for key in ("forward_s", "backward_s")),
-                ]
-            case "attention":
-                rates = (f"{_scaled(row[key], 1e12)} TFLOP/s" for key in ("forward_flop_per_s", "backward_flop_per_s"))
-                yield [f"attention, {row['name']}, {row['n_sequences']} x {row['seq_len']}", *rates]
-            case "layer":
-                yield [
-                    f"layer, {row['name']}, {row['n_tokens']} tokens",
-                    f"{row['forward_s'] * 1e3:.3g} ms",
-                    f"{_scaled(row['flop_per_s'], 1e12)} TFLOP/s with forward",
-                ]
-            case "kernel" | "loss" | "unpack" | "update" | "head's weight gradient":
-                yield [f"{row['what']}, {row['name']}", figures(row), NOTHING]
-            case "failed":
-                yield [str(row["case"]), str(row["said"]).replace("|", "/"), NOTHING]
+        if row["what"] == "failed":
+            yield [str(row["case"]), str(row["said"]).replace("|", "/")]
+        elif row["what"] not in ("began", "ended") and (text := figures(row)):
+            yield [", ".join(filter(None, (row["what"], row.get("name")))), text]
 
 
 def _scaled(value: float | None, scale: float) -> str:

@@ -95,13 +95,7 @@ def _trained(model_type: str, policy: Policy, kernels: dict[str, Any], device: s
 
 def _plan(model_type: str, policy: Policy, kernels: dict[str, Any]) -> Plan:
     semantics = Semantics(
-        seq_len=32,
-        batch_size=4,
-        micro_batch=1,
-        clip_norm=0.5,
-        loss_tile_tokens=24,
-        attention_kernel="deterministic",
-        **kernels,
+        seq_len=32, batch_size=4, micro_batch=1, clip_norm=0.5, loss_tile_tokens=24, attention_kernel="deterministic", **kernels
     )
     model = Model(tiny_config(model_type, num_hidden_layers=4))
     profile = read_profile("h100-sxm").to_json()  # only fills the device's reserved memory; nothing is predicted

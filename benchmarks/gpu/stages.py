@@ -148,7 +148,7 @@ class Request:
     results: Path
     device: str = "cuda"
     tiny: bool = False
-    machine: str | None = None  # for plans that are neither prepared nor probed
+    machine: str | None = None  # for plans without a probe
     device_memory: str | None = None
     host_memory: str | None = None
     megatrain: Path | None = None

@@ -44,12 +44,7 @@ def planned(request: Request, note: Note) -> None:
     plan, claim = PlanFile.read(path).plan, claim_of(path)
     predicted = claim["prediction"]
     n_layers, semantics = len(plan.workload.blocks) - 2, plan.semantics
-    sizes = {
-        "n_layers": n_layers,
-        "seq_len": semantics.seq_len,
-        "batch_size": semantics.batch_size,
-        "micro_batch": semantics.micro_batch,
-    }
+    sizes = {"n_layers": n_layers} | {name: getattr(semantics, name) for name in ("seq_len", "batch_size", "micro_batch")}
     note("planned", plan=path.name, profile=plan.profile["name"], **sizes, **predicted)
     began_s = time.perf_counter()
     batches = batches_of(plan)
@@ -68,7 +63,7 @@ def planned(request: Request, note: Note) -> None:
     timeline = steps.timeline
     times_s = timeline.step_times_s[WARM_UP_STEPS - 1 :]
     step_s = median(times_s)
-    with gzip.open(request.plans / f"{request.stage}.spans.json.gz", "wt") as file:
+    with gzip.open(request.plans / f"{request.stage}.spans.json.gz", "wt") as file:  # start and end of every op
         json.dump([astuple(span) for span in timeline.spans], file)
     is_probed, flop = ".probed." in path.name, predicted["model_flop_per_s"] * predicted["step_s"]
     note(

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from penstock.hwprofiles.components import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel
 from penstock.hwprofiles.op_laws import AttentionLaw
 from penstock.hwprofiles.quantity import Dtype
-from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
+from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.kernels import FUSED
 from penstock.planner.model.memory_replay import FP32, Call, Tape, Tensor
 from penstock.planner.model.workload import build_workload, log_softmax_bytes, read_model

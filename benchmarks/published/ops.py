@@ -6,18 +6,18 @@ prediction are kept, with a reason. Ratios are predicted over measured time.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
-from penstock.planner.predict.scaled_profile import Group, group_of, sped_up, with_quantities
+from penstock.planner.predict.scaled_profile import Group
 from penstock.runtime.errors import PenstockError
 
 from .op_costs import predict
 from .op_rows import RATE, OpRow, read_ops
+from .validate import slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,26 +146,14 @@ def validate_ops(path: str, profile_of: Callable[[str], Profile] = read_profile)
     """Return the op ledger of a CSV. PenstockError describes an invalid file in one line."""
     rows = read_ops(path, frozenset(shipped_profiles()))
     known = cache(profile_of)
-    doubts = {name: _doubts(known(name)) for name in dict.fromkeys(row.machine for row in rows)}
+    doubts = {name: [slower(known(name), group) for group in Group] for name in {row.machine for row in rows}}
     return OpLedger(tuple(_predicted(row, known(row.machine), doubts[row.machine]) for row in rows))
 
 
-def _predicted(row: OpRow, profile: Profile, doubts: Mapping[Group, Profile]) -> Op:
+def _predicted(row: OpRow, profile: Profile, doubts: Sequence[Profile]) -> Op:
     try:
         value = predict(row, profile)
     except PenstockError as error:
         return Op(row, None, None, str(error))
-    moves = [math.log(predict(row, slower) / value) for slower in doubts.values()]
+    moves = [math.log(predict(row, machine) / value) for machine in doubts]
     return Op(row, value, math.expm1(math.hypot(*moves)))
-
-
-def _doubts(profile: Profile) -> dict[Group, Profile]:
-    """Return machines with one group of speeds slower by its spread, by group."""
-
-    def slower(group: Group) -> Profile:
-        def change(place: str, q: Quantity) -> Quantity:
-            return sped_up(place, q, 1 / (1 + q.spread_fraction)) if group_of(place) is group else q
-
-        return with_quantities(profile, change)
-
-    return {group: slower(group) for group in Group}

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 
-from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Direction, Profile
+from penstock.hwprofiles.components import BACKWARD_ATTENTION, Direction
+from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.compute_time import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call
 from penstock.planner.predict.cost import region_of
 from penstock.planner.predict.region import Demand, Region, Resource
@@ -178,9 +179,6 @@ class SystemCosts:
     def norm_s(self, n_bytes: int) -> float:
         """Return seconds of reading gradients for their norm with all cores."""
         return n_bytes / self.profile.host.reduce_bytes_per_s.value
-
-    def clip_s(self, n_bytes: int) -> float:
-        return n_bytes / self.software.clip_bytes_per_s
 
     def release_s(self, n_bytes: int) -> float:
         """Return seconds of zeroing gradients and releasing their pages."""

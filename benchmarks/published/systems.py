@@ -207,7 +207,7 @@ def _megatrain(c: SystemCosts, run: Run) -> tuple[dict[str, float], int, int]:
     gradient_bytes = c.workload.n_params * BF16
     if run.updates:
         update = c.update(c.workload.n_params, MEGATRAIN_UPDATE_BYTES)
-        phases["clip_s"] = c.clip_s(gradient_bytes)
+        phases["clip_s"] = gradient_bytes / c.software.clip_bytes_per_s
         phases["optimizer_s"] = update.uncontended_s
         phases["sync_s"] = c.pageable_s("h2d", memory.n_tables(c) * memory.table_bytes(c))
         phases["zero_and_free_s"] = c.release_s(gradient_bytes)

@@ -10,14 +10,13 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.workload import read_model
-from penstock.planner.predict.scaled_profile import Group, group_of, sped_up, with_quantities
+from penstock.planner.predict.scaled_profile import Group, group_of, scaled
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.files import read_whole
 from penstock.runtime.units import GiB
@@ -85,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All runs, predicted and measured."""
+    """Published runs, predicted and measured."""
 
     rows: tuple[Row, ...]
 
@@ -184,9 +183,7 @@ def validate_file(path: str) -> Ledger:
 
 
 def validate(
-    runs: Iterable[PublishedRun],
-    software: Software = SOFTWARE,
-    profile_of: Callable[[str], Profile] = read_profile,
+    runs: Iterable[PublishedRun], software: Software = SOFTWARE, profile_of: Callable[[str], Profile] = read_profile
 ) -> Ledger:
     """Predict every run. `profile_of`: machine name -> profile."""
     known = cache(profile_of)
@@ -222,7 +219,7 @@ def _tied_fraction(machine: str) -> float:
 def _doubts() -> Iterator[tuple[Software, Callable[[str], Profile]]]:
     """Yield software and profiles with one group of speeds, or one constant, slower by its spread."""
     for group in Group:
-        yield SOFTWARE, partial(_slower, group)
+        yield SOFTWARE, lambda name, group=group: slower(read_profile(name), group)  # type: ignore[misc]
     for key, spread_fraction in SOFTWARE_SPREAD_FRACTION.items():
         slow = getattr(SOFTWARE, key) * (
             1 + spread_fraction if key.endswith("_s") and "_per_s" not in key else 1 / (1 + spread_fraction)
@@ -230,11 +227,10 @@ def _doubts() -> Iterator[tuple[Software, Callable[[str], Profile]]]:
         yield replace(SOFTWARE, **{key: slow}), read_profile
 
 
-def _slower(group: Group, name: str) -> Profile:
-    def change(place: str, quantity: Quantity) -> Quantity:
-        return sped_up(place, quantity, 1 / (1 + quantity.spread_fraction)) if group_of(place) is group else quantity
-
-    return with_quantities(read_profile(name), change)
+def slower(profile: Profile, group: Group) -> Profile:
+    """Return the machine with one group of speeds slower by its spread."""
+    spreads = {place: q.spread_fraction for place, q in profile.quantities() if group_of(place) is group}
+    return scaled(profile, {place: 1 / (1 + spread) for place, spread in spreads.items()})
 
 
 def _row(published: PublishedRun, software: Software, profile_of: Callable[[str], Profile]) -> Row:

@@ -63,17 +63,11 @@ class CpuDevice(Device):
     def facts(self) -> Facts:
         processor = f"{cpu_name()}, {len(self.all_cores)} cores"
         return Facts(
-            kind="cpu",
-            name=f"{len(self.compute_cores)} of {processor}",
-            driver=f"torch {torch.__version__}, {platform.system()} {platform.release()}",
-            compute_threads=len(self.compute_cores),
-            capability=(0, 0),
-            host=processor,
-            n_cores=len(self.all_cores),
-            n_host_cores=len(self.host_cores),
+            kind="cpu", name=f"{len(self.compute_cores)} of {processor}", host=processor, nodes=memory_nodes(self.all_cores),
+            driver=f"torch {torch.__version__}, {platform.system()} {platform.release()}", capability=(0, 0),
+            compute_threads=len(self.compute_cores), n_cores=len(self.all_cores), n_host_cores=len(self.host_cores),
             host_bytes=self.free_bytes - self.memory()[1],
-            nodes=memory_nodes(self.all_cores),
-        )
+        )  # fmt: skip
 
     def memory(self) -> tuple[int, int]:
         n_bytes = int(self.free_bytes * DEVICE_SHARE)

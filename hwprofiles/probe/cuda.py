@@ -75,15 +75,10 @@ class CudaDevice(Device):
         driver = next((file.read_text().strip() for file in DRIVER_FILES if file.exists()), "unknown")
         runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
         return replace(
-            self.host.facts(),
-            kind="cuda",
-            name=properties.name,
-            driver=f"driver {driver}, {runtime}, torch {torch.__version__}",
-            compute_threads=None,
-            capability=(properties.major, properties.minor),
-            host=cpu_name(),
+            self.host.facts(), kind="cuda", name=properties.name, driver=f"driver {driver}, {runtime}, torch {torch.__version__}",
+            compute_threads=None, capability=(properties.major, properties.minor), host=cpu_name(),
             host_bytes=self.host.free_bytes,  # no part serves as device memory
-        )
+        )  # fmt: skip
 
     def memory(self) -> tuple[int, int]:
         with translated():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.hwprofiles.schema import ITEM_BYTES
+from penstock.hwprofiles.components import ITEM_BYTES
 from penstock.runtime.host import norms, optimizer
 from penstock.runtime.host.chunks import Scratch
 from penstock.runtime.plan import Lane

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from penstock.hwprofiles.components import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
 from penstock.hwprofiles.quantity import Dtype
-from penstock.hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
 from penstock.runtime.compute.cross_entropy import row_losses
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.packed_weights import pack, unpack_into
@@ -30,8 +31,8 @@ from penstock.runtime.units import KiB, MiB
 
 Call = Callable[[], object]  # one repetition, asynchronous on a stream
 Make = Callable[[torch.device, int], Call]  # arguments: device, bytes through which operands rotate
-Operands = Callable[[torch.device], list[torch.Tensor]]
-Walk = Callable[[torch.Tensor, Callable[..., None]], list[Any]]  # fills a slab with the given executor; returns tasks that cover it
+Operands = Callable[[torch.device], list[Tensor]]
+Walk = Callable[[Tensor, Callable[..., None]], list[Any]]  # fills a slab with the given executor; returns tasks that cover it
 Place = Literal["pinned", "pageable"]
 
 COLD_BYTES = 260 * MiB  # host memory for copies: far above a core's caches, and not a power of two
@@ -79,29 +80,27 @@ def product(dtype: Dtype, m: int, k: int, n: int) -> Benchmark:
 
     def make(device: torch.device, working_bytes: int) -> Call:
         x, w, dy = (torch.randn(*shape, dtype=DTYPE[dtype], device=device) for shape in ((m, k), (n, k), (m, n)))
-        turns = cycle(in_turn([x, w, dy, torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)], working_bytes))
-
-        def call() -> None:
-            x, w, dy, y, dx, dw = next(turns)
-            torch.mm(x, w.t(), out=y)
-            torch.mm(dy, w, out=dx)
-            torch.mm(dy.t(), x, out=dw)
-
-        return call
+        return rotating([x, w, dy, torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)], working_bytes, _products)
 
     name, point, size = f"{dtype} product ({m}, {k}) @ ({k}, {n})", {"m": m, "k": k, "n": n}, (m, math.sqrt(k * n))
     n_bytes = 2 * ITEM_BYTES[dtype] * (m * k + k * n + m * n)
     return Benchmark(f"{dtype} products", name, make, amount=3 * 2 * m * k * n, point=point, size=size, n_bytes=n_bytes)
 
 
+def _products(x: Tensor, w: Tensor, dy: Tensor, y: Tensor, dx: Tensor, dw: Tensor) -> None:
+    torch.mm(x, w.t(), out=y)
+    torch.mm(dy, w, out=dx)
+    torch.mm(dy.t(), x, out=dw)
+
+
 def attention(dtype: Dtype, n: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel = "flash") -> Passes:
     """Time causal attention over n sequences with one kernel, on the (B, T, H, D) memory layout of projections."""
     shape = (n, seq_len, n_heads, head_dim)
 
-    def operands(device: torch.device) -> list[torch.Tensor]:
+    def operands(device: torch.device) -> list[Tensor]:
         return [torch.randn(shape, dtype=DTYPE[dtype], device=device).transpose(1, 2) for _ in range(4)]
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(BACKENDS[kernel]):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -116,10 +115,10 @@ def attention(dtype: Dtype, n: int, n_heads: int, seq_len: int, head_dim: int, k
 def norm(n_tokens: int, width: int) -> Passes:
     """Time a fused bf16 RMS norm, forward and backward. Bytes are those of input and output, twice that for the backward."""
 
-    def operands(device: torch.device) -> list[torch.Tensor]:
+    def operands(device: torch.device) -> list[Tensor]:
         return [_random(device, *shape) for shape in ((n_tokens, width), (width,), (n_tokens, width))]
 
-    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def call(x: Tensor, w: Tensor) -> Tensor:
         return F.rms_norm(x, (width,), w, 1e-6)
 
     return _passes(Benchmark("memory traffic", "fused norm", amount=2 * n_tokens * width * ITEM_BYTES["bf16"]), operands, call, 2.0)
@@ -141,15 +140,13 @@ def activation(n_tokens: int, inner: int) -> Benchmark:
     """Time a gated MLP activation in bf16, forward and backward; backward bytes count twice, as in the planner's cost model."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
-        kernels = fastest(device, torch.bfloat16)
-        turns = cycle(in_turn([_random(device, n_tokens, inner) for _ in range(3)], working_bytes))
+        kernels, operands = fastest(device, torch.bfloat16), [_random(device, n_tokens, inner) for _ in range(3)]
 
-        def call() -> None:
-            gate_TI, up_TI, d_TI = next(turns)
+        def both(gate_TI: Tensor, up_TI: Tensor, d_TI: Tensor) -> None:
             kernels.swiglu(gate_TI, up_TI)
             kernels.swiglu_gradients(d_TI, gate_TI, up_TI)
 
-        return call
+        return rotating(operands, working_bytes, both)
 
     n_bytes = 3 * n_tokens * inner * ITEM_BYTES["bf16"]
     return Benchmark("memory traffic", f"fused activation of {n_tokens} tokens", make, amount=3 * n_bytes, n_bytes=2 * n_bytes)
@@ -205,10 +202,10 @@ def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Benchmark:
     return Benchmark("memory traffic", f"products of rank {rank}", make, amount=amount, n_bytes=n_bytes)
 
 
-def _passes(work: Benchmark, operands: Operands, call: Callable[..., torch.Tensor], backward_factor: float) -> Passes:
+def _passes(work: Benchmark, operands: Operands, call: Callable[..., Tensor], backward_factor: float) -> Passes:
     """Return forward and backward of `call` as two benchmarks like `work`. The last operand is the gradient of the result."""
 
-    def forward(*leaves: torch.Tensor) -> torch.Tensor:
+    def forward(*leaves: Tensor) -> Tensor:
         with torch.enable_grad():
             return call(*leaves)
 
@@ -225,7 +222,7 @@ def _passes(work: Benchmark, operands: Operands, call: Callable[..., torch.Tenso
     return {"forward": replace(work, name=f"{work.name}, forward", make=partial(make, False)), "backward": backward}
 
 
-def _random(device: torch.device, *shape: int) -> torch.Tensor:
+def _random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).bfloat16()
 
 
@@ -236,7 +233,7 @@ def eager(n_tokens: int, width: int, inner: int, is_rotated: bool = True) -> Ben
         tensors = [_random(device, n_tokens, n) for n in (width, inner, inner, width, width, width, inner)]
         weight_H, *_ = [leaf.requires_grad_() for leaf in (_random(device, width), *tensors[:3])]
         sets = in_turn(tensors, working_bytes if is_rotated else 0)
-        turns, results = cycle(sets), deque[tuple[torch.Tensor, ...]](maxlen=len(sets))
+        turns, results = cycle(sets), deque[tuple[Tensor, ...]](maxlen=len(sets))
 
         def call() -> None:
             hidden_TH, gate_TI, up_TI, cos_TH, sin_TH, d_TH, d_TI = next(turns)
@@ -278,14 +275,20 @@ def library_calls(is_cpu: bool) -> Benchmark:
     return replace(eager(1, 32, 64, is_rotated=False) if is_cpu else pointwise(1), kind="calls")
 
 
-def in_turn(tensors: Sequence[torch.Tensor], working_bytes: int) -> list[list[torch.Tensor]]:
+def in_turn(tensors: Sequence[Tensor], working_bytes: int) -> list[list[Tensor]]:
     """Return the tensors and copies of them, `working_bytes` in total but at least one set."""
     n_copies = max(1, working_bytes // sum(tensor.nbytes for tensor in tensors)) - 1
     copies = ([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(n_copies))
     return [list(tensors), *copies]
 
 
-def copying(target: torch.Tensor, source: torch.Tensor, n_bytes: int) -> Call:
+def rotating(operands: Sequence[Tensor], working_bytes: int, perform: Callable[..., object]) -> Call:
+    """Return a call that performs a function on one set of operands after another."""
+    turns = cycle(in_turn(operands, working_bytes))
+    return lambda: perform(*next(turns))
+
+
+def copying(target: Tensor, source: Tensor, n_bytes: int) -> Call:
     """Return a call that copies `n_bytes` at advancing offsets of two byte tensors, sliced beforehand because slicing is slow."""
     stride = max(n_bytes, STRIDE_BYTES)
     cut = ([memory[i : i + n_bytes] for i in range(0, len(memory) - n_bytes + 1, stride)] for memory in (target, source))

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, get_args
 
+from penstock.hwprofiles.components import AttentionKernel, Direction
 from penstock.hwprofiles.quantity import Dtype
-from penstock.hwprofiles.schema import AttentionKernel, Direction
 from penstock.runtime.units import GB, KiB, MiB, show_bytes
 
 from . import host_kernels
@@ -78,25 +78,12 @@ class Effort:
 
 
 CPU = Effort(
-    repeats=(5, 15),
-    point_s=0.12,
-    batch_s=0.002,
-    window_s=0.2,
-    longest_s=1.2,
-    warm_up_s=0.0,
-    soak_s=0.0,
-    every={"bf16": 1, "fp32": 1},
-    tokens=(64, 128, 256, 512, 1024, 2048, 4096),
-    widths=(128, 192, 256, 384, 512, 768, 1024, 1536),
-    odd_shapes=((1024, 512, 2048), (4096, 2048, 512), (1024, 2048, 512), (4096, 512, 2048), (1024, 512, 8192)),
-    reference=512,
-    seq_lens=(128, 256, 512, 1024, 2048, 4096),
-    n_heads=2,
-    layer=(512, 576, 1536),
-    tiny_bytes=64,
-    copy_bytes=tuple(64 * KiB * 4**i for i in range(6)),
-    piece_bytes=8 * MiB,
-)
+    repeats=(5, 15), point_s=0.12, batch_s=0.002, window_s=0.2, longest_s=1.2, warm_up_s=0.0, soak_s=0.0,
+    every={"bf16": 1, "fp32": 1}, tokens=(64, 128, 256, 512, 1024, 2048, 4096), widths=(128, 192, 256, 384, 512, 768, 1024, 1536),
+    odd_shapes=((1024, 512, 2048), (4096, 2048, 512), (1024, 2048, 512), (4096, 512, 2048), (1024, 512, 8192)), reference=512,
+    seq_lens=(128, 256, 512, 1024, 2048, 4096), n_heads=2, layer=(512, 576, 1536), tiny_bytes=64,
+    copy_bytes=tuple(64 * KiB * 4**i for i in range(6)), piece_bytes=8 * MiB,
+)  # fmt: skip
 GPU = Effort()
 
 

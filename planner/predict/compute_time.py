@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.hwprofiles.components import BACKWARD_ATTENTION, AttentionCall
 from penstock.hwprofiles.quantity import Quantity
-from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Profile
+from penstock.hwprofiles.schema import Profile
 from penstock.runtime.plan import AttentionKernel, Semantics
 from penstock.runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier
 from penstock.runtime.units import MiB, show_bytes

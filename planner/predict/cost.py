@@ -11,7 +11,8 @@ from typing import assert_never
 
 import numpy as np
 
-from penstock.hwprofiles.schema import Collective, Direction, Profile
+from penstock.hwprofiles.components import Collective, Direction
+from penstock.hwprofiles.schema import Profile
 from penstock.planner.lower.arenas import SQUARE_BYTES
 from penstock.planner.lower.op_table import OpTable
 from penstock.planner.lower.waits import NONE

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # Source files that affect a claim: planner, profiles, plan semantics and contention of ops
 SOURCES = (
     *(f"planner/{room}/*.py" for room in ("model", "lower", "predict", "bounds", "search")),
-    *(f"hwprofiles/{name}.py" for name in ("schema", "curves")),
+    *(f"hwprofiles/{name}.py" for name in ("schema", "components", "curves")),
     *(f"runtime/plan/{name}.py" for name in ("plan", "ops", "policy", "workload", "footprint", "timeline")),
 )
 N_DIGITS = 16

@@ -48,7 +48,7 @@ GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
 # Packages and files that a package may import in addition to its own; penstock may import everything.
 MAY_IMPORT = {
     "planner": {
-        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "device_parts", "curves", "op_laws")),
+        *(f"hwprofiles.{name}" for name in ("schema", "components", "quantity", "device_parts", "curves", "op_laws")),
         *("runtime.plan", "runtime.compiled"),
         *GROUND,
     },
@@ -60,8 +60,8 @@ MAY_IMPORT = {
     "hwprofiles": GROUND,
     # The probe times functions of the runtime, on the cores of a run.
     "hwprofiles.probe": {
-        *("hwprofiles.schema", "hwprofiles.quantity", "runtime.host", "runtime.machines", "runtime.compute", "runtime.plan"),
-        *("runtime.errors", "runtime.layers", "runtime.units"),
+        *(f"hwprofiles.{name}" for name in ("schema", "components", "quantity")),
+        *(f"runtime.{name}" for name in ("host", "machines", "compute", "plan", "errors", "layers", "units")),
     },
     "runtime": set[str](),
     "penstock": {"planner", "runtime", "hwprofiles"},
@@ -83,7 +83,7 @@ HOME = {
     "rich": {"penstock/results.py", "penstock/cli", "planner/show/text.py"},
     "pydantic": {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
-        *(f"hwprofiles/{name}.py" for name in ("quantity", "op_laws")),
+        *(f"hwprofiles/{name}.py" for name in ("components", "quantity", "op_laws")),
         *("planner/search/claim.py", "penstock/api.py", "penstock/checkpoint/checkpoint.py", "penstock/run_files.py"),
     },
     "torch": {
@@ -125,7 +125,7 @@ TORCH_FREE = (
     *("penstock/cli", "penstock/run_config.py"),
     *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "results", "run_files")),
     *(f"penstock/{name}.py" for name in ("settings", "signals", "version")),
-    *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "op_laws", "curves")),),
+    *(f"hwprofiles/{name}.py" for name in ("schema", "components", "quantity", "op_laws", "curves")),
     "hwprofiles/probe/cliffs.py",
 )
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.hwprofiles.components import BACKWARD_ATTENTION, AttentionCall
 from penstock.hwprofiles.op_laws import SPLITS, TILES, ProductLaw
-from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, read_profile, shipped_profiles
+from penstock.hwprofiles.schema import read_profile, shipped_profiles
 
 SIZES = st.integers(1, 2**17)
 WITH_LAWS = [name for name in shipped_profiles() if isinstance(read_profile(name).device.matmul["bf16"], ProductLaw)]

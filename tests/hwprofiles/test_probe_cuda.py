@@ -10,13 +10,14 @@ from click.testing import CliRunner
 
 from penstock.cli.outputs import json_text
 from penstock.cli.probe import headline, probe, remarks
+from penstock.hwprofiles.components import AttentionCall
 from penstock.hwprofiles.probe import cuda, host_kernels
 from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.device import DeviceError, PciLink
 from penstock.hwprofiles.probe.measurements import GPU, Effort
 from penstock.hwprofiles.probe.probe import probed
 from penstock.hwprofiles.probe.timings import Stopwatch
-from penstock.hwprofiles.schema import AttentionCall, Profile
+from penstock.hwprofiles.schema import Profile
 from penstock.runtime.errors import ProfileError
 from penstock.runtime.machines import streams
 from tests.fake_gpu import GB, FakeGpu, GiB, Truth

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.outputs import json_text
+from penstock.hwprofiles.components import AttentionCall
 from penstock.hwprofiles.quantity import SOURCE_KINDS
-from penstock.hwprofiles.schema import FOLDER, AttentionCall, Profile, read_profile, shipped_profiles
+from penstock.hwprofiles.schema import FOLDER, Profile, read_profile, shipped_profiles
 from penstock.runtime.errors import ProfileError
 
 NAMES = shipped_profiles()

@@ -8,7 +8,8 @@ from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.published.system_memory import runtime_bytes
 from benchmarks.published.system_pipeline import Task, ends_s
 from benchmarks.published.systems import SYSTEMS, MegaTrain, Run, claimed_flop, predict
-from penstock.hwprofiles.schema import AttentionCall, read_profile
+from penstock.hwprofiles.components import AttentionCall
+from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.scaled_profile import Group, faster
