@@ -18,6 +18,7 @@ from penstock.data.data import Report, RunData, no_report
 from penstock.data.formats import required_format
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
+from penstock.model_checks.self_test import self_test
 from penstock.planner.check.check import check
 from penstock.planner.check.claim import check_origin
 from penstock.planner.lower.lower import lower
@@ -50,7 +51,6 @@ from .rank0 import Leader, begin, wait_for_others
 from .references import attach_base_reference, attach_reference, sets_with_reference, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import Rates, learning_rates
-from .self_test import self_test
 
 
 @dataclass(frozen=True, slots=True)
