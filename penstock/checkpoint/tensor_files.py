@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.runtime.errors import CheckpointError
+from penstock.runtime.units import on_one_line
 
 Shapes = Mapping[str, tuple[int, ...]]  # shape of weights by name
 REOPEN_BYTES = 64 * 2**20  # bytes read until files are mapped again
@@ -52,7 +53,7 @@ class Shards(Mapping[str, Tensor]):
                 self._read_from, self._n_read_bytes = set(), 0
             tensor: Tensor = self._files[path].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path}: {name}: cannot be read ({_first_line(error)}); copy it again") from None
+            raise CheckpointError(f"{path}: {name}: cannot be read ({on_one_line(str(error), 120)}); copy it again") from None
         self._read_from.add(path)
         self._n_read_bytes += tensor.nbytes
         return tensor
@@ -76,11 +77,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({_first_line(error)}); copy it again") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise CheckpointError(f"{path}: not a whole safetensors file ({on_one_line(str(error), 120)}); copy it again") from None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -89,7 +86,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         with _open(path) as file:
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({_first_line(error)}); copy it again") from None
+        raise CheckpointError(f"{path}: cannot be read ({on_one_line(str(error), 120)}); copy it again") from None
 
 
 def write_tensors(

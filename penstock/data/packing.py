@@ -66,7 +66,12 @@ class Shape:
     @property
     def rows_each(self) -> int:
         """Batch rows per sample."""
-        return {"pairs": 2, "answers": 2 * self.group}.get(self.packing, 1)
+        return self.segments_each * self.rows_per_segment
+
+    @property
+    def rows_per_segment(self) -> int:
+        """2 for an answer and its prompt with another answer of the group, else 1."""
+        return 1 + (self.packing == "answers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +267,7 @@ def batch_of(rows: Sequence[Row], shape: Shape, inputs: Sequence[LossInput], los
     edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)
     lengths = tuple(tuple(n for n in np.diff(stops).tolist() if n) for stops in edges)
     batch = Batch(ids_BT, targets_BT, lengths if shape.is_isolated else None)
-    n_tokens, n, per_answer = shape.seq_len, shape.rows_each, 1 + (shape.packing == "answers")
+    n_tokens, n = shape.seq_len, shape.rows_each
     tensors = {row.name: torch.zeros(row.sizes(len(rows), n_tokens, n_slots), dtype=getattr(torch, row.dtype)) for row in inputs}
     for b, (ids_T, targets_T, spans) in enumerate(rows if inputs else ()):
         unit, row = divmod(b, n)
@@ -274,9 +279,9 @@ def batch_of(rows: Sequence[Row], shape: Shape, inputs: Sequence[LossInput], los
             if LAST in inputs:
                 tensors[LAST.name][index] = first + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
             if LABEL in inputs:
-                tensors[LABEL.name][index] = float(loss_numbers[unit][number // per_answer][0])
+                tensors[LABEL.name][index] = float(loss_numbers[unit][number // shape.rows_per_segment][0])
             if OLD in inputs:
-                advantage, *logps = loss_numbers[unit][number // per_answer].tolist()
+                advantage, *logps = loss_numbers[unit][number].tolist()
                 (learned,) = np.nonzero(targets_T[begin:stop] != UNSUPERVISED)
                 tensors[OLD.name][b, begin + learned] = torch.tensor(logps[: len(learned)])
                 tensors[ADVANTAGE.name][b, begin:stop] = advantage

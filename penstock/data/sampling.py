@@ -126,7 +126,7 @@ class MapStyleData:
         for number, (part, share) in enumerate(zip(self.parts, self.shares, strict=True), start=1):
             suffix, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
             segments, packing = part.sequences.segments, part.shape.packing
-            full = np.diff(segments[:, 1:]).sum() * (1 + (packing == "answers")) / (n * self.rows_each * seq_len)
+            full = np.diff(segments[:, 1:]).sum() * part.shape.rows_per_segment / (n * self.rows_each * seq_len)
             kinds = {"pairs": "pairs", "answers": f"groups of {part.shape.group} answers"}
             description = f"{kinds[packing]}, sequences of" if packing in kinds else "of"
             if part.shape.shares:

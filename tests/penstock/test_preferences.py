@@ -23,7 +23,7 @@ from penstock.data.formats import required_format
 from penstock.data.user_batches import UserBatches
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError
-from penstock.runtime.plan.objective import LossUnit, parse_objective
+from penstock.runtime.plan.objective import LossUnit, Source, parse_objective
 from penstock.settings import DataSettings
 from penstock.user_loss import planned_loss, user_loss
 from tests.bytes_of_files import write_lines
@@ -157,6 +157,18 @@ def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     assert {name: t.tolist() for name, t in actual.extras.items()} == {name: t.tolist() for name, t in expected.extras.items()}
     own = replace(parse_objective(loss), name="own.py:f", numbers={}, of=LossUnit.SEQUENCES, sha256="0" * 64)
     assert required_format(own) is None
+
+
+LABELLED = {"text": "tea", "label": 1}
+
+
+@pytest.mark.parametrize(("loss", "row"), [("reward", PAIR), ("kto:group=2", ANSWER), ("grpo", GROUP), ("classify", LABELLED)])
+def test_a_batch_of_files_holds_the_inputs_in_the_table(tmp_path, loss, row):
+    inputs = [one for one in parse_objective(loss).inputs if one.source is not Source.FILE]
+    extras = read(write_lines(tmp_path / "a.jsonl", [row] * 4), loss).batch(0).extras
+    assert extras.keys() == {one.name for one in inputs}
+    assert all(extras[one.name].shape == one.sizes(4, 64) for one in inputs)
+    assert all(extras[one.name].dtype is getattr(torch, one.dtype) for one in inputs)
 
 
 def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
