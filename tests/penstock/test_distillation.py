@@ -32,7 +32,6 @@ LOSS = ("--loss", "distill:k=5,temperature=2", "--compute", "fp32")
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """Train a teacher."""
     home = make_home(tmp_path_factory.mktemp("taught"))
     (home / "model" / "config.json").write_text(json.dumps(tiny_config("llama", vocab_size=272, hidden_size=64)))
     succeeded(train(home, plan_in(home), steps=2))
@@ -41,7 +40,6 @@ def taught(tmp_path_factory):
 
 @pytest.fixture
 def school(home, taught):
-    """Folder with the teacher and a smaller student with random weights."""
     shutil.copytree(taught, home / "teacher")
     plan_in(home, *LOSS, model="teacher", name="teacher.json")
     return home

@@ -27,9 +27,6 @@ def refused(result, code=2):
     return result.stderr
 
 
-# -- content ------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_good_file_is_taken_and_half_of_one_is_judged(house, name):
     file, words = FORMATS[name]
@@ -90,9 +87,6 @@ def test_a_tokenizer_on_which_its_library_panics_is_refused(house):
     assert result.stderr.splitlines()[-1].startswith("error: model: its tokenizer.json cannot be used")
 
 
-# -- pipes, devices and links -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -127,9 +121,6 @@ def test_links_lead_no_output_elsewhere(house, tmp_path):
     assert read_whole(tmp_path / "precious", 1) == b"x"
     with pytest.raises(OSError, match="larger"):
         read_whole(tmp_path / "precious", 0)
-
-
-# -- outputs and names --------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_leaves_nothing_half_written(house):

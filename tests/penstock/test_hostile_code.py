@@ -113,8 +113,7 @@ def test_a_data_set_with_a_loading_script_is_read_as_files(house):
     (folder / "dataset_infos.json").write_text(json.dumps({"default": {"builder_name": "evil", "download_checksums": {}}}))
     (folder / "state.pkl").write_bytes(pickle.dumps(print))
     assert judged(house, ["data", "dataset"]) == 0
-    output = penstock("data", "dataset", "--samples", 20).stdout
-    assert "To be" in output
+    assert "To be" in penstock("data", "dataset", "--samples", 20).stdout
     (folder / "link.jsonl").symlink_to(house.parent / "outside" / "secret.jsonl")
     assert judged(house, ["data", "dataset"]) == 2
 

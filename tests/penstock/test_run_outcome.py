@@ -39,8 +39,6 @@ def test_progress_shows_the_predictions_error_from_step_two_on(capsys):
     ],
 )
 def test_a_lost_run_is_said_so_once_and_ends_where_asked(home, monkeypatch, losses, norms, words, ends):
-    """No checkpoint is written at its end."""
-
     def look(self, metrics):
         index = min(metrics.step, 4) - 1
         return looked(self, replace(metrics, loss=losses[index], grad_norm=norms[index]))

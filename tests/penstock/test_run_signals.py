@@ -30,7 +30,6 @@ def signalled_after(monkeypatch, step, *numbers):
 
 @mostly_slow(("number", "code", "word"), SIGNALS)
 def test_a_signal_finishes_the_step_and_saves(home, monkeypatch, number, code, word):
-    """The next run resumes, bitwise identical."""
     plan = plan_in(home)
     succeeded(train(home, plan, out="whole", steps=N_STEPS))
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)

@@ -3,11 +3,9 @@
 import pytest
 
 from penstock.hwprofiles.schema import Profile, read_profile
-from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import read_model
 from penstock.planner.predict.scaled_profile import Group, faster
-from penstock.planner.search.micro_batch import SIZES, sizes_of
-from penstock.planner.search.search import search
+from penstock.planner.search.micro_batch import SIZES
 from penstock.planner.show.compare import Candidate, candidate, cheapest, notes
 from penstock.planner.show.fits import Fit
 from penstock.planner.show.price import hourly, prices_in_words
@@ -33,20 +31,6 @@ def compared(*profiles, fixed=DEFERRED, free=SIZES):
 
 def alone(profile, **options):
     return compared(profile, **options)[0]
-
-
-@pytest.mark.slow
-def test_a_machine_is_ranked_by_its_own_plan():
-    names = ("h200-pcie5", "rtx4090-server")
-    candidates = compared(*map(read_profile, names), fixed=None)
-    last, profile = candidates[1], read_profile(candidates[1].machine)
-    answer = search(MODEL, sizes_of(MODEL, with_kernels(MODEL, SEMANTICS, profile), profile), profile, free=SIZES)
-    assert (last.speed.predicted.step_s, last.speed.predicted.tokens_per_s) == (answer.step_s, 512 / answer.step_s)
-    assert (last.speed.micro_batch, last.speed.proof.binding) == (answer.plan.semantics.micro_batch, answer.certificate.binding)
-    needs, predicted = answer.needs, last.speed.predicted
-    assert (predicted.device_peak_bytes, predicted.host_peak_bytes) == (needs.device_peak_bytes, needs.host_peak_bytes)
-    speeds = [c.speed.predicted.tokens_per_s for c in candidates]
-    assert speeds == sorted(speeds, reverse=True)
 
 
 def test_ranks_do_not_depend_on_the_order_of_the_question():

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from io import StringIO
 
 import pytest
 
@@ -28,13 +27,11 @@ COPY |= {"low": "", "high": ""}
 
 
 def file_of(folder, *rows):
-    text = StringIO()
-    writer = csv.DictWriter(text, COLUMNS)
-    writer.writeheader()
-    writer.writerows(rows)
-    path = folder / "ops.csv"
-    path.write_text(text.getvalue())
-    return str(path)
+    with (folder / "ops.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(folder / "ops.csv")
 
 
 @pytest.fixture(scope="module")
