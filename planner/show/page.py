@@ -128,9 +128,8 @@ def _worth_drawing(values: Sequence[float | None]) -> list[int]:
     width = -(-len(values) // MOST_STRETCHES) or 1
     stretches = (range(i, min(i + width, len(values))) for i in range(0, len(values), width))
     height = [-inf if v is None else v for v in values]
-    return sorted(
-        {i for stretch in stretches for i in (min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__))}
-    )
+    pairs = ((min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__)) for stretch in stretches)
+    return sorted({i for pair in pairs for i in pair})
 
 
 def _curves(facts: Facts) -> list[dict[str, Any]]:

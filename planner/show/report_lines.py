@@ -86,10 +86,8 @@ class Table:
 def verdict_lines(f: Facts) -> Iterator[Line]:
     """Short verdict: step, certificate, memory, bottleneck and price."""
     claim = f.claim
-    yield (
-        "step",
-        f"{exact(f.step_s)}{'' if claim is None else f' ({p10_to_p90(claim.prediction)})'}, {f.tokens_per_s:,.0f} tokens/s",
-    )
+    spread = "" if claim is None else f" ({p10_to_p90(claim.prediction)})"
+    yield "step", f"{exact(f.step_s)}{spread}, {f.tokens_per_s:,.0f} tokens/s"
     if f.measured is not None:
         yield "measured", _measured(f, f.measured)
     if claim is not None:
@@ -104,10 +102,8 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
     if (forward := f.forward) is not None:
         rate, pace = forward.n_sequences * f.plan.semantics.seq_len / forward.seconds, exact(forward.seconds)
         bound = f"no schedule below {exact(forward.bound_s)} (gap {forward.seconds / forward.bound_s - 1:.1%})"
-        yield (
-            "forward",
-            f"a pass that writes log-probabilities: {forward.n_sequences:,} sequences in {pace}, {rate:,.0f} tokens/s; {bound}",
-        )
+        text = f"a pass that writes log-probabilities: {forward.n_sequences:,} sequences in {pace}, {rate:,.0f} tokens/s"
+        yield "forward", f"{text}; {bound}"
     if f.n_tokens is not None:
         yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
