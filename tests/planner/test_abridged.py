@@ -17,6 +17,7 @@ from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Plan, Update
 from penstock.runtime.plan.plan import unrolled
 from penstock.runtime.plan.timeline import Span, Timeline
+from tests.lanes import mostly_slow
 from tests.runtime.test_repetition import REGION, demands_of, folded, small
 from tests.strategies import MADE_UP
 
@@ -67,8 +68,7 @@ PLANS = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@mostly_slow("plan", PLANS.values(), ids=PLANS)
 def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     written = unrolled(plan)
     a, b = waterfall(plan, MADE_UP), waterfall(written, MADE_UP)

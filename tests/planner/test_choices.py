@@ -12,6 +12,7 @@ from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.policies import slots_of
 from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, family_of, sample_policy
+from tests.lanes import mostly_slow
 
 CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_200), 20, 4
 WITHIN_FRACTION = 5e-6  # of machine memory: solver tolerance, and squared norms of gradients kept on the device
@@ -67,8 +68,7 @@ def peaks(choices: Choices, policy: Policy) -> list[float]:
     return shares
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("first", CELLS[::N_PER_TEST])
+@mostly_slow("first", CELLS[::N_PER_TEST])
 def test_memory_rows_are_the_footprint(first):
     n_held = 0
     for number in range(first, first + N_PER_TEST):

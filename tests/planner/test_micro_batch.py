@@ -25,9 +25,10 @@ from penstock.planner.search.remedy import Request
 from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import search
 from penstock.planner.search.tree import Tree
-from penstock.planner.search.tuning import LEAST_LOSS_TILE, MORE_PARTS, MOST_MICRO_BATCHES, N_PARTS, NEAR_FRACTION
+from penstock.planner.search.tuning import NEAR_FRACTION
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 
 GB, GIB = 10**9, 2**30
@@ -39,8 +40,6 @@ CELLS = [(SMALL, "rtx4090-desktop", 24 * GB, 1024, 6), (SMALL, "rtx4090-desktop"
 CELLS += [(SMALL, "h200-pcie5", 3 * GB, 4096, 7), (SMALL, "gh200", 3 * GB, 256, 4)]
 CELLS += [(read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 5)]
 SEARCHED_CELLS = (0, 4)  # cells with a search of every size
-
-
 MANY = 12  # number of sizes above which the test searches every third size
 
 
@@ -71,10 +70,9 @@ def alone(cell: int, semantics: Semantics) -> SearchResult | None:
         return None
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", SEARCHED_CELLS)
 def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
-    """Search every size in full, including sizes between the candidates."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
     profile = machine_with(machine, device_bytes)
     semantics, free = start(model, profile, seq_len, batch), SIZES - {"micro_batch"}
@@ -85,8 +83,7 @@ def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
     assert answer.step_s <= best_s * 1.005
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("cell", SEARCHED_CELLS)
+@mostly_slow("cell", SEARCHED_CELLS)
 def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.MonkeyPatch, cell: int) -> None:
     """The certified bound is the minimum over all sizes, including sizes without a search."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
@@ -115,8 +112,7 @@ def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.Mon
     assert search(SMALL, sizes, profile).plan.semantics == last
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("host_bytes", [512 * GB, 2000 * GB])
+@mostly_slow("host_bytes", [512 * GB, 2000 * GB])
 def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -> None:
     """24 GB of device memory, limited by activations: compare greedy policies of each size with the chosen plan."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx4090-server").with_memory(24 * GB, host_bytes)
@@ -133,13 +129,13 @@ def test_candidates_are_few_and_cut_a_batch_into_equal_parts(batch: int) -> None
     sizes = candidates(Semantics(seq_len=1, batch_size=batch, micro_batch=1))
     assert sizes[0] == batch
     assert sizes == sorted(set(sizes), reverse=True)
-    assert len(sizes) <= len(N_PARTS) + len(MORE_PARTS)
+    assert len(sizes) <= len(tuning.N_PARTS) + len(tuning.MORE_PARTS)
     for larger, smaller in pairwise(sizes):
         assert larger <= 2 * smaller + 1
     assert sizes[-1] == 1
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_more_memory_never_makes_a_step_slower_than_its_gap() -> None:
     model, seq_len, batch = SMALL, 2048, 24
     fastest_s = float("inf")
@@ -157,14 +153,10 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
     semantics = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     resized = chosen(read_model("qwen2.5-0.5b"), profile, semantics, free)
-    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > MOST_MICRO_BATCHES
+    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > tuning.MOST_MICRO_BATCHES
 
 
-# -- greedy plans ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("cell", range(len(CELLS)))
+@mostly_slow("cell", range(len(CELLS)))
 def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> None:
     model, machine, device_bytes, seq_len, _ = CELLS[cell]
     profile = machine_with(machine, device_bytes)
@@ -176,8 +168,7 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
     for policy in policies:
         plan = lower(model, workload, semantics, policy, profile.to_json())
         check(plan)
-        demands = greedy.cost.demands(plan)
-        step_s = simulate(plan, demands, region_of(profile)).step_s
+        step_s = simulate(plan, greedy.cost.demands(plan), region_of(profile)).step_s
         lanes_s = busy_s(greedy.evaluator.setup(policy), greedy.cost).values()
         assert max(lanes_s) <= greedy.evaluator.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1
@@ -186,11 +177,7 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
             assert not footprint(frame(model, workload, semantics, extended), profile).fits, "memory is left"
 
 
-# -- user-specified sizes, and tiles --------------------------------------------------------------------------------------
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("seq_len", [2**17, 2**15, 4096])
+@mostly_slow("seq_len", [2**17, 2**15, 4096])
 def test_sizes_that_were_named_stay_and_others_are_chosen_anew(seq_len: int) -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
     semantics = start(model, profile, seq_len, 4)
@@ -220,7 +207,6 @@ def test_half_a_million_tokens_of_a_7b_model_fit_by_tiles_alone() -> None:
 
 
 def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
-    """Use a vocabulary much larger than the layers and decreasing device memory."""
     model, profile = Model(tiny_config("llama", vocab_size=100_000)), read_profile("cpu-2core")
     tiles = []
     for memory_bytes in (GIB * 4, GIB * 2, GIB, GIB // 2, GIB // 4):
@@ -233,7 +219,7 @@ def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
             assert head.transient_bytes < larger_head.transient_bytes > max(b.transient_bytes for b in layers)
     assert tiles == sorted(tiles, reverse=True)
     assert tiles[0] == LOSS_TILE
-    assert tiles[-1] == LEAST_LOSS_TILE
+    assert tiles[-1] == tuning.LEAST_LOSS_TILE
 
 
 def test_sizes_of_a_model_that_never_fits_need_the_least_memory() -> None:

@@ -8,12 +8,10 @@ from math import inf
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.any_memory import with_any_memory
-from penstock.cli.main import cli
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.bounds.bounds import policy_bound, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
@@ -25,23 +23,13 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.resident import resident as all_resident
 from penstock.planner.predict.resident import shares_memory
-from penstock.planner.predict.scaled_profile import Group, faster
+from penstock.planner.predict.scaled_profile import Group, faster, sped_up, with_quantities
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import CUT
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, sizes_of
-from penstock.planner.search.policies import (
-    BASELINES,
-    Family,
-    Slots,
-    Way,
-    baseline,
-    families,
-    smallest_plans,
-    staying,
-    with_ways,
-)
+from penstock.planner.search.policies import BASELINES, Family, Slots, Way, baseline, families, smallest_plans, staying, with_ways
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.search import search, search_machine
 from penstock.planner.search.tree import Tree
@@ -53,6 +41,8 @@ from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Model, Saved
 from penstock.runtime.units import GB
 from tests.adversary import cell, sample_policy, sample_workload
+from tests.lanes import examples, mostly_slow
+from tests.running import penstock, succeeded
 from tests.strategies import MODEL as NOBODY
 from tests.tiny import tiny_config
 
@@ -61,16 +51,9 @@ LEAVING = Way(Saved.PRODUCTS, away=True)
 DESKTOP = read_profile("rtx4090-desktop")
 
 
-def slower(machine, *places, factor=200.0):
-    """Return the machine profile with these rates divided by `factor`, so that they limit the step."""
-    fields = read_profile(machine).to_json()
-    for place in places:
-        node = fields
-        for key in place.split("."):
-            node = node[key]
-        for quantity in [point["rate"] for point in node] if isinstance(node, list) else [node]:
-            quantity["value"] /= factor
-    return Profile.from_json(fields)
+def slower(machine, *places):
+    """Return the machine profile with these rates divided by 200, so that they limit the step."""
+    return with_quantities(read_profile(machine), lambda place, q: sped_up(place, q, 1 / 200) if place.startswith(places) else q)
 
 
 MACHINES = {
@@ -109,15 +92,14 @@ def semantics(draw):
     )
 
 
-@pytest.mark.drawn
 @given(st.integers(0, 10**6))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_bounds_count_no_more_ops_than_the_plan_has(number):
     case = cell(number)
     hold_counts(case.model, case.workload, case.semantics, sample_policy(random.Random(number), case), case.profile)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_bounds_count_no_more_ops_of_layers_packed_unlike():
     """The layers with most weights are not the slowest to unpack in a model with full and linear attention."""
     model, s = shipped_model("qwen3.5-35b-a3b"), Semantics(4096, 16, 8, train=parse_train("lora"), base="nf4")
@@ -141,18 +123,16 @@ def hold_counts(model, workload, semantics, policy, profile):
         assert s <= 1e-9 * total_s or kind in (Kind.READ, Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE)
 
 
-@pytest.mark.drawn
 @given(semantics(), st.data())
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=examples(8))
 def test_the_search_finds_what_brute_force_finds(s, data):
-    """The tolerance is one percent."""
     workload = data.draw(workloads(s, most_layers=2))
     profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
     s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
     hold_against_brute_force(workload, s, profile, every_policy(s, workload, profile, STAYING))
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=3)
 def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
@@ -212,7 +192,7 @@ def test_the_machine_bound_names_what_is_slow():
     assert named == links | {"slow memory": "host DRAM", "slow reduction": "host cores"}
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_answer_is_never_worse_than_a_static_candidate():
     for name, clip in (("rtx4090-server", None), ("gh200", 1.0)):
         model, profile = read_model("qwen2.5-7b"), read_profile(name)
@@ -228,8 +208,7 @@ def test_the_answer_is_never_worse_than_a_static_candidate():
         assert fixed.prediction.step_s == fixed.baselines[name]["step_s"]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("opens", [False, True])
+@mostly_slow("opens", [False, True])
 def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     """The result is the best baseline; the certificate has the lowest family bound, recomputed here."""
     monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
@@ -254,16 +233,15 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
         lowest_s = inf
         for family, family_s in below_s.items():
             for size, n_slots in product(family.groups, GRADIENT_SLOTS):
-                relaxed = relaxation.solve(
-                    replace(family, accumulation_group=size, largest_group=size), Slots(gradient_slots=n_slots)
-                )
+                one_size = replace(family, accumulation_group=size, largest_group=size)
+                relaxed = relaxation.solve(one_size, Slots(gradient_slots=n_slots))
                 lowest_s = min(lowest_s, max(family_s, relaxed.bound_s) if relaxed else inf)
     assert answer.certificate.policy_bound_s == max(machine_bound(answer.plan, CostModel(profile)).seconds, lowest_s)
     assert answer.certificate.gap_fraction == pytest.approx(answer.step_s / answer.certificate.policy_bound_s - 1)
     assert answer.certificate.gap_fraction > 0.05, "this machine gains from what no baseline does"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_cut_of_one_memory_is_searched():
     """Other splits of the memory pool gain at most half a percent and respect the certified bound."""
     fields, model, semantics = read_profile("gb10").to_json(), read_model("qwen2.5-0.5b"), Semantics(512, 8, 1)
@@ -283,7 +261,7 @@ def test_the_cut_of_one_memory_is_searched():
     assert answer.step_s <= 1.005 * min(steps.values())
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     """If host memory fits only the gradients of one group, a long plan is returned or rejected with one line."""
     model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
@@ -316,26 +294,20 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
         assert len(set(space)) == len(space)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "machine", "device", "host", "batch"),
     [("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16), ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8)],
 )
 def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, batch):
-    """Append the suggested options to the `plan` command and run it again."""
-    options = ["plan", model, "--machine", machine, "--seq-len", "1024", "--batch-size", str(batch), "--json"]
-    options += ["--device-memory", str(device)] if device else []
-    options += ["--host-memory", str(host)] if host else []
-    rejected = CliRunner().invoke(cli, options)
+    options = ["plan", model, "--machine", machine, "--seq-len", 1024, "--batch-size", batch, "--json"]
+    options += ["--device-memory", device] if device else ["--host-memory", host]
+    rejected = penstock(*options)
     assert rejected.exit_code == 3, rejected.output
     changes = rejected.stderr.split("smallest changes that fit: ")[1].strip().split(", or ")
     assert changes
     for change in changes:
-        accepted = CliRunner().invoke(cli, [*options, *change.partition(" (")[0].split()])
-        assert accepted.exit_code == 0, (change, accepted.stderr)
-
-
-# -- frozen weights -------------------------------------------------------------------------------------------------------
+        succeeded(penstock(*options, *change.partition(" (")[0].split()))
 
 
 def setup_of(model_type, train, n_layers=4, **fields):
@@ -358,8 +330,7 @@ def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
     search(model, [(semantics, workload)], DESKTOP, policy)  # asserts the same
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("train", ["names:model.norm.weight", "names:lm_head.weight", "layers:7"])
+@mostly_slow("train", ["names:model.norm.weight", "names:lm_head.weight", "layers:7"])
 def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     setup = setup_of("llama", train, n_layers=8, seq_len=128, batch_size=8, micro_batch=4)
     strided, spread = (footprint(frame(*setup, Policy(boundary_stride=n)), DESKTOP).device_peak_bytes for n in (4, 1))
@@ -367,8 +338,7 @@ def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     assert min(n.device_peak_bytes for n in needs) <= strided < spread
     tight = with_any_memory(DESKTOP, strided, 10**12)
     model, workload, semantics = setup
-    result = search(model, [(semantics, workload)], tight)
-    assert result.needs.fits
+    assert search(model, [(semantics, workload)], tight).needs.fits
 
 
 def test_adapters_updated_on_the_device_need_no_host_ops():

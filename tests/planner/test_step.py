@@ -19,6 +19,7 @@ from penstock.planner.show.memory import occupancy
 from penstock.planner.show.step import measured_stretch, predicted_stretch
 from penstock.runtime.plan import Lane, Semantics, Slot
 from penstock.runtime.plan.timeline import Span, Timeline
+from tests.lanes import examples
 from tests.strategies import MADE_UP, plans, predicted
 
 fractions = st.lists(st.floats(0, 0.999), min_size=5, max_size=5)
@@ -31,8 +32,7 @@ def lowered():
     return lower(model, workload, s, baseline("megatrain-plus", s, workload), read_profile("rtx4090-server").to_json())
 
 
-@pytest.mark.drawn
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plans())
 def test_the_drawn_step_holds_every_op_once(plan):
     """In a steady state the stretch has exactly the work of one step, even if lanes run ahead."""
@@ -45,8 +45,7 @@ def test_the_drawn_step_holds_every_op_once(plan):
     for piece in stretch.within():
         assert 0 <= piece.start_s <= piece.end_s <= stretch.length_s * (1 + 1e-9)
         drawn_s[piece.op] += piece.end_s - piece.start_s
-    n_steps = len(prediction.timeline.step_ends_s)
-    for span in prediction.timeline.from_step(n_steps - 1).spans:
+    for span in prediction.timeline.from_step(len(prediction.timeline.step_ends_s) - 1).spans:
         assert drawn_s[span.op] == pytest.approx(span.end_s - span.start_s, abs=1e-9 * prediction.step_s + 1e-12)
 
 
@@ -85,8 +84,7 @@ def obviously_held(plan, spans, at_s):
     return live_bytes
 
 
-@pytest.mark.drawn
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plans(max_layers=4, max_micro_batches=3), fractions)
 def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
     stretch = predicted_stretch(plan, predicted(plan, MADE_UP))
@@ -102,8 +100,7 @@ def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
                     assert one.series[arena.name][index] == expected[arena.name], (arena.name, at_s)
 
 
-@pytest.mark.drawn
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(plans())
 def test_no_more_is_held_than_is_reserved(plan):
     stretch, needs = predicted_stretch(plan, predicted(plan, MADE_UP)), footprint(plan, MADE_UP)

@@ -1,6 +1,5 @@
 """Prediction intervals: widths from the spreads of a profile."""
 
-import math
 import random
 from statistics import quantiles
 
@@ -13,12 +12,13 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.compute_time import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.scaled_profile import Group, group_of, with_quantities
+from penstock.planner.predict.scaled_profile import Group, group_of, sped_up, with_quantities
 from penstock.planner.predict.uncertainty import interval, off_by
 from penstock.planner.show.waterfall import RESOURCES
 from penstock.runtime.host import slabs
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
+from tests.lanes import examples
 from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
 from tests.tiny import tiny_config
@@ -37,15 +37,14 @@ def width_s(prediction):
     return prediction.p90_step_s - prediction.p10_step_s
 
 
-def small_plan(machine="h200-pcie5", update="deferred", pointwise="eager"):
+def small_plan(pointwise="eager"):
     model, semantics = read_model("qwen2.5-0.5b"), Semantics(seq_len=512, batch_size=8, micro_batch=8, pointwise=pointwise)
-    profile = read_profile(machine)
-    return lower(model, build_workload(model, semantics), semantics, Policy(update=update), profile.to_json()), profile
+    profile = read_profile("h200-pcie5")
+    return lower(model, build_workload(model, semantics), semantics, Policy(update="deferred"), profile.to_json()), profile
 
 
-@pytest.mark.drawn
 @given(cases(), st.integers(1, 8), st.integers(0, 100))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, seed):
     result = interval(case.plan, MADE_UP, n_draws, seed)
     assert result.p10_step_s <= result.p50_step_s <= result.p90_step_s
@@ -53,26 +52,23 @@ def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, see
     assert (result.n_draws, result.seed) == (n_draws, seed)
 
 
-@pytest.mark.drawn
 @given(cases())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_without_spreads_the_interval_is_the_prediction(case):
     result = interval(case.plan, spread(MADE_UP, 0.0), MANY)
     assert width_s(result) == 0
     assert result.p50_step_s == pytest.approx(predicted(case.plan).step_s, rel=1e-9)
 
 
-@pytest.mark.drawn
 @given(cases())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_wider_spreads_make_a_wider_interval(case):
     widths_s = [width_s(interval(case.plan, spread(MADE_UP, f), 12)) for f in (0.01, 0.05, 0.25, 1.0)]
     assert widths_s == sorted(set(widths_s))
 
 
-@pytest.mark.drawn
 @given(cases(), st.sampled_from([0.02, 0.1, 0.5]), st.sampled_from([3, MANY, 15]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
     """Only compute takes time and all rates scale together: p10 and p90 differ from p50 by the spread."""
     free_groups = (RESOURCES[name] for name in ("link", "disk", "host DRAM", "optimizer"))
@@ -161,30 +157,16 @@ def test_beyond_a_shipped_grid_a_product_is_off_by_over_a_tenth(machine):
     assert 1.1 < off_by(read_profile(machine), "bf16", None) < 3
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_interval_is_that_of_plain_sampling():
-    """Compare with independent samples of the profile, each built from JSON."""
+    """Compare with independent samples of the profile."""
     plan, profile = small_plan()
-    fields, rng = profile.to_json(), random.Random(3)
-    steps_s = []
+    rng, steps_s = random.Random(3), []
     for _ in range(100):
-        z = {group: rng.gauss(0, 1) / 1.2815515655446004 for group in Group}
-        steps_s.append(predicted(plan, Profile.from_json(moved(fields, z))).step_s)
+        z = {group: rng.gauss(0, 1) / 1.2815515655446004 for group in Group} | {None: 0.0}
+        moved = with_quantities(profile, lambda place, q: sped_up(place, q, (1 + q.spread_fraction) ** z[group_of(place)]))  # noqa: B023
+        steps_s.append(predicted(plan, moved).step_s)
     tenths = quantiles(steps_s, n=10)
     result = interval(plan, profile, 64)
     percentiles = result.p10_step_s, result.p50_step_s, result.p90_step_s
     assert percentiles == pytest.approx((tenths[0], tenths[4], tenths[8]), rel=0.04)
-
-
-def moved(part, z, place=""):
-    """Return the profile JSON with each quantity shifted by `z[group]` times its spread."""
-    if isinstance(part, dict) and set(part) == {"value", "spread_fraction", "source"}:
-        group = group_of(place)
-        factor = 1.0 if group is None else math.pow(1 + part["spread_fraction"], z[group])
-        is_time = place.endswith(("latency_s", "overhead_s"))
-        return part | {"value": part["value"] / factor if is_time else part["value"] * factor}
-    if isinstance(part, dict):
-        return {key: moved(item, z, f"{place}.{key}" if place else key) for key, item in part.items()}
-    if isinstance(part, list):
-        return [moved(item, z, f"{place}.{i}") for i, item in enumerate(part)]
-    return part

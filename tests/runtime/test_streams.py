@@ -32,17 +32,17 @@ def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
 
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), haste=0.5, machine_type=Slow)
     ops, spans = machine.plan.ops, execute(machine.plan, machine, 5).spans
-    at = {(span.step, span.op): span for span in spans}
-    assert len(at) == 5 * len(ops)
+    span_of = {(span.step, span.op): span for span in spans}
+    assert len(span_of) == 5 * len(ops)
     for lane in Lane:
         mine = [span for span in spans if ops[span.op].lane is lane]
         assert all(b.start_s >= a.end_s - 1e-6 for a, b in itertools.pairwise(mine))
-    for (step, number), span in at.items():
+    for (step, number), span in span_of.items():
         assert span.end_s - span.start_s >= (slow_s if is_slow(ops[number]) else 0)
         for wait in ops[number].waits:
-            before = at.get((step - wait.distance, wait.op))
-            if before is not None and Lane.CPU not in (ops[number].lane, ops[wait.op].lane):
-                assert span.start_s >= before.end_s - 1e-6
+            earlier = span_of.get((step - wait.distance, wait.op))
+            if earlier is not None and Lane.CPU not in (ops[number].lane, ops[wait.op].lane):
+                assert span.start_s >= earlier.end_s - 1e-6
 
 
 class Stub:

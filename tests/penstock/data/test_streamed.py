@@ -19,8 +19,9 @@ from penstock.runtime.errors import CheckpointError, DataError
 from penstock.settings import DataSettings
 from tests.bytes_of_files import END, read, same, write_lines
 from tests.chats import write_talker
+from tests.lanes import examples
 
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+few = settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 files = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
 
@@ -44,12 +45,9 @@ def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **
 
 def documents_of(batch: Batch) -> list[bytes]:
     """Return the documents in a batch, without padding."""
-    result = []
-    for ids, lengths in zip(batch.input_ids.tolist(), batch.document_tokens, strict=True):
-        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-        documents = [ids[end - n : end] for n, end in zip(lengths, ends, strict=True)]
-        result += [bytes(document[:-1]) for document in documents if set(document) != {END}]
-    return result
+    rows = zip(batch.input_ids, batch.document_tokens, strict=True)
+    documents = [document.tolist() for row, lengths in rows for document in row.split([*lengths])]
+    return [bytes(document[:-1]) for document in documents if set(document) != {END}]
 
 
 def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:
@@ -63,7 +61,6 @@ def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:
     raise AssertionError
 
 
-@pytest.mark.drawn
 @few
 @given(ns=files, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
 def test_every_epoch_holds_every_document_once(tmp_path_factory, ns, seed, shuffle):
@@ -83,7 +80,6 @@ def test_epochs_and_seeds_have_orders_and_sequences_of_their_own(tmp_path):
     assert epochs_of(stream(path, 2**40, batch_size=1, seq_len=12), 1) != epochs[:1]
 
 
-@pytest.mark.drawn
 @few
 @given(
     ns=files,

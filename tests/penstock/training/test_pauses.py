@@ -15,6 +15,8 @@ from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
 from tests.sessions import evaluating, lines, resumed, session_of, steps_of, train
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 
 class Looks:
     """Validation that records its steps and asserts that lanes are idle."""
@@ -32,7 +34,6 @@ class Looks:
 
 
 def looked(session: Session, n_steps: int, every: int | None = None, on_step=lambda metrics: None, **fields) -> list[int]:
-    """Train with a validation; return its steps."""
     looks = Looks(session := evaluating(session, every), **fields)
     train(session, n_steps, on_step, [looks.validation])
     return looks.steps

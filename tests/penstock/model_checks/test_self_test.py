@@ -4,13 +4,14 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from penstock.model_checks import self_test as module
 from penstock.planner.model import trace_cache
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.plan import Policy
-from penstock.training import self_test as module
-from tests.running import make_home, one_line, plan_in, train
+from tests.lanes import mostly_slow
+from tests.running import one_line, plan_in, train
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of
 
@@ -19,7 +20,6 @@ SHIPPED = ["llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3-671b", "gemma3-1b", "
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Empty cache folder for tests and their commands."""
     module._tried.cache_clear()
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     token = trace_cache.folder.set(tmp_path / "kept")
@@ -27,13 +27,11 @@ def cache(tmp_path, monkeypatch):
     trace_cache.folder.reset(token)
 
 
-def llama(n_vocab=97):
-    config = tiny_config("llama", vocab_size=n_vocab)
-    return plan_of(config, semantics_of("llama"), Policy())
+def llama():
+    return plan_of(tiny_config("llama", vocab_size=97), semantics_of("llama"), Policy())
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("name", SHIPPED)
+@mostly_slow("name", SHIPPED)
 def test_a_model_of_any_size_is_cut_down_and_passes(name):
     model = shipped_model(name)
     semantics = semantics_of("llama", seq_len=8192, attention=supported_attention(model)[0])
@@ -65,9 +63,8 @@ def test_a_forward_whose_bits_depend_on_grad_mode_is_refused(tmp_path, monkeypat
         module.self_test(llama(), lambda _: None)
 
 
-def test_a_run_whose_stream_computes_something_else_is_refused(tmp_path, monkeypatch):
-    home, allocations, original = make_home(tmp_path), list[int](), Templates.layer
-    plan = plan_in(home)
+def test_a_run_whose_stream_computes_something_else_is_refused(home, monkeypatch):
+    plan, allocations, original = plan_in(home), list[int](), Templates.layer
     monkeypatch.setattr("penstock.training.session.machine_of", lambda *_: allocations.append(1))
     monkeypatch.setattr(Templates, "layer", lambda *args, **how: original(*args, **how) * (0.999 if args[1] == 2 else 1))
     one_line(train(home, plan), 2, "self-test failed: a streamed step is not transformers' own (loss")
