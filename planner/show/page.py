@@ -88,9 +88,6 @@ def _digest(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
 
 
-# -- data of the script -------------------------------------------------------------------------------------------------
-
-
 def _track(name: str, stretch: Stretch) -> dict[str, Any]:
     """Encode a stretch. Start times are stored as differences, to keep the numbers short."""
     tick_s = max(stretch.length_s, 1e-12) / TICKS

@@ -19,8 +19,7 @@ from .schedule import batch_in_words, clauses, counted, kernels_in_words, traine
 Line = tuple[str, str]  # name, text
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
 LANE_TITLE |= {Lane.NET: "exchange", Lane.DISK: "reads from the disk"}
-# Contents of parts of memory
-GLOSS = {
+GLOSS = {  # parts of memory
     "state": "master weights and optimizer states; frozen weights",
     "frozen": "frozen weights, read from the disk",
     "packed": "quantized weights before unpacking",
@@ -78,9 +77,6 @@ class Table:
     def longest_s(self) -> float:
         """Scale of the bars."""
         return max((max(bar.end_s, bar.high_s or 0.0) for bar in self.bars), default=0.0) or 1.0
-
-
-# -- lines ----------------------------------------------------------------------------------------------------------------
 
 
 def verdict_lines(f: Facts) -> Iterator[Line]:
@@ -236,9 +232,6 @@ def _memories(f: Facts) -> tuple[tuple[str, dict[str, int], int], ...]:
     """(title, parts, capacity) of each memory; with several ranks, for one of them."""
     suffix, needs = f" of each of {n} GPUs" if (n := f.plan.semantics.ranks) > 1 else "", f.needs
     return (f"device{suffix}", needs.device, needs.device_memory_bytes), (f"host{suffix}", needs.host, needs.host_memory_bytes)
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------------
 
 
 def lane_table(f: Facts) -> Table:
