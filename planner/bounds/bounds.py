@@ -61,12 +61,9 @@ def subject_of(plan: Setup, works: WorkCache, facets: Facets) -> Subject:
     for _, spared in spared_ops(plan, cost, facets.op_cost):
         work["total"][:, 0] -= spared
     of_block |= {b: of_block[first] for first, blocks in equal_blocks.items() for b in blocks}
-    n_early = {
-        Kind.FETCH_ACTIVATION: np.array([early_fetches(group, len(policy.spill_blocks))]),
-        Kind.FETCH_SAVED: np.array(
-            [sum(min(policy.saved_slots, group * len(blocks)) for blocks in offload_groups(policy))], dtype=np.float64
-        ),
-    }
+    n_saved = sum(min(policy.saved_slots, group * len(blocks)) for blocks in offload_groups(policy))
+    n_fetched = {Kind.FETCH_ACTIVATION: early_fetches(group, len(policy.spill_blocks)), Kind.FETCH_SAVED: float(n_saved)}
+    n_early = {kind: np.array([n]) for kind, n in n_fetched.items()}
     n_loads = np.array([float(policy.prefetch_depth + least_slots(plan))])
     one_block = np.array([max(until_each_block_s(plan, cost, of_block))])
     passing = n_passing(group, dict.fromkeys(LEAVE, np.array([float(policy.saved_slots)])))

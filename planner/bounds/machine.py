@@ -41,10 +41,8 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     solution = program.solve()
     assert solution is not None, "shares of 0 are feasible"
     bound, x = solution
-    facets = {
-        name: seconds + x[squared_share] * (squared[name] - seconds) + x[state_share] * (staying[name] - seconds)
-        for name, seconds in host.items()
-    }
+    a, b = x[squared_share], x[state_share]
+    facets = {name: s + a * (squared[name] - s) + b * (staying[name] - s) for name, s in host.items()}
     return Bound(bound * scale_s * (1 - SLACK), max(facets, key=lambda name: facets[name]), "machine")
 
 

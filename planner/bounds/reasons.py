@@ -226,13 +226,9 @@ def _deferred(subject: Subject, facets: Facets, algebra: Algebra, durations: Pha
     shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - excluded)])
     updated = work["updates"] + work["first_loads"]
     leaving = first_share * work["first_leaving"] - sum(map(subject.passing, LEAVING))  # except the content of the slots
-    until = algebra.longest(
-        [
-            scalars["update_of_embedding"] + scalars["load_of_embedding"] + first_sweep,
-            scalars["update"] + scalars["load_of_head"],
-            algebra.longest([*updated, *(updated + leaving)]),
-        ]
-    )
+    forwards_end = scalars["update_of_embedding"] + scalars["load_of_embedding"] + first_sweep
+    head_loaded = scalars["update"] + scalars["load_of_head"]
+    until = algebra.longest([forwards_end, head_loaded, algebra.longest([*updated, *(updated + leaving)])])
     yield "deferred, until the first loss, then all else", UPDATED, until + algebra.longest([on_lanes, shared])
     if np.any(scalars["update_on_device"]):  # does not wait for the last speculative update
         on_device = scalars["update_on_device"] + first_sweep

@@ -88,7 +88,6 @@ class Work:
     """Work of a set of blocks: sums and multiples add up linearly, except the largest ops."""
 
     def __init__(self, n_facets: int, width: int = 1) -> None:
-        # vectors, scalars, largest ops
         self.all = np.zeros((len(VECTORS), n_facets, width)), np.zeros((len(SCALARS), width)), np.zeros((len(LARGEST), n_facets))
         vectors, scalars, largest = self.all
         self.vectors: dict[str, Array] = dict(zip(VECTORS, vectors, strict=True))

@@ -132,9 +132,6 @@ def check_repeat(plan: Plan, repeat: Repeat, shape: Shape) -> None:
             raise wrong(i, op, f"has a micro-batch of another part of the step: {repeat}")
 
 
-# -- operands -----------------------------------------------------------------------------------------------------------------
-
-
 def expected(shape: Shape, op: Op) -> list[tuple[str, Slots]]:
     """Operands that the op must have, in the order of the plan language."""
     return [(name, slots) for name in OPS[op.kind].names for slots in slots_of(name, shape, op)]

@@ -144,10 +144,8 @@ class OpTable:
         known = [Slot(ARENAS[number // MOST_SLOTS], number % MOST_SLOTS) for number in used.tolist()]
         operands = [(NAMES[name], known[i]) for name, i in zip(self.operands[1].tolist(), index.tolist(), strict=True)]
         waits = [Wait(op, distance, back) for distance, back, op in self.waits[1:].T.tolist()]
-        of_ops = (
-            [tuple(entries[i:j]) for i, j in pairwise(self.first(table).tolist())]
-            for entries, table in ((operands, self.operands), (waits, self.waits))
-        )
+        tables = ((operands, self.operands), (waits, self.waits))
+        of_ops = ([tuple(entries[i:j]) for i, j in pairwise(self.first(table).tolist())] for entries, table in tables)
         return tuple(map(_op, self.kinds.tolist(), self.blocks.tolist(), self.micro_batches.tolist(), *of_ops))
 
     @property

@@ -176,8 +176,6 @@ class Tape:
                 self.tiles.append((count, part))
                 self.cuts = self.cuts or tuple(zip(inputs, cut, strict=True))
 
-    # ---- work
-
     @property
     def matmuls(self) -> list[Matmul]:
         """Matrix products with weights in order of execution; a shorter last tile's products follow those of the full tiles."""
@@ -212,8 +210,6 @@ class Tape:
     def _tiled_elements(self) -> int:
         """Trained elements of the weights that tiles use."""
         return sum(s.n_trained for s in self.tiles[0][1].steps) if self.tiles else 0
-
-    # ---- memory
 
     @property
     def kept_bytes(self) -> int:

@@ -124,9 +124,8 @@ def replay(trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_ro
         return
     full.run(0, mlp.first)
     # Inputs of a tile: existing tensors that the MLP and later row-wise calls read
-    inputs = dict.fromkeys(
-        i for call in trace.calls[mlp.first :] for i in call.reads if i in full.tensors and trace.tensors[i].floating
-    )
+    read = (i for call in trace.calls[mlp.first :] for i in call.reads)
+    inputs = dict.fromkeys(i for i in read if i in full.tensors and trace.tensors[i].floating)
 
     def of_tile(tape: Tape, cut: Sequence[Tensor], rows: int) -> None:
         tile_replay = _Replay(trace, tape, semantics, part, (rows, n_rows))

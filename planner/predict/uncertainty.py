@@ -53,11 +53,8 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     off = {name: x if isinstance(x, float) else off_by(profile, dtype, x) for name, x in nearest.outside.items()}
     simulator, steps_s = Simulator(ops), list[float]()
     wider = {Group.OPTIMIZER: DERIVED} if plan.semantics.is_lean else {}
-    spreads = [
-        (place, 1 + quantity.spread_fraction * wider.get(group, 1), group)
-        for place, quantity in profile.quantities()
-        if (group := group_of(place)) is not None
-    ]
+    grouped = [(place, quantity.spread_fraction, group_of(place)) for place, quantity in profile.quantities()]
+    spreads = [(place, 1 + x * wider.get(group, 1), group) for place, x, group in grouped if group is not None]
     # Standard normal deviations by group (None: extrapolations) and sample: midpoints of equally likely strata
     rng, levels = random.Random(seed), [NormalDist().inv_cdf((i + 0.5) / n_draws) for i in range(n_draws)]
     groups = sorted((*Group, None), key=lambda group: group is Group.DISK)  # newest last: the other samples do not change

@@ -148,9 +148,7 @@ def _ordered(policy: Policy) -> Policy:
 
 def _essence(policy: Policy) -> tuple[object, ...]:
     """Key without buffer sizes and the place of norms, and with counts of blocks."""
-    counts = [
-        len(blocks)
-        for blocks in (policy.resident_blocks, policy.spill_blocks, policy.offload_blocks, policy.device_blocks, policy.disk_blocks)
-    ]
+    p = policy
+    counts = [*map(len, (p.resident_blocks, p.spill_blocks, p.offload_blocks, p.device_blocks, p.disk_blocks))]
     counts += [policy.save.count(saved) for saved in RICHER] + [bool(policy.speculate_blocks)]
     return policy.update, policy.accumulation_group, policy.boundary_stride, *counts

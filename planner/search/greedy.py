@@ -76,9 +76,8 @@ class Greedy:
         block, layers = self.workload.blocks[first], range(first, self.workload.n_layers + 1)
         if not layers or any(self.workload.blocks[b].recompute(saved) is None for b in layers):
             return {}
-        plan = self.evaluator.setup(
-            with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)})
-        )
+        smallest = Policy(accumulation_group=self.semantics.least_group)
+        plan = self.evaluator.setup(with_ways(smallest, {first: Way(saved, away=True)}))
         offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, first, 0)).uncontended_s
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))

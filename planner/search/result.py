@@ -100,17 +100,10 @@ def result_of(evaluator: Evaluator, plan: Plan, proven: Bounds, known: dict[str,
         policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, proven.n_families, len(evaluator.tried),
         evaluator.clipped_fraction, spread.n_draws, spread.seed, arithmetic(), proven.free, proven.n_sizes, size_bound_s,
     )  # fmt: skip
-    return SearchResult(
-        plan,
-        prediction,
-        Claim(predicted, certificate),
-        needs,
-        known,
-        tuple(sorted(evaluator.cost.outside)),
-        evaluator.next_best(best),
-        evaluator.clipped_step_s(best) if plan.policy.speculate_blocks else None,
-        resident_in_parts(plan, evaluator.cost),
-    )
+    outside, resident = tuple(sorted(evaluator.cost.outside)), resident_in_parts(plan, evaluator.cost)
+    clipped_s = evaluator.clipped_step_s(best) if plan.policy.speculate_blocks else None
+    claim, next_best = Claim(predicted, certificate), evaluator.next_best(best)
+    return SearchResult(plan, prediction, claim, needs, known, outside, next_best, clipped_s, resident)
 
 
 def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | None:

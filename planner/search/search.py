@@ -151,11 +151,10 @@ def _nothing_found(state: _Sizes, free: frozenset[str]) -> TooLongError | DoesNo
 
 def _of_any_cut_s(evaluator: Evaluator, free: frozenset[str]) -> float:
     """Lower bound in seconds over all sizes and all splits of a single memory."""
-    unsplit = uncut(evaluator.model, evaluator.semantics, evaluator.profile, free)
-    evaluators = [
-        Evaluator(evaluator.model, workload, sized, unsplit, evaluator.clipped_fraction)
-        for sized, workload in sizes_of(evaluator.model, evaluator.semantics, unsplit, free)
-    ]
+    model, semantics, clipped_fraction = evaluator.model, evaluator.semantics, evaluator.clipped_fraction
+    unsplit = uncut(model, semantics, evaluator.profile, free)
+    sizes = sizes_of(model, semantics, unsplit, free)
+    evaluators = [Evaluator(model, workload, sized, unsplit, clipped_fraction) for sized, workload in sizes]
     trees = [Tree(evaluator) for evaluator in evaluators]
     ready = [(machine_bound(e.setup(Policy()), e.cost).seconds, 0, i) for i, e in enumerate(evaluators)]
     heapq.heapify(ready)

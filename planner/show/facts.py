@@ -59,7 +59,6 @@ class Facts:
         self.plan, self.run, self.answer, self.n_tokens = plan, run, answer, n_tokens  # `n_tokens`: of a training job
         self.profile = Profile.from_json(plan.profile, where)
         self.cost = CostModel(self.profile)
-        # A step without clipping
         self.prediction = answer.prediction if answer else simulate(plan, self.cost.demands(plan), region_of(self.profile))
         self.outside = answer.outside if answer else tuple(sorted(self.cost.outside))  # inputs outside the measured range
         self.claim = None if file.claim is None else claimed(file.claim, where)  # None if absent or unconfirmed

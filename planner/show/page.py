@@ -88,9 +88,6 @@ def _digest(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
 
 
-# -- data of the script -------------------------------------------------------------------------------------------------
-
-
 def _track(name: str, stretch: Stretch) -> dict[str, Any]:
     """Encode a stretch. Start times are stored as differences, to keep the numbers short."""
     tick_s = max(stretch.length_s, 1e-12) / TICKS
@@ -128,9 +125,8 @@ def _worth_drawing(values: Sequence[float | None]) -> list[int]:
     width = -(-len(values) // MOST_STRETCHES) or 1
     stretches = (range(i, min(i + width, len(values))) for i in range(0, len(values), width))
     height = [-inf if v is None else v for v in values]
-    return sorted(
-        {i for stretch in stretches for i in (min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__))}
-    )
+    pairs = ((min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__)) for stretch in stretches)
+    return sorted({i for pair in pairs for i in pair})
 
 
 def _curves(facts: Facts) -> list[dict[str, Any]]:

@@ -19,8 +19,7 @@ from .schedule import batch_in_words, clauses, counted, kernels_in_words, traine
 Line = tuple[str, str]  # name, text
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
 LANE_TITLE |= {Lane.NET: "exchange", Lane.DISK: "reads from the disk"}
-# Contents of parts of memory
-GLOSS = {
+GLOSS = {  # parts of memory
     "state": "master weights and optimizer states; frozen weights",
     "frozen": "frozen weights, read from the disk",
     "packed": "quantized weights before unpacking",
@@ -80,16 +79,11 @@ class Table:
         return max((max(bar.end_s, bar.high_s or 0.0) for bar in self.bars), default=0.0) or 1.0
 
 
-# -- lines ----------------------------------------------------------------------------------------------------------------
-
-
 def verdict_lines(f: Facts) -> Iterator[Line]:
     """Short verdict: step, certificate, memory, bottleneck and price."""
     claim = f.claim
-    yield (
-        "step",
-        f"{exact(f.step_s)}{'' if claim is None else f' ({p10_to_p90(claim.prediction)})'}, {f.tokens_per_s:,.0f} tokens/s",
-    )
+    spread = "" if claim is None else f" ({p10_to_p90(claim.prediction)})"
+    yield "step", f"{exact(f.step_s)}{spread}, {f.tokens_per_s:,.0f} tokens/s"
     if f.measured is not None:
         yield "measured", _measured(f, f.measured)
     if claim is not None:
@@ -104,10 +98,8 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
     if (forward := f.forward) is not None:
         rate, pace = forward.n_sequences * f.plan.semantics.seq_len / forward.seconds, exact(forward.seconds)
         bound = f"no schedule below {exact(forward.bound_s)} (gap {forward.seconds / forward.bound_s - 1:.1%})"
-        yield (
-            "forward",
-            f"a pass that writes log-probabilities: {forward.n_sequences:,} sequences in {pace}, {rate:,.0f} tokens/s; {bound}",
-        )
+        text = f"a pass that writes log-probabilities: {forward.n_sequences:,} sequences in {pace}, {rate:,.0f} tokens/s"
+        yield "forward", f"{text}; {bound}"
     if f.n_tokens is not None:
         yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
@@ -240,9 +232,6 @@ def _memories(f: Facts) -> tuple[tuple[str, dict[str, int], int], ...]:
     """(title, parts, capacity) of each memory; with several ranks, for one of them."""
     suffix, needs = f" of each of {n} GPUs" if (n := f.plan.semantics.ranks) > 1 else "", f.needs
     return (f"device{suffix}", needs.device, needs.device_memory_bytes), (f"host{suffix}", needs.host, needs.host_memory_bytes)
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------------
 
 
 def lane_table(f: Facts) -> Table:

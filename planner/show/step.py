@@ -67,10 +67,8 @@ def _stretches(plan: Plan, spans: Sequence[Span]) -> list[Stretch]:
     """Steps with a known successor, in order, each with all spans."""
     first = next((i for i, op in enumerate(plan.ops) if op.lane is Lane.GPU), 0)
     starts_s = sorted((s.step, s.start_s) for s in spans if s.op == first)
-    everything = tuple(spans)
-    return [
-        Stretch(a, start_s, end_s, everything) for (a, start_s), (b, end_s) in pairwise(starts_s) if b == a + 1 and end_s > start_s
-    ]
+    steps, everything = pairwise(starts_s), tuple(spans)
+    return [Stretch(a, start_s, end_s, everything) for (a, start_s), (b, end_s) in steps if b == a + 1 and end_s > start_s]
 
 
 def _typical(stretches: Sequence[Stretch]) -> Stretch:
