@@ -370,7 +370,7 @@ def _data(
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or an object with one")
     from penstock.data.user_batches import UserBatches
-    from penstock.runtime.layers.document_isolation import supports_documents
+    from penstock.model_checks.document_isolation import supports_documents
 
     semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     reason, objective = supports_documents(plan.model.config, semantics), semantics.objective

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.model_checks.self_test import differences, reference_step
 from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
-from penstock.training.self_test import differences, reference_step
 from tests import training
 from tests.every_type import tiny
 from tests.rank_law import trained_alone, trained_by

@@ -10,13 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from penstock.model_checks.document_isolation import supports_documents
 from penstock.planner.check.check import check
 from penstock.planner.lower.forward import forward_plan
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
 from penstock.runtime.layers import documents
-from penstock.runtime.layers.document_isolation import supports_documents
 from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.footprint import document_bytes, padded_tokens
 from penstock.runtime.plan.workload import Model

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.model_checks.self_test import differences, reference_step
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
@@ -20,7 +21,6 @@ from penstock.runtime.layers.meta_models import read_config
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
-from penstock.training.self_test import differences, reference_step
 from tests.every_type import tiny
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, same_bits, semantics_of

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from penstock.model_checks import self_test as module
 from penstock.planner.model import trace_cache
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.plan import Policy
-from penstock.training import self_test as module
 from tests.running import make_home, one_line, plan_in, train
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of
