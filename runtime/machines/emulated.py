@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from penstock.runtime.executor import Record
-from penstock.runtime.host.slabs import Shared, host_slab
+from penstock.runtime.host.slabs import host_slab
 from penstock.runtime.plan import Lane, Op, Semantics
 from penstock.runtime.plan.objective import CROSS_ENTROPY
 from penstock.runtime.plan.region import Demand, Region, shares
 from penstock.runtime.plan.timeline import Span
-from penstock.runtime.ranks import ExchangeScope
+from penstock.runtime.ranks import ExchangeScope, Shared
 
 from .torch_machine import TorchMachine
 
