@@ -16,6 +16,7 @@ from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, no_report, required_format
 from penstock.data.sampling import MapStyleData
+from penstock.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.hwprofiles.schema import Profile
 from penstock.model_checks.self_test import self_test
 from penstock.planner.check.check import check
@@ -30,7 +31,6 @@ from penstock.run_config import RunConfigError
 from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
 from penstock.runtime.executor import Machine, Stop, say
-from penstock.runtime.machines.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.runtime.machines.processes import Processes
 from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from penstock.runtime.plan import Plan, PlanFile

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from penstock.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model, shipped_models, supported_attention
@@ -13,7 +14,6 @@ from penstock.planner.predict.cost import costs, region_of
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.executor import execute
-from penstock.runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.runtime.machines.torch_machine import CpuMachine
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.region import Demand, Region, Resource
