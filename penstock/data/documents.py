@@ -63,6 +63,14 @@ class Reader:
         of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_NOTES, Value("string"))
         return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, LOSS_NUMBERS: List(Value("float64"))})
 
+    @property
+    def about(self) -> str:
+        """Describe the data set and how it is read, for the user."""
+        how = "by the model's chat template" if self.template.tokenizer.has_template else "as <|role|> and text"
+        parts = [f"{self.files.path}: {self.format}", "" if self.is_text else f"conversations {how}", self.files.about]
+        left_out = f"{n:,} file{'s' * (n != 1)} left out" if (n := self.files.n_left_out) else ""
+        return ", ".join(filter(None, [*parts, left_out]))
+
     def stream(self, order: Iterable[int]) -> IterableDataset:
         """Yield documents lazily from the files in this order. `datasets` tracks the stream state by file and row."""
         shards = [(int(i), self.files.files[i]) for i in order]

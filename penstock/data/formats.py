@@ -4,6 +4,7 @@ The columns of the first row select the format of a data set. Rows of any format
 """
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.runtime.errors import DataError
+from penstock.runtime.plan.objective import ADVANTAGE, LABEL, OLD, LossInput, LossUnit, Objective
 from penstock.runtime.units import on_one_line
 
 Message = dict[str, Any]
@@ -36,15 +38,26 @@ PREFERENCE, UNPAIRED, ROLLOUTS, LABELLED = "preference", "unpaired-preference", 
 _PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, or as lists of messages, the prompt left out if both begin with it'
 _GROUP = '{"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "logprobs": [[-0.1], [-0.5, -2.0]], "rewards": [0, 1]}'
 _ANSWER = '{"prompt": "...", "completion": "...", "label": true}, or prompt and completion as lists of messages'
-# Formats that a loss requires: (name of the loss in errors, required columns)
+
+
+@dataclass(frozen=True, slots=True)
+class LossFormat:
+    """Row format that losses require. `loss`: their name in errors; `inputs`: loss inputs that the numbers of a row become."""
+
+    loss: str
+    unit: LossUnit
+    columns: tuple[str, ...]
+    inputs: tuple[LossInput, ...] = ()
+
+
 NEEDED = {
-    PREFERENCE: ("a loss of pairs", ("chosen", "rejected")),
-    UNPAIRED: ("KTO", ("prompt", "completion", "label")),
-    ROLLOUTS: ("GRPO", ("prompt_ids", "completion_ids", "logprobs")),
-    LABELLED: ("a loss of labels", ("text", "label")),
+    PREFERENCE: LossFormat("a loss of pairs", LossUnit.PAIRS, ("chosen", "rejected")),
+    UNPAIRED: LossFormat("KTO", LossUnit.ANSWERS, ("prompt", "completion", "label"), (LABEL,)),
+    ROLLOUTS: LossFormat("GRPO", LossUnit.TOKENS, ("prompt_ids", "completion_ids", "logprobs"), (ADVANTAGE, OLD)),
+    LABELLED: LossFormat("a loss of labels", LossUnit.SEQUENCES, ("text", "label"), (LABEL,)),
 }
-_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", *NEEDED[ROLLOUTS][1], "rewards", "advantages")
-COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL)
+_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", "rewards", "advantages")
+COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *NEEDED[ROLLOUTS].columns)
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
 
@@ -63,6 +76,71 @@ class Completion:
 
     prompt: str
     completion: str
+
+
+def required_format(objective: Objective) -> str | None:
+    """Return the row format that a loss requires, or None if it trains on any text or chat."""
+    inputs = {*objective.inputs}
+    return next((name for name, needed in NEEDED.items() if needed.unit is objective.of and {*needed.inputs} <= inputs), None)
+
+
+def row_format(
+    requested: str,
+    first: tuple[str, Any] | None,
+    others: Iterator[tuple[str, Any]],
+    columns: Mapping[str, str],
+    objective: Objective | None,
+) -> tuple[str, bool]:
+    """Return the row format of a data set, and True if its rows are texts, no conversations. DataError if `requested`, the loss and
+    the columns of the rows contradict each other.
+
+    `first`, `others`: (place, first row) of each file, before columns are renamed; `columns`: our name -> name in the file.
+    """
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        raise DataError(f"--columns {unknown[0][:40]}=...: no such column; choose from {', '.join(COLUMNS)}")
+    if doubled := [name for name, n in Counter(columns.values()).items() if n > 1]:
+        raise DataError(f"--columns ...={doubled[0][:40]}: the column would be read twice; name it once")
+    where, first_row = first or ("", None)
+    fields = first_row if isinstance(first_row, dict) else {}
+    if where and (gone := [name for name in columns.values() if name not in fields]):
+        raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(fields)}")
+    row, format, required = renamed(first_row, columns), requested, None
+    if objective is not None:
+        required = required_format(objective)
+    elif format in NEEDED:
+        required = format
+    elif format == "auto":
+        required = next((name for name in (PREFERENCE, ROLLOUTS) if is_of(name, row)), None)
+    if required is not None:
+        format = required
+        _refuse_other_columns(required, requested, [(where, first_row), *others], columns)
+    elif format == PREFERENCE:
+        raise not_understood(where, {"chosen", "rejected"})
+    elif format in NEEDED:
+        raise DataError(f"--format {format}: rows of {NEEDED[format].loss}; plan with --loss for that, or leave it out")
+    elif format == "auto":
+        format = format_of(row, where, columns) if where else "text"
+        for place, other_row in others:
+            if (other_format := format_of(renamed(other_row, columns), place, columns)) != format:
+                advice = "give files of different columns each a --data of its own, or say --format"
+                raise DataError(f"{place}: columns of {other_format}, and those of {where} are of {format}; {advice}")
+    if format in ("prompt-completion", UNPAIRED, PREFERENCE):
+        text = row.get("chosen" if format == PREFERENCE else "prompt") if isinstance(row, dict) else None
+        return format, isinstance(text, str)
+    return format, format in ("text", ROLLOUTS, LABELLED)
+
+
+def _refuse_other_columns(format: str, requested: str, firsts: Iterable[tuple[str, Any]], columns: Mapping[str, str]) -> None:
+    """Raise DataError if a file or --format has another format than the loss requires."""
+    needed = NEEDED[format]
+    names = " and ".join(needed.columns)
+    if requested not in ("auto", format):
+        raise DataError(f"--format {requested}: the plan's loss is of {format} rows, with {names}; leave it out")
+    for where, row in firsts:
+        if not is_of(format, fields := renamed(row, columns)):
+            listed = shown(fields) if isinstance(fields, dict) else "none"
+            advice = f"name yours with --columns {needed.columns[0]}=COLUMN, or choose another --loss or --format"
+            raise DataError(f"{where or 'the data'}: its columns are {listed}, and {needed.loss} needs {names}; {advice}")
 
 
 def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
@@ -157,7 +235,7 @@ def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
     """Return the completions of a row: a group for one prompt. Rewards are converted to GRPO advantages. DataError for an invalid
     row."""
     with _fields_of(row, where, f"{_GROUP}, or with advantages") as fields:
-        prompt, completions, logps = (_value(fields, name, list) for name in NEEDED[ROLLOUTS][1])
+        prompt, completions, logps = (_value(fields, name, list) for name in NEEDED[ROLLOUTS].columns)
         kind = "rewards" if fields.get("advantages") is None else "advantages"
         numbers = _numbers(_value(fields, kind, list), kind)
         if not len(completions) == len(logps) == len(numbers) > (kind == "rewards"):
@@ -185,7 +263,7 @@ def _numbers(values: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float6
 
 def is_of(format: str, columns: object) -> bool:
     """Return True if a row has the columns of this format."""
-    return isinstance(columns, dict) and set(NEEDED[format][1]) <= columns.keys()
+    return isinstance(columns, dict) and set(NEEDED[format].columns) <= columns.keys()
 
 
 def shown(columns: Iterable[object]) -> str:

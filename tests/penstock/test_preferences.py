@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import penstock
-from penstock.data.data import read_data, required_format
+from penstock.data.data import DataRequest, read_data
+from penstock.data.formats import required_format
 from penstock.data.user_batches import UserBatches
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError
@@ -36,7 +37,8 @@ DPO = ("--loss", "dpo:beta=0.5")
 
 def read(path, loss, seq_len=64, batch_size=4, **settings):
     cache, objective = path.parent / "run" / "tokens", parse_objective(loss)
-    return read_data(DataSettings(str(path), **settings), None, 300, seq_len, batch_size, 3, cache, objective=objective)
+    settings = DataSettings(str(path), **settings)
+    return read_data(DataRequest(settings, None, 300, seq_len, batch_size, 3, cache, objective=objective))
 
 
 def pairs_of(path, *rows, **settings):
