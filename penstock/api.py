@@ -4,13 +4,11 @@ Modules that import slowly are imported inside functions: the search, the simula
 """
 
 import json
-import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
@@ -23,7 +21,8 @@ from penstock.planner.check.check import summary
 from penstock.planner.model.kernels import FUSED, with_kernels
 from penstock.planner.model.workload import read_model, supported_attention
 from penstock.planner.search.claim import CUT, claimed
-from penstock.runtime.errors import PlanError, RanksError, WrongPlanError
+from penstock.runtime.errors import PlanError, WrongPlanError
+from penstock.runtime.executor import Stop
 from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from penstock.runtime.plan.legality import refuse_half_pairs
 from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
@@ -33,16 +32,13 @@ from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
 
 from .caches import cache_layer_traces
-from .ranks import GoneError, assign_device_and_cores, is_rank, joined
+from .ranks import joined
 from .results import Planned, Trained
-from .run_config import PLAN_FILE, read_run
+from .run_config import PLAN_FILE, RunRequest, read_run
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import Batches, UserBatches
     from penstock.planner.predict.simulate import Prediction
-    from penstock.runtime.executor import Stop
-    from penstock.runtime.machines.processes import Processes
-    from penstock.settings import RunSettings
     from penstock.training.trainer import Metrics, Trainer, Turn
 
 Fields = TypeVar("Fields")
@@ -226,6 +222,25 @@ def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | 
     return simulate(file.plan, costs(file.plan, profile), region_of(profile))
 
 
+@dataclass(frozen=True, slots=True)
+class TrainRequest:
+    """Arguments of `train`."""
+
+    plan: Planned | PlanFile | Plan | str | Path
+    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches"
+    out: str | Path = "penstock-run"
+    steps: int | None = None
+    lr: float | None = None
+    device: str = "auto"
+    resume: bool = False
+    from_scratch: bool = False
+    settings: Mapping[str, Any] | None = None
+    time_scale: float | None = None
+    on_step: "Callable[[Metrics], None]" = lambda metrics: None
+    stop: "Stop | None" = None
+    loss: "Callable[..., Any] | None" = None
+
+
 def train(
     plan: Planned | PlanFile | Plan | str | Path,
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
@@ -250,13 +265,16 @@ def train(
     emulated machine. `on_step` is called after every step. `stop.request()`, in `on_step` or in another thread, ends training after
     the current step and saves. `loss`: the function of a plan with a user-defined loss.
     """
-    arguments, history = dict(locals()), list["Metrics"]()
+    history = list["Metrics"]()
 
     def step(metrics: "Metrics") -> None:
         history.append(metrics)
         on_step(metrics)
 
-    with _trainer(arguments | {"on_step": step}) as trainer:
+    request = TrainRequest(
+        plan, data, out, steps, lr, device, resume, from_scratch, settings, time_scale, on_step=step, stop=stop, loss=loss
+    )
+    with _trainer(request) as trainer:
         timeline, _ = trainer.train()
     session = trainer.session
     return Trained(Path(out), history[-1].step if history else session.first_step, tuple(history), timeline, session.late_fraction)
@@ -279,70 +297,52 @@ def stream(
     if not isinstance(every, int) or every < 1:
         raise PlanError(f"every is {every}; give 1 step or more")
     try:
-        bound = signature(train).bind(plan, data, **options)
+        request = TrainRequest(plan, data, **options)
     except TypeError as error:
-        raise PlanError(f"stream: {error}; it takes the arguments of train, and every") from None
-    bound.apply_defaults()
-    with _trainer(bound.arguments, every) as trainer:
+        raise PlanError(f"stream: {str(error).partition('() ')[2]}; it takes the arguments of train, and every") from None
+    with _trainer(request, every) as trainer:
         yield from trainer.turns()
 
 
 @contextmanager
-def _trainer(arguments: Mapping[str, Any], every: int | None = None) -> "Iterator[Trainer]":
-    """Open a session and yield its trainer. `arguments`: those of `train`, by name."""
+def _trainer(request: TrainRequest, every: int | None = None) -> "Iterator[Trainer]":
+    """Open a session and yield its trainer."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
     cache_layer_traces()
-    _, file = _file_of(arguments["plan"])
-    settings = arguments["settings"] or {}
+    run = _run_request(request, every)
+    with joined(run) as ranks, open_session(run, ranks) as session:
+        trainer = Trainer(session, request.on_step, every=every)
+        write_settings(run)
+        yield trainer
+
+
+def _run_request(request: TrainRequest, every: int | None) -> RunRequest:
+    """Return the run that a program requests. `every`: steps between turns of its loop, if it has one."""
+    _, file = _file_of(request.plan)
+    settings = request.settings or {}
     named_arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
     if duplicates := [name for name in settings if name in named_arguments]:
         raise PlanError(f"settings: {duplicates[0]} is an argument of train; give it as one")
     if every is not None and settings.get("checkpoint.background"):
         raise PlanError("settings: checkpoint.background has no effect in a loop, which saves between steps; leave it out")
-    named, batches = _data(arguments["data"], file.plan)
-    known = {**named, "out": str(arguments["out"]), "device": arguments["device"], "from_scratch": arguments["from_scratch"]}
-    optional = {"steps": arguments["steps"], "optimizer.lr": arguments["lr"]}
-    known |= {name: value for name, value in optional.items() if value is not None}
+    named, batches = _data(request.data, file.plan)
+    known = {**named, "out": str(request.out), "device": request.device, "from_scratch": request.from_scratch}
+    known |= {"steps": request.steps} if request.steps is not None else {}
+    known |= {"optimizer.lr": request.lr} if request.lr is not None else {}
     # No background thread: an error in the loop body would leave it waiting
-    fixed = {"plan": str(Path(arguments["out"]) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
-    run_settings = read_run(None, {**known, **settings, **fixed})
-    session_options = {name: arguments[name] for name in ("resume", "time_scale", "stop", "loss")}
-    with (
-        _ranks_of_run(run_settings, file, batches, arguments["loss"]) as ranks,
-        open_session(run_settings, file, data=batches, ranks=ranks, **session_options) as session,
-    ):
-        trainer = Trainer(session, arguments["on_step"], every=every)
-        write_settings(run_settings, file)
-        yield trainer
-
-
-@contextmanager
-def _ranks_of_run(
-    settings: "RunSettings", file: PlanFile, batches: "UserBatches | None", loss: "Callable[..., Any] | None"
-) -> "Iterator[Processes | None]":
-    """Yield the ranks if torchrun started this program as rank 0, or None for a single rank. Other ranks follow, then exit here."""
-    if not is_rank():
-        yield None
-        return
-    from penstock.training.device import device_of
-    from penstock.training.follower import follow
-
-    rank = os.environ.get("RANK", "0")
-    try:
-        assign_device_and_cores(settings.device)
-        with joined(settings, file.plan, device := device_of(settings.device)) as ranks:
-            if ranks is not None and ranks.rank > 0:
-                raise SystemExit(follow(settings, file, device, ranks, batches, loss))
-            yield ranks
-    except (GoneError, RanksError):
-        if rank != "0":
-            raise SystemExit(1) from None  # rank 0 prints the error
-        raise
-    finally:
-        os.environ["WORLD_SIZE"] = "1"  # the other ranks have ended
+    fixed = {"plan": str(Path(request.out) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
+    return RunRequest(
+        read_run(None, {**known, **settings, **fixed}),
+        file,
+        resume=request.resume,
+        time_scale=request.time_scale,
+        batches=batches,
+        loss=request.loss,
+        stop=request.stop or Stop(),
+    )
 
 
 def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out: str | Path, **settings: Any) -> Path:
@@ -353,7 +353,7 @@ def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out:
 
     where, file = _file_of(plan)
     run_settings = read_run(None, {**settings, "data.path": str(data), "out": f"{out}.work", "plan": where})
-    write_forward(run_settings, file, where, Path(out))
+    write_forward(RunRequest(run_settings, file, where), Path(out))
     return Path(out)
 
 

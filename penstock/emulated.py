@@ -15,12 +15,12 @@ import torch
 
 from penstock.planner.predict.region import Demand, Region, shares
 from penstock.runtime.executor import Record
-from penstock.runtime.host.slabs import Shared, host_slab
+from penstock.runtime.host.slabs import host_slab
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Lane, Op, Semantics
 from penstock.runtime.plan.objective import CROSS_ENTROPY
 from penstock.runtime.plan.timeline import Span
-from penstock.runtime.ranks import ExchangeScope
+from penstock.runtime.ranks import ExchangeScope, Shared
 
 MEDIAN_OP_S = 0.020  # shorter ops would measure thread switches (about 0.1 ms), not the plan
 

@@ -20,9 +20,10 @@ from importlib import metadata
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.hwprofiles.schema import Profile
-from penstock.runtime.errors import PenstockError, PlanError
+from penstock.runtime.errors import PenstockError, PlanError, RanksError
 from penstock.runtime.plan import Plan
 
+from .run_config import RunRequest
 from .settings import RunSettings
 from .signals import handled
 from .version import version_in_words
@@ -44,6 +45,11 @@ class GoneError(PenstockError):
 def is_rank() -> bool:
     """True if this process was started as one of several ranks."""
     return _number("WORLD_SIZE", 1) > 1
+
+
+def is_follower() -> bool:
+    """True on ranks other than 0."""
+    return is_rank() and _number("RANK", 0) > 0
 
 
 def _number(name: str, default: int) -> int:
@@ -115,23 +121,39 @@ def _failed(ranks: "Sequence[subprocess.Popen[bytes]]") -> dict[int, int]:
 
 
 @contextmanager
-def joined(settings: RunSettings, plan: Plan, device: str) -> "Iterator[Processes | None]":
-    """Yield all ranks once they have checked that plan, settings and versions are equal. Yield None for a single rank."""
-    n, size = plan.semantics.ranks, _number("WORLD_SIZE", 1)
-    if size == 1 and (n == 1 or device == "emulated"):
+def joined(request: RunRequest) -> "Iterator[Processes | None]":
+    """Yield all ranks to rank 0, once they have checked that plan, settings and versions are equal, or None for a single rank. The
+    other ranks follow until the end, and exit here."""
+    if not is_rank():
         yield None
         return
-    from penstock.runtime.machines.processes import connected_ranks
+    plan, n, size = request.file.plan, request.file.plan.semantics.ranks, _number("WORLD_SIZE", 1)
+    n_here, local_rank = _number("LOCAL_WORLD_SIZE", size), _number("LOCAL_RANK", _number("RANK", 0))
+    try:
+        _assign_device_and_cores(request.settings.device)
+        from penstock.runtime.machines.processes import connected_ranks  # imports torch, so only after a GPU is chosen
+        from penstock.training.device import device_of
+        from penstock.training.follower import follow
 
-    by_memory = Profile.from_json(plan.profile).meets_on_host
-    with connected_ranks(device, _number("LOCAL_WORLD_SIZE", size), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
-        _compare(ranks, settings, plan)  # before any other check, as the others would wait for a rank that raises alone
-        if size != n or device == "emulated":
-            _refuse(PlanError(f"the plan is for {n} GPUs, and {size} ranks were started: plan with --gpus {size}, or start {n}"))
-        yield ranks
+        device = device_of(request.settings.device)
+        with connected_ranks(device, n_here, local_rank, Profile.from_json(plan.profile).meets_on_host) as ranks:
+            # before any other check, as the others would wait for a rank that raises alone
+            _compare(ranks, request.settings, plan)
+            if size != n or device == "emulated":
+                problem = f"the plan is for {n} GPUs, and {size} ranks were started"
+                _refuse(PlanError(f"{problem}: plan with --gpus {size}, or start {n}"))
+            if ranks.rank > 0:
+                raise SystemExit(follow(request, device, ranks))
+            yield ranks
+    except (GoneError, RanksError):
+        if is_follower():  # rank 0 prints the error
+            raise SystemExit(1) from None
+        raise
+    finally:
+        os.environ["WORLD_SIZE"] = "1"  # the other ranks have ended
 
 
-def assign_device_and_cores(asked_device: str) -> None:
+def _assign_device_and_cores(asked_device: str) -> None:
     """Assign a GPU to this rank, before CUDA is initialized, and a share of the host's cores unless its cores are pinned.
 
     A rank launched by `start` gets SIGTERM when that process ends. PlanError: fewer GPUs than ranks.
@@ -168,4 +190,4 @@ def _compare(ranks: "Processes", settings: RunSettings, plan: Plan) -> None:
 
 def _refuse(error: PenstockError) -> NoReturn:
     """Raise an error that every rank finds. Rank 0 prints it."""
-    raise error if int(os.environ.get("RANK", "0")) == 0 else GoneError(str(error))
+    raise GoneError(str(error)) if is_follower() else error

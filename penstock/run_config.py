@@ -10,18 +10,24 @@ import os
 import re
 import reprlib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.runtime.errors import PenstockError
+from penstock.runtime.executor import Stop
 from penstock.runtime.files import read_whole
+from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import on_one_line
 from penstock.settings import DataSettings, RunSettings, settings_of
+
+if TYPE_CHECKING:
+    from penstock.data.user_batches import UserBatches
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_ADVICE = 360  # characters of advice on unknown keys; beyond that, only their names are listed
@@ -52,6 +58,26 @@ _EXPECTED = {
 
 class RunConfigError(PenstockError):
     """Invalid settings of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """A run to assemble: its settings and plan, and arguments of a command or a program."""
+
+    settings: RunSettings
+    file: PlanFile
+    where: str = "the plan"  # its place, for errors
+    resume: bool = False
+    resume_from: str | None = None
+    time_scale: float | None = None  # slowdown of an emulated machine
+    batches: "UserBatches | None" = None  # of a program, instead of the settings' data
+    loss: Callable[..., Any] | None = None  # of a program, for a plan with a user loss
+    stop: Stop = field(default_factory=Stop)
+    report: Callable[[str], None] = lambda words: None  # receives progress messages
+
+    @property
+    def resumes(self) -> bool:
+        return self.resume or self.resume_from is not None
 
 
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:

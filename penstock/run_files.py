@@ -24,7 +24,8 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
         problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
         raise CheckpointError(f"{folder}: {problem}; {ADVICE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
-    return LoggedRun(timeline, read_log(_lines(log_file)))
+    lines = _read(log_file).splitlines(keepends=True) if os.path.lexists(log_file) else []  # rejects a pipe or a device
+    return LoggedRun(timeline, read_log(lines))
 
 
 def refuse_another_plan(folder: Path, plan: Plan) -> None:
@@ -47,11 +48,6 @@ def read_timeline(path: Path, plan: Plan) -> Timeline:
     if any(not 0 <= span.op < len(plan.ops) for span in timeline.spans):
         raise CheckpointError(f"{path}: the timeline of another plan; give the plan that the run performed")
     return timeline
-
-
-def _lines(path: Path) -> list[bytes]:
-    """Return the lines of a log, or none if the file does not exist. A pipe or a device is rejected."""
-    return _read(path).splitlines(keepends=True) if os.path.lexists(path) else []
 
 
 def _read(path: Path) -> bytes:

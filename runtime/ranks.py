@@ -5,15 +5,29 @@ its lane: `gather` of weights, `exchange` of partial gradient sums, and `clip`, 
 fixed order, not by a library, so that the bits do not depend on the number of ranks.
 """
 
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 
 from .batch import Batch, Batches
-from .host.slabs import Shared
 
 ExchangeScope = Literal["here", "hosts"]  # ranks of this host; or the ranks at this one's place on all hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Address of a slab for other processes."""
+
+    process: int
+    descriptor: int
+    n_bytes: int
+    name: str  # unique across hosts
+
+    def close(self) -> None:
+        """Close the descriptor after all processes mapped the slab; the mappings keep the memory."""
+        os.close(self.descriptor)
 
 
 class Ranks(Protocol):

@@ -22,9 +22,8 @@ from penstock.runtime.plan import Policy, Semantics, Update, saves, setup
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.optimizer import optimizing
 from penstock.runtime.plan.train import Lora, Train
-from penstock.settings import OptimizerSettings
-from penstock.training.rank0 import WholeState, obey
-from penstock.training.schedules import Rates
+from penstock.training.follower import obey
+from penstock.training.rank0 import Leader
 from tests import training
 from tests.forks import Forked
 from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
@@ -75,12 +74,12 @@ def case_of(model_type: str, policy: str, groups: int, batch: int, ranks: int) -
     return config, semantics, replace(policy_of, accumulation_group=semantics.n_micro_batches)
 
 
-def digest(state, results) -> str:
-    """Return the SHA-256 of losses, norms, master weights and moments."""
+def digest(state, reader, results) -> str:
+    """Return the SHA-256 of losses, norms, master weights and moments. `reader`: of all ranks."""
     sha = hashlib.sha256(json.dumps([(r.loss, r.grad_norm) for _, r in sorted(results.items())]).encode())
     for block in range(len(state.plan.workload.blocks)):
         for p in state.owned[block]:
-            for held in (state.saved(p, name) for name in state.plan.semantics.saved_state):
+            for held in (reader.saved(p, name) for name in state.plan.semantics.saved_state):
                 tensor = held if isinstance(held, torch.Tensor) else held.values()
                 sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
@@ -103,7 +102,7 @@ def trained(case: str, ranks: Processes | None) -> Hostile:
 @cache
 def trained_alone(case: str) -> str:
     machine = trained(case, None)
-    return digest(machine.host, machine.results)
+    return digest(machine.host, machine.host, machine.results)
 
 
 def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memory: bool = False) -> dict[str, str]:
@@ -140,11 +139,11 @@ def main() -> None:
         for case in cases:
             machine = trained(case, ranks)
             if ranks.rank == 0:
-                state = WholeState(machine.host, ranks)
-                digests[case] = digest(state, machine.results)
-                ranks.tell({"do": "end"})
+                leader = Leader(machine, ranks)
+                digests[case] = digest(machine.host, leader, machine.results)
+                leader.end()
             else:
-                obey(machine, ranks, Rates(OptimizerSettings(), lambda step: 0.0), lambda path: {})
+                obey(machine, ranks, lambda path: {})
         if ranks.rank == 0:
             out.write_text(json.dumps(digests))
     gloo = [name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := path.read_text())]

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from penstock.runtime.host.host_state import Copy, HostState
 from penstock.runtime.host.memory import DTYPE, available_host_bytes
+from penstock.runtime.host.optimizer import Master
 from penstock.runtime.host.rounding import group_bytes
 from penstock.runtime.plan.workload import Parameter
 from penstock.settings import CheckpointSettings
@@ -31,24 +32,37 @@ from .snapshot import GivenUp, Snapshot, Snapshots
 NICE = 10  # lanes get scarce cores first; a lane that waits for this thread leaves it a core
 
 
+class StateReader(Protocol):
+    """Tensors of a run's whole state: a `HostState`, or the shards of all ranks."""
+
+    def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor: ...
+    def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Master: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Contents of a run's checkpoints in addition to the state."""
+
+    fields: Callable[[int], Mapping[str, Any]]  # JSON part of the state after a step
+    tokenizer_from: Path | None  # folder to copy from
+    towers_from: Path | None
+    head_config: dict[str, Any]  # fields of config.json for a trained head
+
+
 class Saver:
     def __init__(
         self,
         state: HostState,
+        reader: StateReader,
         folder: Path,
         settings: CheckpointSettings,
-        fields: Callable[[int], Mapping[str, Any]],
-        tokenizer_from: Path | None,
+        contents: Contents,
         say: Callable[[str], None],
-        first_step: int = 0,
-        towers_from: Path | None = None,
-        head_config: Mapping[str, Any] = MappingProxyType({}),
+        first_step: int,
     ) -> None:
-        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step` is not saved. `head_config`:
-        fields of config.json for a trained head."""
-        self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
-        self._fields, self._tokenizer_from, self._towers_from = fields, tokenizer_from, towers_from
-        self._head_config = dict(head_config)
+        """The state after `first_step` is not saved."""
+        self._state, self._reader, self._plan, self._folder = state, reader, state.plan, folder
+        self._settings, self._contents = settings, contents
         # Default: half of the memory that the plan leaves free; the rest is for the page cache.
         free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
         copy_bytes = free_bytes if settings.background else 0
@@ -128,7 +142,7 @@ class Saver:
             self._write(snapshot)
 
     def _permit(self, step: int) -> None:
-        fields = self._fields(step)
+        fields = self._contents.fields(step)
         with self._changed:
             if step != self._saved:
                 self._logged[step] = fields
@@ -158,7 +172,7 @@ class Saver:
             self.snapshots.end()  # release all waiters, because nothing more is written
 
     def _write(self, snapshot: Snapshot) -> None:
-        plan, only_weights = self._plan, {"weights_only": True} if self._settings.weights_only else {}
+        plan, contents, only_weights = self._plan, self._contents, {"weights_only": True} if self._settings.weights_only else {}
         with new_folder(self._folder / f"checkpoint-{snapshot.step}") as folder:
             files = CheckpointWriter(folder)
             while (entry := self.snapshots.next_block(snapshot)) is not None:
@@ -174,11 +188,11 @@ class Saver:
                 outlines = {name: torch.empty_like(value, device="meta") for name, value in constants.items()}
                 if constants:
                     files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)
-                if self._towers_from is not None:
-                    files.copy_towers(self._towers_from, plan.model.config)
-                files.write_config(plan.model.config | self._head_config, DTYPE[plan.semantics.compute_dtype])
-            if self._tokenizer_from is not None:
-                files.copy_tokenizer(self._tokenizer_from)
+                if contents.towers_from is not None:
+                    files.copy_towers(contents.towers_from, plan.model.config)
+                files.write_config(plan.model.config | contents.head_config, DTYPE[plan.semantics.compute_dtype])
+            if contents.tokenizer_from is not None:
+                files.copy_tokenizer(contents.tokenizer_from)
             with self._changed:  # wait until the step is logged
                 self._changed.wait_for(lambda: snapshot.step in self._logged or self.snapshots.is_over)
                 if snapshot.step not in self._logged:
@@ -207,7 +221,7 @@ class Saver:
             outlines = _outlines(owned.values(), semantics.compute_dtype)
             file = f"model-{block + 1:05d}-of-{len(blocks):05d}.safetensors"
             files.write_weights(
-                file, self._plan.model.config, outlines, lambda name: self._live_state().compute_weight(owned[name], copy)
+                file, self._plan.model.config, outlines, lambda name: self._live_reader().compute_weight(owned[name], copy)
             )
         if trained and not self._settings.weights_only:
             kinds = sorted(semantics.saved_state.items(), key=lambda kind: -DTYPE[kind[1]].itemsize)
@@ -217,13 +231,13 @@ class Saver:
 
     def _pieces(self, p: Parameter, name: str, copy: Copy | None) -> Iterator[torch.Tensor]:
         """Yield the master or a moment of a parameter. A split master is in pieces, because a whole one would be a second copy."""
-        held, dtype = self._live_state().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
+        held, dtype = self._live_reader().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
         return (piece.to("cpu", dtype) for piece in ((held,) if isinstance(held, torch.Tensor) else held.pieces()))
 
-    def _live_state(self) -> HostState:
-        """Return the state. Raise GivenUp if writing is no longer needed."""
+    def _live_reader(self) -> StateReader:
+        """Return the reader. Raise GivenUp if writing is no longer needed."""
         self.snapshots.look()
-        return self._state
+        return self._reader
 
 
 def _lower_priority() -> None:

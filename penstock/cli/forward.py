@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from penstock.run_config import read_run
+from penstock.run_config import RunRequest, read_run
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import on_one_line
 
@@ -33,9 +33,9 @@ def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) ->
     check_output(output)
     options = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
     with Preparing() as report:
-        settings, file = read_run(config, options), PlanFile.read(plan_file)
+        request = RunRequest(read_run(config, options), PlanFile.read(plan_file), str(plan_file), report=report)
         from penstock.training.session import write_forward
 
-        n = write_forward(settings, file, str(plan_file), output, report)
-    unit = "answers" if file.plan.semantics.objective.n_top is None else "sequences"
+        n = write_forward(request, output)
+    unit = "answers" if request.file.plan.semantics.objective.n_top is None else "sequences"
     click.echo(f"{on_one_line(str(output))}: log-probabilities of {n:,} {unit}")

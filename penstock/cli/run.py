@@ -1,6 +1,5 @@
 """`penstock run`: train with a plan, in one process or in several ranks, until the last step or a signal."""
 
-import os
 import shlex
 import signal
 import sys
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.ranks import GoneError, assign_device_and_cores, is_rank, joined, refuse_several_hosts, start
-from penstock.run_config import RUN_FILE, read_run
-from penstock.runtime.errors import RanksError
+from penstock.ranks import is_follower, is_rank, joined, refuse_several_hosts, start
+from penstock.run_config import RUN_FILE, RunRequest, read_run
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import on_one_line
 from penstock.settings import RunSettings
@@ -70,70 +68,49 @@ def run(
         _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
             raise click.UsageError(f"no checkpoint in {settings.out}, but some next to {config}; give --out {config.parent}")
-        session_options = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
-        code = _run(settings, session_options, report)
+        report("reading the plan")
+        file = PlanFile.read(Path(settings.plan))
+        if (n := file.plan.semantics.ranks) > 1 and settings.device != "emulated" and not is_rank():
+            report.stop()
+            refuse_several_hosts(file.plan)
+            code = start(n, sys.argv[1:])
+        else:
+            if is_follower():
+                report.stop()
+            request = RunRequest(settings, file, settings.plan, resume, resume_from, time_scale, report=report)
+            code = _train(request, report)
     ctx.exit(code)
 
 
-def _run(settings: RunSettings, session_options: dict[str, Any], report: Preparing) -> int:
-    """Start the ranks of a run, or run as one rank. Return the exit code."""
-    path = settings.plan or ""
-    try:
-        report("reading the plan")
-        file = PlanFile.read(Path(path))
-        n = file.plan.semantics.ranks
-        if n > 1 and settings.device != "emulated" and not is_rank():
-            report.stop()
-            refuse_several_hosts(file.plan)
-            return start(n, sys.argv[1:])
-        if is_rank():
-            assign_device_and_cores(settings.device)
-        from penstock.training.device import device_of
-        from penstock.training.follower import follow  # imports torch, so only after the plan is read and a GPU is chosen
-        from penstock.training.session import open_session
-
-        device = device_of(settings.device)
-        with joined(settings, file.plan, device) as ranks:
-            if ranks is not None and ranks.rank > 0:
-                report.stop()
-                return follow(settings, file, device, ranks)
-            with open_session(settings, file, path, report=report, ranks=ranks, **session_options) as session:
-                report.stop()
-                return _train(session, settings, file)
-    except GoneError as error:
-        return error.exit_code
-    except RanksError:
-        if is_rank() and os.environ.get("RANK", "0") != "0":
-            return 1  # rank 0 prints it
-        raise
-
-
-def _train(session: "Session", run_settings: RunSettings, file: PlanFile) -> int:
+def _train(request: RunRequest, display: Preparing) -> int:
     """Perform the steps and show the outcome. Return the exit code. Settings are written as given, without the defaults of the
     plan's optimizer, so that a resume with another optimizer gets its default rate."""
     from penstock.training.run_folder import write_settings
+    from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
-    stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
-    trainer = Trainer(session, progress.step)
-    write_settings(run_settings, file)
-    show_overview(overview(session))
-    received = list[int]()
+    with joined(request) as ranks, open_session(request, ranks) as session:
+        display.stop()
+        stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
+        trainer = Trainer(session, progress.step)
+        write_settings(request)
+        show_overview(overview(session))
+        received = list[int]()
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        """Request an end after the current step. A second signal ends the command at once."""
-        received.append(number)
-        stop.request()
-        progress.tell("finishing the step, then saving; once more ends at once")
+        def ask(number: int, frame: FrameType | None) -> None:
+            """Request an end after the current step. A second signal ends the command at once."""
+            received.append(number)
+            stop.request()
+            progress.tell("finishing the step, then saving; once more ends at once")
 
-    with handled(ask, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, once=True), progress:
-        timeline, times_s = trainer.train()
-    if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
-        word = "terminated" if signal.SIGTERM in received else "hung up" if signal.SIGHUP in received else "interrupted"
-        click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
-        return 128 + signal.SIGINT if signal.SIGINT in received else 0  # after SIGTERM or SIGHUP, saving is success
-    if session.first_step < n_steps:
-        show_outcome(session, timeline, times_s)
+        with handled(ask, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, once=True), progress:
+            timeline, times_s = trainer.train()
+        if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
+            word = "terminated" if signal.SIGTERM in received else "hung up" if signal.SIGHUP in received else "interrupted"
+            click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
+            return 128 + signal.SIGINT if signal.SIGINT in received else 0  # after SIGTERM or SIGHUP, saving is success
+        if session.first_step < n_steps:
+            show_outcome(session, timeline, times_s)
     return 0
 
 

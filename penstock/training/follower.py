@@ -1,78 +1,68 @@
 """Main loop of ranks other than 0."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from penstock.checkpoint.checkpoint import load_state
-from penstock.data.data import RunData
+from penstock.data.data import no_report
+from penstock.planner.lower.forward import forward_plan
 from penstock.ranks import GoneError
+from penstock.run_config import RunRequest
+from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PenstockError, RanksError
+from penstock.runtime.executor import Stop, execute
 from penstock.runtime.host.updates import NonFiniteError
-from penstock.runtime.machines.processes import Processes
+from penstock.runtime.machines.processes import Processes, failure_of
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan import PlanFile
-from penstock.settings import RunSettings
 from penstock.user_loss import planned_loss
 
+from .build import build
 from .device import refuse_what_does_not_fit, select_kernels
-from .inputs import data_of, fill, plan_of_folder, weights_of
-from .rank0 import obey
-from .references import attach_file, attach_reference, sets_with_reference
-from .session import input_digests, machine_of, optimizer_of, steps_of, with_defaults
+from .inputs import read_inputs
+from .rank0 import Begin, End, Forward, Give, Refer, Train, own_part, receive
+from .references import attach_file, with_reference
+from .schedules import Rates
 from .trainer import device_memory_named
 
 
-def follow(
-    settings: RunSettings,
-    file: PlanFile,
-    device: str,
-    ranks: Processes,
-    data: RunData | None = None,
-    user_loss: Callable[..., Any] | None = None,
-) -> int:
-    """Train on the commands of rank 0. Return the exit code. Rank 0 alone reports errors. `data`, `user_loss`: batches and loss
-    of a user's program."""
+def follow(request: RunRequest, device: str, ranks: Processes) -> int:
+    """Train on the messages of rank 0. Return the exit code. Rank 0 alone reports errors."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles signals and notifies the other ranks
+    request = replace(request, report=no_report)
+    settings, plan = request.settings, request.file.plan
     try:
-        message = ranks.tell()
-        if message["do"] != "begin":
+        if not isinstance(first := receive(ranks), Begin):
             return 1
         status: dict[str, Any] = {}
-        with _errors_in(status):
-            select_kernels(file.plan, device, settings.deterministic)
+        with _failure_in(status):
+            select_kernels(plan, device, settings.deterministic)
             is_first_here = ranks.rank % ranks.n_here == 0  # checks for all ranks of its host, before any allocates
             if device == "cuda" or is_first_here:
-                refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)
-        if any(rank_status.get("error") for rank_status in ranks.gathered(status)):
+                refuse_what_does_not_fit(plan, device, settings.device, ranks.n_here, is_first_here)
+        if any(ranks.gathered(status)):  # a failure
             return 1
-        store: TorchMachine | None = None
-        with _errors_in(status):
-            plan, folder = plan_of_folder(file.plan, settings.model)
-            state = None if message["resume"] is None else load_state(Path(message["resume"]))
-            data = data or data_of(settings, plan, folder)
-            of_step, _ = optimizer_of(with_defaults(settings, plan).optimizer, steps_of(settings, data))
-            weights = weights_of(settings, plan, folder, state)
-            loss = planned_loss(plan.semantics.objective, user_loss or settings.loss)
-            maps = sets_with_reference(plan.semantics.objective, data)
-            attach_reference(settings, plan, maps, folder)
-            store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
-            fill(store, settings, data, weights, state)
-            status |= input_digests(data, weights)
-        if any(rank_status != status for rank_status in ranks.gathered(status)) or store is None:
+        with _failure_in(status):
+            state = None if first.resume is None else load_state(Path(first.resume))
+            loss = planned_loss(plan.semantics.objective, request.loss or settings.loss)
+            inputs = with_reference(read_inputs(request, device, loss, state, leads=False))
+            store = build(inputs, ranks)
+            status |= inputs.digests
+        if any(rank_status != status for rank_status in ranks.gathered(status)):  # a failure, or other inputs
             return 1
 
-        def refer_to(path: Path) -> dict[str, Any]:
-            wrong: dict[str, Any] = {}
-            with _errors_in(wrong):
-                attach_file(path, plan, maps)
-            return wrong
+        def refer_to(path: Path) -> Mapping[str, Any]:
+            outcome: dict[str, Any] = {}
+            with _failure_in(outcome):
+                attach_file(path, inputs.plan, inputs.reference_sets)
+            return outcome
 
         with device_memory_named():
-            obey(store, ranks, of_step, refer_to)
+            obey(store, ranks, refer_to)
     except (RanksError, GoneError, NonFiniteError, DataError):
         return 1
     except PenstockError as error:
@@ -80,11 +70,40 @@ def follow(
     return 0
 
 
+def obey(machine: TorchMachine, ranks: Processes, refer: Callable[[Path], Mapping[str, Any]]) -> None:
+    """Serve messages of rank 0 until `End`. `refer`: reads a reference file and returns its failure, if any."""
+    named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[b]}
+    while not isinstance(message := receive(ranks), End):
+        match message:
+            case Begin():
+                raise RanksError("rank 0 begins a second time; start all ranks with the same version of penstock")
+            case Train(first_step, n_steps, lr):
+                assert isinstance(machine.settings, Rates), "set by `build`"
+                machine.settings.fixed_lr = lr
+                execute(machine.plan, machine, n_steps, first_step, stop=machine.agree(Stop()))
+            case Refer(path):
+                ranks.gathered(refer(Path(path)))
+            case Forward(n_micro_batches, seq_len):
+                plan = forward_plan(machine.plan, n_micro_batches, seq_len)
+                execute(plan, machine.forwards(plan, _no_batch, None), 1)
+            case Give(name, tensor):
+                p = named[name]
+                part = machine.host.part(p)
+                machine.host.settle(machine.host.block_of(p))
+                if part.stop > part.start:
+                    ranks.to_first(own_part(machine.host, p, tensor).contiguous(), ranks.rank, None)
+            case _:
+                assert_never(message)
+
+
+def _no_batch(step: int) -> Batch:
+    raise AssertionError("a rank that gives its weights to a forward reads no batch")
+
+
 @contextmanager
-def _errors_in(status: dict[str, Any]) -> Iterator[None]:
-    """Store an error of this rank in `status`, which is gathered by all ranks."""
+def _failure_in(status: dict[str, Any]) -> Iterator[None]:
+    """Add an error of this rank to `status`, which is gathered by all ranks."""
     try:
         yield
     except (PenstockError, MemoryError, RuntimeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        status |= {"error": line, "exit_code": getattr(error, "exit_code", 2)}
+        status |= failure_of(error)

@@ -1,37 +1,38 @@
-"""Inputs of a run: model, initial weights, training data, held-out data and prompts."""
+"""Inputs of a run, read and validated before anything is allocated: model, weights, data and prompts."""
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from penstock.caches import cache_folder
-from penstock.checkpoint.adapter_files import read_adapter
-from penstock.checkpoint.checkpoint import State, put_back
-from penstock.checkpoint.model_files import has_tensor, has_weights, load_weights, refuse_quantised
-from penstock.checkpoint.packed_base import packed_base
+from penstock.checkpoint.checkpoint import State, identity, refuse_another_base
+from penstock.checkpoint.model_files import has_weights, refuse_quantised, weights_digest
 from penstock.data.data import DataRequest, Report, RunData, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
+from penstock.data.sampling import MapStyleData
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.model_checks.document_isolation import supports_documents
 from penstock.planner.model.config import download
 from penstock.planner.model.workload import read_model
-from penstock.run_config import RunConfigError
-from penstock.runtime.errors import CheckpointError, DataError, PlanError
-from penstock.runtime.host.slabs import give_back_freed
+from penstock.run_config import RunConfigError, RunRequest
+from penstock.runtime.compute.losses import LossFunction
+from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.layers.meta_models import difference
-from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan
-from penstock.runtime.plan.objective import SCORE
-from penstock.runtime.plan.train import Train, is_adapter
+from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import has_towers
-from penstock.settings import RunSettings
+from penstock.settings import ADAPTERS_LR, LION, RunSettings
+
+from .device import refuse_what_does_not_fit
 
 TOKENS_FOLDER = "tokens"  # tokenised data, reused by later runs
 BASE_FORMAT = 1  # version of the file of frozen weights on disk
-PACKED_FOLDER = "base"  # in the run's folder: packed weights, reused by later runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,92 @@ class Prompts:
     texts: tuple[str, ...]
     ids: list[list[int]]
     tokenizer: ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """Validated inputs of a run, with nothing allocated."""
+
+    request: RunRequest  # with the defaults of the plan's optimizer
+    plan: Plan  # with the configuration in the model's folder
+    device: str  # cuda or cpu
+    data: RunData
+    folder: Path | None = None  # of the model
+    weights: Path | None = None  # folder of the weights to load; None: random, or all in the checkpoint
+    weights_digest: str = ""
+    loss: LossFunction | None = None  # of a user
+    state: State | None = None  # checkpoint to resume
+    disk: Path | None = None  # file of the weights on disk
+    held_out: RunData | None = None  # one sequence per batch
+    prompts: Prompts | None = None
+    reference_sets: tuple[MapStyleData, ...] = ()  # data sets with log-probabilities in a file
+
+    @property
+    def settings(self) -> RunSettings:
+        return self.request.settings
+
+    @property
+    def n_steps(self) -> int:
+        return steps_of(self.settings, self.data)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fields that a resumed run must match. A constant learning rate does not depend on the number of steps."""
+        optimizer, frozen = self.settings.optimizer, None if are_saved_whole(self.plan) else self.weights_digest
+        horizon = self.n_steps if optimizer.schedule.kind != "constant" else None
+        fields = asdict(optimizer) | {"no_decay": list(optimizer.no_decay), "n_steps": horizon}
+        return identity(self.plan, self.data, self.settings.seed, fields, frozen)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the inputs that every rank reads, by name."""
+        return {"data": str(self.data.fingerprint)} | ({} if self.weights is None else {"weights": self.weights_digest})
+
+
+def read_inputs(
+    request: RunRequest, device: str, loss: LossFunction | None, state: State | None = None, n_here: int = 1, leads: bool = True
+) -> RunInputs:
+    """Read and validate the inputs of a run, cheap checks first. `n_here`: ranks of this host. `leads`: False on the other ranks,
+    which read no held-out data and leave checks of their own to rank 0."""
+    request = with_defaults(request)
+    settings, report = request.settings, request.report
+    plan, folder = plan_of_folder(request.file.plan, settings.model)
+    weights = weights_of(settings, plan, folder, state)
+    digest = f"random, by seed {settings.seed}" if weights is None else weights_digest(weights)
+    if leads:
+        if state is None and settings.adapter is not None:
+            refuse_another_base(Path(settings.adapter), lambda: digest)
+        refuse_what_does_not_fit(plan, device, settings.device, n_here)
+    disk = file_on_disk(settings, plan, digest)
+    report("reading the data")
+    data = request.batches or data_of(settings, plan, folder, report=report)
+    held_out = held_out_of(settings, plan, folder, report) if leads else None
+    return RunInputs(request, plan, device, data, folder, weights, digest, loss, state, disk, held_out)
+
+
+def with_defaults(request: RunRequest) -> RunRequest:
+    """Return the request with learning rate and beta2. Defaults depend on the optimizer, and on adapters or full training."""
+    optimizer, plan = request.settings.optimizer, request.file.plan
+    is_lion = plan.semantics.optimizer.rule == "lion"
+    if is_lion and optimizer.eps != AdamW().eps:
+        raise RunConfigError("optimizer.eps: the plan's optimizer is Lion, which has none; leave it out")
+    usual = (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR) * (LION["lr_fraction"] if is_lion else 1)
+    beta2 = optimizer.beta2 if optimizer.beta2 is not None else LION["beta2"] if is_lion else AdamW().beta2
+    names = [p.name for block in plan.workload.blocks for p in block.parameters]
+    for part in optimizer.no_decay:
+        if not any(part in name for name in names):
+            raise RunConfigError(f"optimizer.no_decay: no parameter's name holds {part[:60]!r}; names are for example {names[1]}")
+    optimizer = replace(optimizer, lr=optimizer.lr or usual, beta2=beta2)
+    return replace(request, settings=replace(request.settings, optimizer=optimizer))
+
+
+def steps_of(settings: RunSettings, data: RunData) -> int:
+    """Return the number of steps of the whole run."""
+    if settings.steps is not None:
+        return settings.steps
+    if data.n_steps is None:
+        raise RunConfigError("the length of streamed data is unknown: give --steps")
+    return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
 
 
 def plan_of_folder(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:
@@ -79,77 +166,6 @@ def are_saved_whole(plan: Plan) -> bool:
     return plan.workload.trains_all and not has_towers(plan.model.config)
 
 
-def fill(
-    store: TorchMachine, settings: RunSettings, data: RunData, weights: Path | None, state: State | None, report: Report = no_report
-) -> None:
-    """Load the initial state: weights from the folder `weights` (random for None), and the state of a checkpoint, which holds all
-    trained weights."""
-    if state is None or not store.plan.workload.trains_all:
-        if weights is None:
-            report("making random weights")
-            store.initialise(settings.seed)
-        else:
-            packed = Path(settings.out) / PACKED_FOLDER if settings.packed is None else Path(settings.packed)
-            load_model(store, weights, packed, report, settings.seed)
-            store.initialise_adapters(settings.seed)
-    load_constants(store, weights if weights is not None or state is None else state.path)
-    if state is not None:
-        report("putting back the state")
-        put_back(state, store.host, data)
-    elif settings.adapter is not None:
-        load_adapter(store, Path(settings.adapter))
-
-
-def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = no_report, seed: int = 0) -> None:
-    """Load a Hugging Face model into the store, one tensor at a time. Packed weights are packed once, into `cache`. Adapters do not
-    change. A task head that the folder lacks is initialised with `seed`."""
-    plan, host = store.plan, store.host
-    packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p) and not host.is_there(p)}
-    if packed_shapes:
-        report(f"packing weights in {plan.semantics.base}, if they are not yet")
-        read_packed = packed_base(folder, plan.model.config, packed_shapes, plan.semantics.base, cache)
-    for number, block in enumerate(plan.workload.blocks):
-        report(f"loading weights: {number} of {len(plan.workload.blocks)} blocks")
-        owned = {p.name: p for p in block.parameters if p.tied_to is None and not is_adapter(p.name)}
-        owned = {name: p for name, p in owned.items() if not host.is_there(p)}
-        for name in owned.keys() & packed_shapes.keys():
-            host.set_weight(owned.pop(name), read_packed(name))
-        if SCORE in owned and not has_tensor(folder, SCORE):
-            host.set_weight(owned.pop(SCORE), store.compute.templates.initial_weights(number, seed)[SCORE])
-        shapes = {name: p.shape for name, p in owned.items()}
-        for name, weight in load_weights(folder, plan.model.config, owned, shapes):
-            host.set_weight(owned[name], weight)
-    give_back_freed()
-
-
-def load_constants(store: TorchMachine, folder: Path | None) -> None:
-    """Load the buffers (non-weights) of layers from a model's folder. None: keep the initial values."""
-    templates = store.compute.templates
-    shapes = {name: tuple(buffer.shape) for name, buffer in templates.constants().items()}
-    if shapes and folder is not None:
-        for name, value in load_weights(folder, store.plan.model.config, shapes, shapes):
-            templates.set_constant(name, value)
-    store.host.constants = templates.constants()
-
-
-def load_adapter(store: TorchMachine, folder: Path) -> None:
-    """Load a PEFT adapter into the store. CheckpointError if it does not fit the plan or its base model."""
-    planned = store.plan.semantics.train.lora
-    owned = {p.name: p for p in store.host.all_owned()}
-    lora, factors = read_adapter(folder, {name: p.shape for name, p in owned.items() if not is_adapter(name)})
-    if planned is None:
-        raise CheckpointError(f"{folder}: an adapter, but the plan trains none; plan with --train {Train(lora=lora)}")
-    is_same = replace(lora, dropout=planned.dropout) == replace(planned, targets=lora.targets)
-    if not is_same or factors.keys() - {SCORE} != {name for name in owned if is_adapter(name)}:
-        raise CheckpointError(f"{folder}: another adapter than the plan's; plan with --train {Train(lora=lora)}")
-    for name, factor in factors.items():
-        if factor.shape != owned[name].shape:
-            raise CheckpointError(f"{folder}: {name} is {tuple(factor.shape)}, not {owned[name].shape}; give this model's adapter")
-        store.host.set_weight(owned[name], factor)
-    for block in range(len(store.plan.workload.blocks)):
-        store.host.settle(block)
-
-
 def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None:
     """Return the file for weights that the plan reads from disk. Its name is a hash of `weights` and the layout. None if all
     weights are in memory."""
@@ -170,9 +186,11 @@ def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bo
 def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False) -> DataRequest:
     """Return a request for the training data, or with `held_out` for sequences for evaluation."""
     semantics, rows_each = plan.semantics, plan.semantics.objective.rows_each
+    if settings.tokenizer == "model" and folder is None:
+        raise RunConfigError("no tokenizer: name the model's folder with --model, or train on bytes with --tokenizer bytes")
     return DataRequest(
         settings.data,
-        _tokenizer_folder(settings, folder),
+        None if settings.tokenizer == "bytes" else folder,
         plan.workload.blocks[0].parameters[0].shape[0],
         semantics.seq_len,
         rows_each if held_out else semantics.all_ranks.batch_size,
@@ -228,12 +246,3 @@ def check_prompts(prompts: Sequence[Sequence[int]], seq_len: int) -> None:
             raise DataError(f"prompt {number} is empty; give it some text")
         if len(prompt) >= seq_len:
             raise DataError(f"prompt {number} has {len(prompt):,} tokens, and a sequence of the plan holds {seq_len:,}; shorten it")
-
-
-def _tokenizer_folder(settings: RunSettings, folder: Path | None) -> Path | None:
-    """Return the folder of the tokenizer. None for the byte tokenizer."""
-    if settings.tokenizer == "bytes":
-        return None
-    if folder is None:
-        raise RunConfigError("no tokenizer: name the model's folder with --model, or train on bytes with --tokenizer bytes")
-    return folder

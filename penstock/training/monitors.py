@@ -105,13 +105,14 @@ def refuse_missing(names: Sequence[str]) -> None:
 class Monitors:
     """Monitors of a run, as a context manager. A monitor is dropped after its first failure."""
 
-    def __init__(self, names: Sequence[str], of_run: tuple[Path, Mapping[str, Any], int], say: Callable[[str], None]) -> None:
-        """`of_run`: output folder, settings to show, number of finished steps."""
-        self._names, self._of_run, self._say = dict.fromkeys(names), of_run, say
+    def __init__(
+        self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], first_step: int, say: Callable[[str], None]
+    ) -> None:
+        self._names, self._run, self._say = dict.fromkeys(names), (folder, settings, first_step), say
         self._open = dict[str, Monitor]()
 
     def __enter__(self) -> None:
-        self._call_each(self._names, lambda name: self._open.update({name: CLIENTS[name](*self._of_run)}))
+        self._call_each(self._names, lambda name: self._open.update({name: CLIENTS[name](*self._run)}))
 
     def __exit__(self, *_: object) -> None:
         self._call_each(self._open, lambda name: self._open[name].close())

@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,17 +21,17 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
-from penstock.data.data import Report, RunData, no_report
+from penstock.data.data import RunData
 from penstock.data.sampling import MapStyleData, PackedSet, Stream
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
-from penstock.runtime.executor import Stop
 from penstock.runtime.machines.torch_machine import Abandoned, TorchMachine
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.objective import TOKEN_REFERENCE, Objective, Source
 from penstock.runtime.units import show_bytes
 from penstock.settings import RunSettings
 
+from .inputs import RunInputs
 from .streamed_forward import forward_passes
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
@@ -46,38 +47,32 @@ _ODD = {
 DIGEST, PIECE = "sha256", 2**24  # name of the checksum tensor; elements hashed at a time
 
 
-def attach_reference(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folder: Path | None) -> None:
-    """Attach log-probabilities from the reference file in the settings, before memory is allocated."""
-    if plan.semantics.objective.n_top is not None and maps and _is_base(settings):
+def with_reference(inputs: RunInputs) -> RunInputs:
+    """Return the inputs with the data sets that need log-probabilities, and attach those of the file in the settings."""
+    settings, plan = inputs.settings, inputs.plan
+    sets = sets_with_reference(plan.semantics.objective, inputs.data, inputs.held_out)
+    is_teacher = plan.semantics.objective.n_top is not None
+    if is_teacher and sets and _is_base(settings):
         raise PlanError("--loss distill learns from a teacher's file: make one with `penstock forward`, and say --reference FILE")
-    if settings.reference is not None and not maps:
+    if settings.reference is not None and not sets:
         raise PlanError("--reference: the plan's loss takes none, or its batches bring their own; leave it out")
-    if maps and not _is_base(settings):
-        is_teacher = plan.semantics.objective.n_top is not None
-        attach_file(Path(settings.reference or ""), plan, maps, {} if is_teacher else _of_weights(settings, folder))
+    if sets and not _is_base(settings):
+        attach_file(Path(settings.reference or ""), plan, sets, {} if is_teacher else _of_weights(inputs))
+    return replace(inputs, reference_sets=tuple(sets))
 
 
-def attach_base_reference(
-    settings: RunSettings,
-    store: TorchMachine,
-    maps: Sequence[MapStyleData],
-    folder: Path | None,
-    is_first: bool,
-    report: Report = no_report,
-    stop: Stop | None = None,
-) -> Path | None:
+def attach_base_reference(inputs: RunInputs, store: TorchMachine) -> Path | None:
     """Attach log-probabilities of the initial model (without its adapter) from a file in the run's folder. Written before the first
-    step (`is_first`), or again if the file is gone and only adapters are trained. Return the file, or None without such a
-    reference."""
-    if not maps or not _is_base(settings):
+    step, or again if the file is gone and only adapters are trained. Return the file, or None without such a reference."""
+    if not inputs.reference_sets or not _is_base(inputs.settings):
         return None
-    plan, path = store.plan, Path(settings.out) / FILE_NAME
-    if is_first or (plan.semantics.train.lora is not None and not path.is_file()):
+    path = Path(inputs.settings.out) / FILE_NAME
+    if inputs.state is None or (inputs.plan.semantics.train.lora is not None and not path.is_file()):
         try:
-            write_reference(path, settings, folder, store, maps, report, stop)
+            write_reference(path, inputs, store)
         except Abandoned:
             raise PlanError("asked to end while the reference was made, before any step: nothing is saved; run again") from None
-    attach_file(path, plan, maps)  # accept the run's file, even if a resumed run has another model folder
+    attach_file(path, inputs.plan, inputs.reference_sets)  # accept the run's file, even if a resumed run has another model folder
     return path
 
 
@@ -98,23 +93,17 @@ def _kind(plan: Plan) -> dict[str, str]:
     return {"kind": f"log-probabilities by {unit}" if objective.n_top is None else top, "seq_len": str(plan.semantics.seq_len)}
 
 
-def _of_weights(settings: RunSettings, folder: Path | None) -> dict[str, str]:
-    """Return a digest of the weights in `folder`."""
+def _of_weights(inputs: RunInputs) -> dict[str, str]:
+    """Return a digest of the model's weights, also for a resumed run."""
+    settings, folder = inputs.settings, inputs.folder
     digest = None if settings.from_scratch or folder is None else weights_digest(folder)
     return {"weights": digest or f"random, by seed {settings.seed}"}
 
 
-def write_reference(
-    path: Path,
-    settings: RunSettings,
-    folder: Path | None,
-    machine: TorchMachine,
-    sets: Iterable[MapStyleData],
-    report: Report = no_report,
-    stop: Stop | None = None,
-) -> int:
-    """Write log-probabilities of all sets under the current weights, without adapters, pass by pass. Return the number of
-    sequences. Abandoned after `stop.request()`."""
+def write_reference(path: Path, inputs: RunInputs, machine: TorchMachine) -> int:
+    """Write log-probabilities of `reference_sets` under the current weights, without adapters, pass by pass. Return the number of
+    sequences. Abandoned after a stop request."""
+    sets, report = inputs.reference_sets, inputs.request.report
     templates, parts = machine.compute.templates, {_name(part): (data, k) for data in sets for k, part in enumerate(data.parts)}
     outlines = {name: _meta_tensor(data.parts[k], machine.plan) for name, (data, k) in parts.items()}
     read, digest = {name: dict(data.parts[k].read) for name, (data, k) in parts.items()}, hashlib.sha256()
@@ -123,7 +112,7 @@ def write_reference(
         for name, (data, k) in parts.items():
             n = len(data.parts[k].sequences)
             report(f"log-probabilities of {n:,} samples under the reference")
-            for outputs, _ in forward_passes(machine, partial(_sample, data, k), n, stop):
+            for outputs, _ in forward_passes(machine, partial(_sample, data, k), n, inputs.request.stop):
                 values = outputs[:, :, : outlines[name].shape[2]].contiguous() if outputs.dim() > 2 else outputs
                 digest.update(values.numpy().data)
                 yield values
@@ -135,7 +124,7 @@ def write_reference(
         fewer = ", or plan with a smaller k" if machine.plan.semantics.objective.n_top else ""
         how = f"is to hold {show_bytes(n_bytes)}, and {show_bytes(n_free_bytes)} are free; make room{fewer}"
         raise CheckpointError(f"{path}: {how}")
-    key, unfinished = _key(machine.plan) | _of_weights(settings, folder), path.with_name(path.name + ".partial")
+    key, unfinished = _key(machine.plan) | _of_weights(inputs), path.with_name(path.name + ".partial")
     with writing(path), ExitStack() as undo:
         undo.callback(unfinished.unlink, missing_ok=True)
         unfinished.unlink(missing_ok=True)

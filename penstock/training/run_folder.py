@@ -15,13 +15,11 @@ from typing import Any
 from penstock.checkpoint.checkpoint import State, complete_checkpoints, latest, load_state
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
-from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, located, run_text
+from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, RunRequest, located, run_text
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.executor import say
 from penstock.runtime.files import fields_of, try_to_write, write_whole
-from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import on_one_line
-from penstock.settings import RunSettings
 
 from .inputs import TOKENS_FOLDER
 
@@ -79,8 +77,9 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_settings(settings: RunSettings, file: PlanFile) -> None:
+def write_settings(request: RunRequest) -> None:
     """Write all settings and the plan to the output folder, so that it can be moved. CheckpointError if writing fails."""
+    settings, file = request.settings, request.file
     out, model = Path(os.path.abspath(settings.out)), settings.model or file.plan.model.path
     with writing(out / RUN_FILE):
         write_whole(out / RUN_FILE, run_text(located(replace(settings, out=str(out), plan=str(out / PLAN_FILE), model=model))))
@@ -120,15 +119,15 @@ def keep_lines_up_to(path: Path, n_steps: int) -> None:
 # -- resuming -----------------------------------------------------------------------------------------------------------------
 
 
-def state_to_resume(out: Path, resume: bool, resume_from: str | None) -> State | None:
+def state_to_resume(request: RunRequest) -> State | None:
     """Return the checkpoint to resume, or None to start at step 0. CheckpointError if it is damaged or not the last."""
-    resumes = resume or resume_from is not None
-    if resumes:
+    out = Path(request.settings.out)
+    if request.resumes:
         clean(out)
-    path = latest(out) if resume_from is None else _named(out, resume_from)
-    if path is not None and not resumes:
+    path = latest(out) if request.resume_from is None else _named(out, request.resume_from)
+    if path is not None and not request.resumes:
         raise CheckpointError(f"{out}: holds {path.name} of an earlier run; add --resume, or choose another --out")
-    if path is None and resumes:
+    if path is None and request.resumes:
         say(f"{on_one_line(str(out))}: no checkpoint yet, starting from the beginning")
     state = None if path is None else load_state(path)
     refuse_later(out, 0 if state is None else state.step)

@@ -12,7 +12,7 @@ import torch
 
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean
-from penstock.checkpoint.saver import Saver
+from penstock.checkpoint.saver import Contents, Saver
 from penstock.planner.predict.abridged import WARM_UP_STEPS
 from penstock.run_config import RunConfigError
 from penstock.runtime.errors import CheckpointError, PenstockError
@@ -111,7 +111,7 @@ class Trainer:
         """CheckpointError if no step remains. `validations`: default: those of the settings. `every`: steps between turns."""
         self.session, self.on_step, self.every = session, on_step, every
         settings, first_step = session.settings, session.first_step
-        self.monitors = Monitors(settings.monitors, (session.folder, asdict(settings), first_step), session.say)
+        self.monitors = Monitors(settings.monitors, session.folder, asdict(settings), first_step, session.say)
         self.validations = validations_of(session, self.monitors) if validations is None else validations
         self.timeline, self.times_s = Timeline(()), list[float]()
         self.watch = Watch(may_be_flat=ADVANTAGE.name in session.plan.semantics.objective.extras)
@@ -247,9 +247,9 @@ class Trainer:
         def fields(step: int) -> dict[str, Any]:
             return {**session.identity, "data_position": session.data.position(step)}
 
-        state = session.store.host if session.leader is None else session.leader.state()
-        arguments = (session.tokenizer_from, session.say, session.first_step, session.towers_from)
-        return Saver(state, session.folder, session.checkpoint, fields, *arguments, session.head_config)
+        contents = Contents(fields, session.tokenizer_from, session.towers_from, session.head_config)
+        state, settings = session.store.host, session.checkpoint
+        return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
 
     # -- validate ---------------------------------------------------------------------------------------------------
 
@@ -325,12 +325,11 @@ class Turn:
         """Yield (name, weight) in compute precision, without packed weights. With `copy`: a copy on the host. Otherwise a read-only
         view of the slot, free of cost, valid until the turn ends. With several ranks, which hold shards: always a copy."""
         session = self._session
-        host, leader = session.store.host, session.leader
-        state = host if leader is None else leader.state()
+        host = session.store.host
         for p in host.all_owned():
             if not host.plan.is_packed(p):
                 host.settle(host.block_of(p))
-                weight = state.compute_weight(p)
+                weight = session.reader.compute_weight(p)
                 version = weight._version
                 yield p.name, weight.to("cpu", copy=True) if copy else weight.detach()
                 if weight._version != version:

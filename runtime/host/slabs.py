@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.errors import PlanError
+from penstock.runtime.ranks import Shared
 from penstock.runtime.units import GiB, KiB, MiB, show_bytes
 
 from .workers import Context, together
@@ -160,20 +161,6 @@ def unregister(addresses: Iterable[int], cudart: Any = None) -> None:
 #
 # Each rank of a host maps slabs of the others. A memfd is limited by memory alone and cannot outlive its processes. Ranks open it
 # by its owner's process id, and compare its random name, because processes of other hosts or namespaces may have the same id.
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Address of a slab for other processes."""
-
-    process: int
-    descriptor: int
-    n_bytes: int
-    name: str  # unique across hosts
-
-    def close(self) -> None:
-        """Close the descriptor after all processes mapped the slab; the mappings keep the memory."""
-        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.errors import PlanError, RanksError
-from penstock.runtime.host.slabs import Shared, shared_slab, slab_of
-from penstock.runtime.ranks import ExchangeScope
+from penstock.runtime.host.slabs import shared_slab, slab_of
+from penstock.runtime.ranks import ExchangeScope, Shared
 
 PATIENCE = timedelta(minutes=30)  # timeout of blocking collectives: longer than the longest op of the slowest rank
 LONG = timedelta(days=30)  # timeout of collectives issued a step ahead or between steps, where an evaluation may be long
@@ -121,14 +121,14 @@ class Processes:
         mine, slab = shared_slab(n_bytes) if self.rank == first else (None, None)
         messages = self.gathered({} if mine is None else asdict(mine))
         refuse_errors(messages)
-        wrong = dict[str, str]()
+        failure = dict[str, Any]()
         if slab is None:
             try:
                 slab = slab_of(Shared(**messages[first]))
             except (OSError, TypeError, ValueError) as error:
                 where = f"the base weights in rank {first}'s memory cannot be read ({error})"
-                wrong["error"] = f"{where}; let one user start all ranks of a host, in one container"
-        refuse_errors(self.gathered(wrong))
+                failure = failure_of(PlanError(f"{where}; let one user start all ranks of a host, in one container"))
+        refuse_errors(self.gathered(failure))
         if mine is not None:
             mine.close()
         assert slab is not None, "refuse_errors raises if a rank cannot read it"
@@ -171,6 +171,12 @@ def meeting_place(n: int) -> tuple[object, dict[str, str]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     environment = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
     return store, environment | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Return the message of a rank that has failed, to be gathered by all ranks."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return {"error": line, "exit_code": getattr(error, "exit_code", 2)}
 
 
 def refuse_errors(messages: Sequence[Mapping[str, Any]]) -> None:

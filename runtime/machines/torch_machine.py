@@ -27,7 +27,7 @@ from penstock.runtime.host.copies import Copies
 from penstock.runtime.host.host_state import HostState
 from penstock.runtime.host.memory import BASE, FRONTS, Arenas, Make
 from penstock.runtime.host.norms import SharedNumbers
-from penstock.runtime.host.slabs import CommonMemory, Shared, give_back_freed, host_slab, shared_slab, touch
+from penstock.runtime.host.slabs import CommonMemory, give_back_freed, host_slab, shared_slab, touch
 from penstock.runtime.host.updates import Updates
 from penstock.runtime.host.workers import Workers
 from penstock.runtime.layers.packed_weights import pack
@@ -35,7 +35,7 @@ from penstock.runtime.plan import Kind, Lane, Op, Plan, Slot
 from penstock.runtime.plan.optimizer import Schedule
 from penstock.runtime.plan.timeline import Span
 from penstock.runtime.plan.workload import ITEM_BYTES
-from penstock.runtime.ranks import Ranks, of_rank
+from penstock.runtime.ranks import Ranks, Shared, of_rank
 
 from .collectives import Collectives
 from .lanes import CpuDevice, CudaDevice, Lanes, Timers

@@ -12,8 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock.run_config import read_run
 from penstock.runtime.plan import PlanFile
 from penstock.settings import DataSettings, EvaluationSettings, RunSettings
-from penstock.training.inputs import prompts_of
-from penstock.training.session import steps_of
+from penstock.training.inputs import prompts_of, steps_of
 from tests.bytes_of_files import write_lines
 from tests.lanes import mostly_slow
 from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha

@@ -5,7 +5,7 @@ import signal
 
 from penstock.cli.progress import Progress
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.training import session
+from penstock.training import inputs
 from tests.lanes import mostly_slow
 from tests.running import lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
@@ -62,7 +62,7 @@ def test_a_second_signal_ends_at_once(home, monkeypatch, number, code):
 
 def test_a_signal_before_the_first_step_ends_at_once(home, monkeypatch):
     plan = plan_in(home)
-    monkeypatch.setattr(session, "data_of", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(inputs, "data_of", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     one_line(train(home, plan, out="o"), 143, "terminated")
     assert not (home / "o").exists()
 

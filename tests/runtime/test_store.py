@@ -269,7 +269,7 @@ from penstock.checkpoint.checkpoint import load_state
 from penstock.settings import CheckpointSettings, DataSettings, RunSettings
 from penstock.training.session import Session, predicted
 from penstock.training.trainer import Trainer
-from penstock.training.inputs import load_model
+from penstock.training.build import load_model
 from penstock.runtime.host.slabs import give_back_freed
 from tests.checkpoints import save
 from tests.sessions import resumed

@@ -65,7 +65,7 @@ def test_a_forward_whose_bits_depend_on_grad_mode_is_refused(tmp_path, monkeypat
 
 def test_a_run_whose_stream_computes_something_else_is_refused(home, monkeypatch):
     plan, allocations, original = plan_in(home), list[int](), Templates.layer
-    monkeypatch.setattr("penstock.training.session.machine_of", lambda *_: allocations.append(1))
+    monkeypatch.setattr("penstock.training.session.build", lambda *_: allocations.append(1))
     monkeypatch.setattr(Templates, "layer", lambda *args, **how: original(*args, **how) * (0.999 if args[1] == 2 else 1))
     one_line(train(home, plan), 2, "self-test failed: a streamed step is not transformers' own (loss")
     assert not allocations, "nothing was allocated"

@@ -17,7 +17,7 @@ def never(words):
 
 
 def log_to(tmp_path, *names, first_step=0, steps=(1,), values={"loss": 1.5}, say=never):  # noqa: B006
-    monitors = Monitors(names, (tmp_path, SETTINGS, first_step), say)
+    monitors = Monitors(names, tmp_path, SETTINGS, first_step, say)
     with monitors:
         for step in steps:
             monitors.log(step, values)
