@@ -20,7 +20,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.hwprofiles.schema import Profile
-from penstock.runtime.errors import PenstockError, PlanError, RanksError
+from penstock.runtime.errors import GoneError, PenstockError, PlanError, RanksError
 from penstock.runtime.plan import Plan
 
 from .run_config import RunRequest
@@ -36,10 +36,6 @@ STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has starte
 GRACE_S = 20.0  # for the other ranks to end by themselves once one has failed
 LOOK_S = 0.2
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl: the signal to this process when its parent ends
-
-
-class GoneError(PenstockError):
-    """Raised on a follower rank for an error that rank 0 prints."""
 
 
 def is_rank() -> bool:

@@ -41,6 +41,10 @@ class DiskError(PenstockError):
     """A disk with unreadable frozen weights."""
 
 
+class GoneError(PenstockError):
+    """Raised on a follower rank for an error that rank 0 prints."""
+
+
 class DoesNotFitError(PenstockError):
     """The workload does not fit the machine: the message names the missing bytes and a change that fits."""
 

@@ -10,10 +10,9 @@ from typing import Any, assert_never
 from penstock.checkpoint.checkpoint import load_state
 from penstock.data.data import no_report
 from penstock.planner.lower.forward import forward_plan
-from penstock.ranks import GoneError
 from penstock.run_config import RunRequest
 from penstock.runtime.batch import Batch
-from penstock.runtime.errors import DataError, PenstockError, RanksError
+from penstock.runtime.errors import DataError, GoneError, PenstockError, RanksError
 from penstock.runtime.executor import Stop, execute
 from penstock.runtime.host.updates import NonFiniteError
 from penstock.runtime.machines.processes import Processes, failure_of
