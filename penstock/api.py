@@ -158,9 +158,9 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
             return CROSS_ENTROPY
         case str() if ".py:" not in loss:
             return parse_objective(loss)
-    from penstock.user_loss import function_in, user_loss
+    from penstock.user_loss import user_loss
 
-    return (user_loss(function_in(loss), loss) if isinstance(loss, str) else user_loss(loss)).objective
+    return user_loss(loss).objective
 
 
 def _policy(policy: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:

@@ -12,12 +12,13 @@ from itertools import chain, product
 
 import numpy as np
 
-from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
-from penstock.planner.predict.cost import CostModel
+from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_streaming, n_whole_sums, spill_ring_slots
+from penstock.planner.lower.op_table import n_ops
+from penstock.planner.predict.cost import CostModel, micro_batch_groups
+from penstock.planner.predict.region import Demand, Uses
 from penstock.runtime.plan import OPS, Kind, Lane, Op, Setup
 from penstock.runtime.plan.ops import Often, Phase
 from penstock.runtime.plan.policy import LEAVE
-from penstock.runtime.plan.region import Demand, Uses
 from penstock.runtime.plan.workload import BlockKind, Saved
 
 from .facets import Array, Facets, uses_of
@@ -135,11 +136,11 @@ def ops_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Dem
     """Yield (kind, demand, count) for the ops of a block. Loads that reuse weights still in a slot are not subtracted."""
     n = plan.semantics.n_micro_batches
     for kind, row in OPS.items():
-        if (n_ops := plan.n_ops(kind, block)) == 0:
+        if (count_of_kind := n_ops(plan, kind, block)) == 0:
             continue
         if row.often is Often.MICRO_BATCH and kind in _SUMMING:
             added = Counter[Demand]()  # most micro-batches have equal demands; the first has the least
-            for m, count in plan.micro_batch_groups(range(n)):
+            for m, count in micro_batch_groups(plan.semantics, range(n)):
                 added[cost.demand(plan, Op(kind, block, m))] += count
             yield from ((kind, demand, count) for demand, count in added.items())
         elif row.often is Often.MICRO_BATCH:  # one of each size
@@ -148,7 +149,7 @@ def ops_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Dem
             yield from ((kind, cost.demand(plan, Op(kind, block, m)), count) for m, count in sizes)
         else:
             one_of_many = 0 if row.often is Often.GRADIENT and not plan.reduced else None
-            yield kind, cost.demand(plan, Op(kind, block, one_of_many)), n_ops
+            yield kind, cost.demand(plan, Op(kind, block, one_of_many)), count_of_kind
 
 
 class WorkCache:
@@ -188,7 +189,7 @@ class WorkCache:
             ops = ops_of(plan, self.cost, block)
             self._loads[key] = [(kind, demand, count, facets.op_cost(kind, demand)) for kind, demand, count in ops]
         for kind, demand, count, load in self._loads[key]:
-            yield kind, demand, plan.n_ops(kind, block) if OPS[kind].often is Often.USE else count, load
+            yield kind, demand, n_ops(plan, kind, block) if OPS[kind].often is Often.USE else count, load
 
 
 def _treated(plan: Setup, block: int) -> tuple[object, ...]:
@@ -227,7 +228,7 @@ def work_of(plan: Setup, works: WorkCache, facets: Facets, block: int, groups: G
         return work
     joins = () if plan.reduced or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
     n = plan.semantics.n_micro_batches
-    for kind, (m, count) in product(joins, plan.micro_batch_groups(range(n - groups.n_alone, n)) if joins else ()):
+    for kind, (m, count) in product(joins, micro_batch_groups(plan.semantics, range(n - groups.n_alone, n)) if joins else ()):
         work.count("last_leaving", facets.op_cost(kind, works.cost.demand(plan, Op(kind, block, m))), count)
     of_block = {kind: sum(seconds * count for seconds, count in costs) for kind, costs in of_kind.items()}
     work.scalars["backwards_in_turn"] += _in_turn_s(plan, works.cost, block, of_block)
@@ -342,11 +343,11 @@ def spared_ops(plan: Setup, cost: CostModel, op_cost: Callable[[Kind, Demand], A
     turn saves at most one load per slot. For a valid bound, the most expensive loads count as saved, separately per facet."""
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
-    n_unpacked = min(n_slots, plan.n_streaming)
+    n_unpacked = min(n_slots, n_streaming(plan))
     n_read = n_slots + N_READ_SLOTS  # a read is saved with its load, or alone if its own slot still holds the weights
     layers = [b for b in plan.blocks_alike if 0 < b <= plan.workload.n_layers and b not in plan.policy.resident_blocks]
     for kind, n_held in ((Kind.READ, n_read), (Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):
-        if again := {b: (plan.n_ops(kind, b) - 1) * len(plan.blocks_alike[b]) for b in layers if plan.n_ops(kind, b) > 1}:
+        if again := {b: (n_ops(plan, kind, b) - 1) * len(plan.blocks_alike[b]) for b in layers if n_ops(plan, kind, b) > 1}:
             loads = np.array([op_cost(kind, cost.demand(plan, Op(kind, b))) for b in again])
             most_first = np.argsort(-loads, axis=0, kind="stable")
             counts = np.array([*again.values()])[most_first]

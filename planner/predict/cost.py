@@ -6,6 +6,7 @@ memory, so compute ops use its bandwidth, too.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
@@ -17,11 +18,13 @@ from penstock.planner.lower.waits import NONE
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
 from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, at_once_bytes
-from penstock.runtime.plan.region import Demand, Region, Resource, Uses
 from penstock.runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
 
 from .compute_time import BACKWARD_POINTWISE, FP32_BYTES, ComputeTime
+from .region import Demand, Region, Resource, Uses
 
+# Update time on one core relative to torch's AdamW on split masters (docs/optimizers.md), by optimizer or by its rule
+UPDATE_RATIO = {"adamw": 0.65, "lion": 0.55, "adamw:moments=int8": 1.5, "lion:moments=int8": 0.9}
 JOINED_BYTES = 3 * FP32_BYTES  # per element when one fp32 sum is added to another: two reads, one write
 
 
@@ -50,7 +53,32 @@ def update_params_per_s(profile: Profile, semantics: Semantics) -> float:
         return measured(n)
     usual = Optimizer.ADAMW.update_bytes("fp32", semantics.gradient_dtype)
     actual = semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype)
-    return min(n * measured(1) / semantics.update_ratio, measured(n) * usual / actual)
+    ratio = UPDATE_RATIO.get(semantics.optimizer, UPDATE_RATIO[semantics.optimizer.rule])
+    return min(n * measured(1) / ratio, measured(n) * usual / actual)
+
+
+def loaded_bytes(plan: Setup, block: int) -> int:
+    """Bytes that a load of the block copies over the link; parameters trained on the device are not copied."""
+    return sum(n_bytes for *_, n_bytes in plan.loaded(block))
+
+
+def micro_batch_groups(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
+    """Group micro-batches with equal costs: (representative, count). First and last move gradients otherwise than the rest."""
+    if semantics.sum_groups > 1:
+        return _groups_with_sums(semantics, micro_batches)
+    last = semantics.n_micro_batches - 1
+    n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
+    counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
+    return [(m, count) for m, count in counts if count]
+
+
+@lru_cache(maxsize=256)
+def _groups_with_sums(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
+    """Group micro-batches also by the sums that they begin and join."""
+    last, sorts = semantics.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
+    for m in micro_batches:
+        sorts.setdefault((m in (0, last), semantics.is_smaller(m), semantics.begins_sum(m), semantics.n_joined(m)), []).append(m)
+    return [(group[0], len(group)) for group in sorts.values()]
 
 
 _MicroBatchKey = tuple[bool, int, bool]

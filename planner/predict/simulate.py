@@ -16,10 +16,10 @@ from penstock.planner.lower.waits import Column
 from penstock.runtime.compiled import floats, integers
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Plan, Repeat
-from penstock.runtime.plan.region import Demand, Filling, Region, capacity_of, draws
 from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
 
 from .event_loop import IDLE, MAX_CYCLE, N_WHERE, Ops, State, run_step
+from .region import Demand, Filling, Region, capacity_of, draws
 
 SAME_FRACTION = 1e-9  # tolerance for equal states at the ends of two steps, relative to the step time
 SAME_REPETITION_FRACTION = 1e-11  # the same for repetitions; smaller, because thousands of repetitions are extrapolated

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (
     *(f"planner/{room}/*.py" for room in ("model", "lower", "predict", "bounds", "search")),
     *(f"hwprofiles/{name}.py" for name in ("schema", "curves")),
-    *(f"runtime/plan/{name}.py" for name in ("plan", "ops", "policy", "workload", "region", "footprint", "timeline")),
+    *(f"runtime/plan/{name}.py" for name in ("plan", "ops", "policy", "workload", "footprint", "timeline")),
 )
 N_DIGITS = 16
 

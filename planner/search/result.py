@@ -6,13 +6,13 @@ from typing import Any
 from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.bounds.machine import machine_bound
 from penstock.planner.bounds.reasons import FACET, LANE_NAME
-from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.cost import CostModel, micro_batch_groups
 from penstock.planner.predict.memory import Footprint, footprint
+from penstock.planner.predict.region import Resource
 from penstock.planner.predict.resident import Resident, resident_in_parts
 from penstock.planner.predict.simulate import Prediction, simulate
 from penstock.planner.predict.uncertainty import interval
 from penstock.runtime.plan import Plan, Policy
-from penstock.runtime.plan.region import Resource
 from penstock.runtime.plan.workload import Block
 
 from . import tuning
@@ -55,7 +55,7 @@ class SearchResult:
 def model_flop(plan: Plan) -> int:
     """Model FLOP of one step, the convention for MFU: forward plus twice that for backward, without recompute, with the causal half
     of attention. Frozen weights have no gradient."""
-    counts = plan.micro_batch_groups(range(plan.semantics.n_micro_batches))
+    counts = micro_batch_groups(plan.semantics, range(plan.semantics.n_micro_batches))
     first = plan.workload.first_trained
 
     def block_flop(block: Block, is_trained: bool) -> int:

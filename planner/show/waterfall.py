@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.region import Demand
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.tuning import MAX_STEPS
 from penstock.runtime.plan import Kind, Lane, Plan
-from penstock.runtime.plan.region import Demand
 from penstock.runtime.plan.workload import Saved
 
 FREE = 1e18  # speed factor: takes no time
