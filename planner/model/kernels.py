@@ -29,20 +29,14 @@ def with_kernels(
     # fla's kernels are for bf16; the convolution accumulates its weight gradient with atomics
     takes_any = kernels == "fused" and profile.device.kind == "cuda" and semantics.compute_dtype == "bf16"
     chosen["library_kernels"] = library_kernels(model) if takes_any and not deterministic else ()
-    return replace(semantics, **chosen, attention_kernel=_attention_kernel(model, semantics, profile, kernels, deterministic))
+    attention: AttentionKernel = "deterministic" if deterministic else _attention_kernel(model, semantics, profile, kernels)
+    return replace(semantics, **chosen, attention_kernel=attention)
 
 
-def _attention_kernel(
-    model: Model, semantics: Semantics, profile: Profile, kernels: Kernel, deterministic: bool
-) -> AttentionKernel:
-    if deterministic:
-        return "deterministic"
+def _attention_kernel(model: Model, semantics: Semantics, profile: Profile, kernels: Kernel) -> AttentionKernel:
+    """cuDNN's where it is measured, supports the head widths, and no layer has a sliding window, which needs a dense mask."""
     has_rates = semantics.compute_dtype in profile.device.attention.get("cudnn", {})
-    takes_model = kernels == "fused" and semantics.attention == "sdpa" and _takes(model, semantics.seq_len)
-    return "cudnn" if has_rates and takes_model else "flash"
-
-
-def _takes(model: Model, seq_len: int) -> bool:
-    """True if cuDNN supports the model's head widths and no layer has a sliding window, which would need a dense mask."""
-    layers = attentions(model, seq_len)
-    return all(a.window is None and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers)
+    if not has_rates or kernels != "fused" or semantics.attention != "sdpa":
+        return "flash"
+    layers = attentions(model, semantics.seq_len)
+    return "cudnn" if all(a.window is None and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers) else "flash"

@@ -25,7 +25,7 @@ from penstock.planner.search.remedy import Request
 from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import search
 from penstock.planner.search.tree import Tree
-from penstock.planner.search.tuning import NEAR_FRACTION
+from penstock.planner.search.tuning import LEAST_LOSS_TILE, MORE_PARTS, MOST_MICRO_BATCHES, N_PARTS, NEAR_FRACTION
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
 from tests.lanes import mostly_slow
@@ -129,7 +129,7 @@ def test_candidates_are_few_and_cut_a_batch_into_equal_parts(batch: int) -> None
     sizes = candidates(Semantics(seq_len=1, batch_size=batch, micro_batch=1))
     assert sizes[0] == batch
     assert sizes == sorted(set(sizes), reverse=True)
-    assert len(sizes) <= len(tuning.N_PARTS) + len(tuning.MORE_PARTS)
+    assert len(sizes) <= len(N_PARTS) + len(MORE_PARTS)
     for larger, smaller in pairwise(sizes):
         assert larger <= 2 * smaller + 1
     assert sizes[-1] == 1
@@ -153,7 +153,7 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
     semantics = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     resized = chosen(read_model("qwen2.5-0.5b"), profile, semantics, free)
-    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > tuning.MOST_MICRO_BATCHES
+    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > MOST_MICRO_BATCHES
 
 
 @mostly_slow("cell", range(len(CELLS)))
@@ -219,7 +219,7 @@ def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
             assert head.transient_bytes < larger_head.transient_bytes > max(b.transient_bytes for b in layers)
     assert tiles == sorted(tiles, reverse=True)
     assert tiles[0] == LOSS_TILE
-    assert tiles[-1] == tuning.LEAST_LOSS_TILE
+    assert tiles[-1] == LEAST_LOSS_TILE
 
 
 def test_sizes_of_a_model_that_never_fits_need_the_least_memory() -> None:

@@ -233,8 +233,8 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
         lowest_s = inf
         for family, family_s in below_s.items():
             for size, n_slots in product(family.groups, GRADIENT_SLOTS):
-                one_size = replace(family, accumulation_group=size, largest_group=size)
-                relaxed = relaxation.solve(one_size, Slots(gradient_slots=n_slots))
+                sized = replace(family, accumulation_group=size, largest_group=size)
+                relaxed = relaxation.solve(sized, Slots(gradient_slots=n_slots))
                 lowest_s = min(lowest_s, max(family_s, relaxed.bound_s) if relaxed else inf)
     assert answer.certificate.policy_bound_s == max(machine_bound(answer.plan, CostModel(profile)).seconds, lowest_s)
     assert answer.certificate.gap_fraction == pytest.approx(answer.step_s / answer.certificate.policy_bound_s - 1)
