@@ -16,15 +16,15 @@ from penstock.planner.bounds.facets import Array, Facets
 from penstock.planner.bounds.integer import Rows
 from penstock.planner.bounds.reasons import Subject, reasons
 from penstock.planner.bounds.work import Buffers, Groups, Work, WorkCache, least_slots, n_passing, until_each_block_s
-from penstock.planner.predict.cost import CostModel
 from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
+from . import tuning
 from .choices import Choices
+from .evaluation import Evaluator
 from .neighbours import Omission
-from .policy_cost import PolicyCost
-from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
+from .policies import ANY_SLOTS, Family, Fill, Slots, can_spill, disk_layers, staying, ways_of, with_ways
 
-_Part = tuple[Family, int | None, int | None, int | None, Omission | None]
+_Part = tuple[Family, Slots, Omission | None]
 
 LONGEST_PER_FACET = 8  # upper limits on the variables for maxima: per facet, and in addition
 MORE_LONGEST = 64
@@ -45,26 +45,18 @@ class Relaxation:
     The largest usual prefetch depth and number of gradient slots also represent all larger values.
     """
 
-    def __init__(self, costs: PolicyCost, clipped_fraction: float | None) -> None:
-        self.clipped_fraction = clipped_fraction
-        self._costs = costs
-        self._clipped_works = WorkCache(CostModel(costs.profile, clipped=True))
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator, self._clipped_works = evaluator, WorkCache(evaluator.clipped_cost)
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
         self.known: dict[_Part, Relaxed | None] = {}
         self._programs: dict[_Part, tuple[Choices, float]] = {}  # programs with only a linear bound so far
 
     def solve(
-        self,
-        family: Family,
-        prefetch_depth: int | None = None,
-        gradient_slots: int | None = None,
-        saved_slots: int | None = None,
-        lacking: Omission | None = None,
-        below_s: float = inf,
+        self, family: Family, slots: Slots = ANY_SLOTS, lacking: Omission | None = None, below_s: float = inf
     ) -> Relaxed | None:
-        """Solve the integer program with these buffers (None: any number of slots); None if infeasible. For suggestions: `lacking`,
-        a disabled kind of choice; `below_s`, a step time that the result must beat."""
-        key = (family, prefetch_depth, gradient_slots, saved_slots, lacking)
+        """Solve the integer program with these buffers; None if infeasible. For suggestions: `lacking`, a disabled kind of choice;
+        `below_s`, a step time that the result must beat."""
+        key = (family, slots, lacking)
         if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
             if below_s < inf and ((least := choices.program.solve(integers=False)) is None or least[0] * scale_s >= below_s):
@@ -81,38 +73,32 @@ class Relaxation:
         nothing else, so compute is equal except for unpacking, of which resident layers have the least. If the host sums
         micro-batches, no choice reduces the work on gradients."""
         smallest = family.policy()
-        plan, facets = self._costs.bare_plan(smallest), self._facets_of(smallest)
-        staying = self._costs.bare_plan(replace(smallest, resident_blocks=tuple(range(len(plan.workload.blocks)))))
-        computing_s = busy_s(staying, self._costs.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
+        plan, facets = self._evaluator.bare_setup(smallest), self._facets_of(smallest)
+        staying = self._evaluator.bare_setup(replace(smallest, resident_blocks=tuple(range(len(plan.workload.blocks)))))
+        computing_s = busy_s(staying, self._evaluator.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
         if plan.reduced:
             return computing_s
         groups, equal_blocks = Groups.from_plan(plan, family.groups), plan.blocks_alike.items()
         arriving = [len(blocks) * self._of_block(smallest, b, groups, facets, False)["arriving"] for b, blocks in equal_blocks]
         return max(computing_s, float(np.sum(arriving, axis=0).max()))
 
-    def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
+    def linear_bound_s(self, family: Family, slots: Slots = ANY_SLOTS) -> float:
         """Bound of the linear program: lower than that of `solve`, in a fraction of the time. Infinity if infeasible."""
-        key = (family, None, gradient_slots, None, None)
+        key = (family, slots, None)
         self._programs[key] = choices, scale_s = self._program(*key)
         solution = choices.program.solve(integers=False)
         return inf if solution is None else solution[0] * scale_s * (1 - SLACK)
 
-    def _program(
-        self,
-        family: Family,
-        prefetch_depth: int | None,
-        gradient_slots: int | None,
-        saved_slots: int | None,
-        lacking: Omission | None,
-    ) -> tuple[Choices, float]:
+    def _program(self, family: Family, slots: Slots, lacking: Omission | None) -> tuple[Choices, float]:
         """Build the program. Return its choices and the seconds of its time unit."""
-        smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
-        choices = Choices(self._costs, smallest, family, prefetch_depth, saved_slots, self.clipped_fraction)
+        _, gradient_slots, saved_slots = slots
+        smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or tuning.LEAST_SAVED_SLOTS)
+        choices = Choices(self._evaluator, smallest, family, slots)
         facets, groups = self._facets_of(smallest), Groups.from_plan(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
         width = 1 + len(choices.program.cost) + n_longest
-        of_family = self._costs.family_work
+        of_family = self._evaluator.family_work
         if family not in of_family:  # consecutive calls usually differ in buffers only
             of_family.clear()
             of_family[family] = [self._work(smallest, choices, groups, width, step == choices.clipped_step) for step in steps]
@@ -127,24 +113,24 @@ class Relaxation:
 
     def _facets_of(self, smallest: Policy) -> Facets:
         """Facets valid for every policy that sums gradients on the same side and trains the same blocks on the device."""
-        plan = self._costs.plan(smallest)
+        plan = self._evaluator.setup(smallest)
         key = (plan.reduced, smallest.device_blocks)
         if key not in self._facets:
-            self._facets[key] = self._costs.works.facets((plan, *self._variants(plan)))
+            self._facets[key] = self._evaluator.works.facets((plan, *self._variants(plan)))
         return self._facets[key]
 
     def _variants(self, plan: Setup) -> Iterator[Setup]:
         """Yield policies with ops that `plan` lacks, or with other demands on shared resources."""
-        plan_of, smallest = self._costs.plan, replace(plan.policy, boundary_stride=1)
+        plan_of, smallest = self._evaluator.setup, replace(plan.policy, boundary_stride=1)
         if plan.workload.n_layers > 1:
             yield plan_of(replace(smallest, spill_blocks=can_spill(plan.workload)))
             yield plan_of(replace(smallest, boundary_stride=2))
         if plan.reduced and plan.workload.trains_all:
             yield plan_of(replace(smallest, square_on_device=True))
-            yield plan_of(staying(smallest, places_to_stay(plan, self._costs.profile)))
-        if blocks := disk_layers(plan.semantics, plan.workload, self._costs.profile):
+            yield plan_of(staying(smallest, places_to_stay(plan, self._evaluator.profile)))
+        if blocks := disk_layers(plan.semantics, plan.workload, self._evaluator.profile):
             yield plan_of(replace(smallest, disk_blocks=blocks))
-        of_cpu = self._costs.profile.device.kind == "cpu"
+        of_cpu = self._evaluator.profile.device.kind == "cpu"
         for b, *_ in plan.workload.classes:
             for way in ways_of(plan.workload.blocks[b], 1) if 0 < b <= plan.workload.n_layers else ():
                 if way.away or of_cpu:
@@ -168,25 +154,20 @@ class Relaxation:
         return total
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
-        works = self._clipped_works if clipped else self._costs.works
-        return works.of_block(self._costs.bare_plan(policy), facets, block, groups)
+        works = self._clipped_works if clipped else self._evaluator.works
+        return works.of_block(self._evaluator.bare_setup(policy), facets, block, groups)
 
-    def _subject(
-        self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
-    ) -> Subject:
+    def _subject(self, choices: Choices, family: Family, gradient_slots: int, groups: Groups, work: Work, rows: Rows) -> Subject:
         plan, smallest = choices.plan, choices.smallest
-        n_slots = plan.workload.n_layers * self._costs.semantics.n_micro_batches  # one slot per gradient
-        if gradient_slots is not None and gradient_slots < max(GRADIENT_SLOTS):
+        n_slots = plan.workload.n_layers * self._evaluator.semantics.n_micro_batches  # one slot per gradient
+        if 0 < gradient_slots < max(tuning.GRADIENT_SLOTS):
             n_slots = gradient_slots
         n_loads, n_staying = rows.variable(choices.depth), np.zeros(rows.width)
         n_loads[0] = least_slots(plan)
         for i in choices.layers:
             if i in choices.staying:
                 n_staying[1 + choices.staying[i].count] = 1.0
-        n_early = {
-            Kind.FETCH_ACTIVATION: rows.variable(choices.early),
-            Kind.FETCH_SAVED: rows.variable(choices.early_saved),
-        }
+        n_early = {Kind.FETCH_ACTIVATION: rows.variable(choices.early), Kind.FETCH_SAVED: rows.variable(choices.early_saved)}
         n_saved = {saved: rows.variable(number) for saved, number in choices.more_slots.items()}
         for n in n_saved.values():
             n[0] = smallest.saved_slots
@@ -196,7 +177,7 @@ class Relaxation:
         of_class = [(blocks, self._of_block(smallest, blocks[0], groups, facets, False)) for blocks in choices.classes]
         of_block = {b: work for blocks, work in of_class for b in blocks}
         if family.update is Update.DEFERRED:
-            for seconds in until_each_block_s(plan, self._costs.cost, of_block, choices.may_stay):
+            for seconds in until_each_block_s(plan, self._evaluator.cost, of_block, choices.may_stay):
                 one_block.append(sooner.copy())
                 one_block[-1][0] = seconds
         passing = n_passing(family.groups[-1], n_saved)

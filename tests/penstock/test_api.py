@@ -15,12 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import penstock
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.data.user_batches import UserBatches
 from penstock.run_config import RunConfigError
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
 from penstock.settings import DataSettings
+from tests.lanes import mostly_slow
 from tests.running import SIZES as FLAGS
 from tests.running import UNSEARCHED, succeeded, train, weights_sha
 from tests.running import penstock as command
@@ -103,7 +104,7 @@ def test_training_leaves_the_bytes_of_the_command(home: Path) -> None:
     assert steps == [1, 2, 3] == [metrics.step for metrics in trained.metrics]
     succeeded(train(home, plan.save(home / "plan.json"), out="b", steps=3))
     assert weights_sha(trained.checkpoint) == weights_sha(home / "b" / "checkpoint-3")
-    dataset = read_data(DataSettings(str(home / "data")), None, 272, 32, 4, 0, home / "cache")
+    dataset = read_data(DataRequest(DataSettings(str(home / "data")), None, 272, 32, 4, 0, home / "cache"))
     of_batches = train_new(plan, SimpleNamespace(batch=dataset.batch), out=home / "c", steps=3, lr=1e-3)
     assert weights_sha(of_batches.checkpoint) == weights_sha(trained.checkpoint)
     assert command("report", home / "plan.json", home / "b", "-o", home / "b.html").exit_code == 0
@@ -136,8 +137,7 @@ def test_a_command_goes_on_with_a_programs_run(home: Path) -> None:
     assert (home / "out" / "run-plan.json").read_text() == "mine"
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("batches", "message"),
     [
         (Batches(300), "the model has ids 0 to 271"),

@@ -13,6 +13,7 @@ import pytest
 
 from tests.bytes_of_files import write_lines
 from tests.forks import is_alive
+from tests.lanes import mostly_slow
 from tests.rank_runs import begun, contents, is_that_of_one, pid_of, planned, run_to_end, said_by, step_of, wait_for, words
 from tests.running import lines_of, penstock, plan_in, succeeded
 
@@ -34,7 +35,7 @@ def test_a_full_disk_ends_all_ranks_in_one_line(home):
     assert is_that_of_one(home, n)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_ranks_that_are_told_to_end_leave_a_long_evaluation(home):
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune. " * 5_000)
     (home / "many.yaml").write_text("evaluation: {max_sequences: 100000, first: false}\n")
@@ -49,7 +50,7 @@ def test_ranks_that_are_told_to_end_leave_a_long_evaluation(home):
     assert "evaluation after" not in outputs, "not to its end"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
     rng, n_stops = random.Random(3), 0
     looks = ["--save-every", 4, "--eval-data", home / "data" / "b.txt", "--eval-every", 6]
@@ -69,7 +70,7 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
     assert is_that_of_one(home, 12, *looks)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_half_a_checkpoint_of_two_ranks_is_not_resumed(home):
     out = home / "out"
     running = begun(words(home, planned(home, 2), "--save-every", 1, "--keep", 3, steps=10**5))
@@ -106,8 +107,7 @@ CASES = [("classify", TEXTS, ()), ("reward", PAIRS, LORA), ("kto:group=2", ANSWE
 CASES += [("dpo", PAIRS, ()), ("orpo", PAIRS, LORA), ("z-loss", TEXTS, ())]
 
 
-@pytest.mark.soak_cases(*(loss for loss, _, _ in CASES[1:]))
-@pytest.mark.parametrize(("loss", "rows", "extra"), CASES, ids=[loss for loss, _, _ in CASES])
+@mostly_slow(("loss", "rows", "extra"), CASES, ids=[loss for loss, _, _ in CASES])
 def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, extra):
     shutil.rmtree(home / "data")
     write_lines(home / "data" / "rows.jsonl", rows)

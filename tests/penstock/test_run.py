@@ -6,11 +6,11 @@ import shlex
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from tests.chats import write_talker
 from tests.forks import Forked
+from tests.lanes import mostly_slow
 from tests.real_layers import hf_model, load_model
 from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 from tests.tiny import tiny_config
@@ -51,8 +51,7 @@ finally:
 LION = "lion:moments=bf16"
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("optimizer", "numba", "value"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
+@mostly_slow(("optimizer", "numba", "value"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
 def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, value):
     plan = plan_in(home, "--optimizer", optimizer)
     words = [numba, "run", plan, "--data", home / "data", "--out", home / "out", "--steps", 1, *SCRATCH]

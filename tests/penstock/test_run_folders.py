@@ -68,13 +68,6 @@ def test_files_that_a_user_wrote_are_not_replaced(home):
     succeeded(train(home, plan, "--resume", steps=6))
 
 
-def test_no_profile_is_written_over_the_plan(home):
-    plan = plan_in(home)
-    content = plan.read_bytes()
-    one_line(train(home, plan, "--recalibrate", plan), 2, "the plan itself")
-    assert plan.read_bytes() == content
-
-
 def test_a_moved_folder_resumes_where_it_was(home, monkeypatch):
     """Resume from another working directory, without the plan file, bitwise identical to an unbroken run."""
     monkeypatch.chdir(home)

@@ -11,6 +11,7 @@ from penstock.planner.check.claim import check_claim, check_origin, check_search
 from penstock.planner.search.claim import claimed
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Plan, PlanFile
+from tests.lanes import mostly_slow
 from tests.running import penstock as invoke
 from tests.running import succeeded
 
@@ -35,8 +36,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> PlanFile:
     return planned(tmp_path_factory.mktemp("plan") / "plan.json", **OPTIONS)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("way", WAYS)
+@mostly_slow("way", WAYS)
 def test_an_honest_claim_holds_search_and_all(way: str, honest: PlanFile, tmp_path: Path) -> None:
     file = planned(tmp_path / "plan.json", **(OPTIONS | WAYS[way])) if WAYS[way] else honest
     claim = claimed(file.claim, "plan.json")
@@ -100,7 +100,7 @@ def tampered(plan: Plan) -> dict[str, Plan]:
 
 def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile) -> None:
     claim = claimed(honest.claim, "plan.json")
-    older = replace(claim, certificate=replace(claim.certificate, arithmetic=None))
+    older = replace(claim, certificate=replace(claim.certificate, arithmetic="another"))
     for change, plan in tampered(honest.plan).items():
         with pytest.raises(PlanError):
             check_origin(plan, claim)

@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import networkx as nx
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.planner.lower.forward import forward_plan
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Slot
+from tests.lanes import examples
 from tests.oracle import race, unrolled
 from tests.strategies import plans
 
-LAW = settings(max_examples=30, deadline=None)
+LAW = settings(max_examples=examples(30), deadline=None)
 COUNTS = st.integers(1, 9)
 
 
@@ -47,7 +47,6 @@ def wrong_value(plan: Plan, order) -> str | None:
     return None
 
 
-@pytest.mark.drawn
 @given(plan=plans(), n=COUNTS)
 @LAW
 def test_every_forward_finds_its_values_in_the_arenas_of_training(plan, n):
@@ -79,7 +78,6 @@ def test_every_forward_finds_its_values_in_the_arenas_of_training(plan, n):
         assert Plan.parse(str(forward)) == forward
 
 
-@pytest.mark.drawn
 @given(plan=plans(), data=st.data())
 @LAW
 def test_no_wait_can_be_left_out(plan, data):
@@ -90,7 +88,6 @@ def test_no_wait_can_be_left_out(plan, data):
     assert race(unsafe, unrolled(unsafe)) is not None
 
 
-@pytest.mark.drawn
 @given(plan=plans(), n=COUNTS)
 @LAW
 def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.planner.predict.region import Demand, Region, Resource, shares
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.compiled import IS_COMPILED
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Wait
-from penstock.runtime.plan.region import Demand, Region, Resource, shares
 from penstock.runtime.plan.workload import Model, Workload
 from tests.edits import small
 from tests.oracle import unrolled
@@ -108,7 +108,6 @@ def test_contention_ends_no_op_sooner_and_keeps_lanes_and_waits(case):
                 assert spans[wait.op, step - wait.distance].end_s <= span.start_s
 
 
-@pytest.mark.drawn
 @given(demanded(), st.data())
 def test_slowing_any_ops_never_finishes_sooner(case, data):
     """Scale ops by random factors. Without contention only: a slower op can free a shared resource."""

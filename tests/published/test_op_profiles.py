@@ -42,8 +42,7 @@ def chance_of(n_held, n):
     return sum(math.comb(n, i) * COVERED**i * (1 - COVERED) ** (n - i) for i in range(n_held + 1))
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 def test_shipped_profiles_are_what_the_fit_gives_today():
     """Fit all laws again. Values fitted to runs are tested with the ledger of runs. A source contains a digest of its rows."""
     n_named = 0

@@ -54,7 +54,7 @@ def test_products_are_computed_in_the_slot_where_they_wait() -> None:
 def test_undercounted_bytes_are_an_error_and_no_wrong_bits(monkeypatch, saved, smaller_alone, policy):
     """Halve the saved bytes in a plan, for every micro-batch or for a smaller one."""
 
-    def less(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    def halve_tiers(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         def halved(tier: Tier) -> Tier:
             return replace(tier, saved_bytes=tier.saved_bytes // 2, n_saved=0) if tier.saved is saved else tier
 
@@ -62,7 +62,7 @@ def test_undercounted_bytes_are_an_error_and_no_wrong_bits(monkeypatch, saved, s
 
     def build(model: Model, semantics: Semantics) -> Workload:
         true = build_workload(model, semantics)
-        return Workload(true.blocks if smaller_alone else less(true.blocks), less(true.smaller))
+        return Workload(true.blocks if smaller_alone else halve_tiers(true.blocks), halve_tiers(true.smaller))
 
     monkeypatch.setattr("tests.training.build_workload", build)
     with pytest.raises(OpError, match="do not fit into their slot"):

@@ -31,6 +31,7 @@ from penstock.runtime.plan.workload import Model, Saved
 from penstock.training.validation import evaluate
 from tests import training
 from tests.forwards import HostileToBoth, sequences_of
+from tests.lanes import mostly_slow
 from tests.real_layers import DTYPES, SIZES, Work, cases, hf_model, layers_of, tensors
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, Remembering, frozen_of, initial_masters, machine_for, plan_of, same_bits, semantics_of, streamed
@@ -62,22 +63,22 @@ def test_its_gradients_are_those_of_the_formula(bias: bool, dropout: float) -> N
     wanted = x @ module.weight.T + dropped @ module.lora_A.weight.T @ module.lora_B.weight.T * 1.5
     wanted = wanted + module.bias if bias else wanted
     torch.testing.assert_close(y, wanted)
-    to = [x, module.lora_A.weight, module.lora_B.weight]
+    leaves = [x, module.lora_A.weight, module.lora_B.weight]
     gradient = torch.randn_like(y)
-    torch.testing.assert_close(torch.autograd.grad(y, to, gradient), torch.autograd.grad(wanted, to, gradient))
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, gradient), torch.autograd.grad(wanted, leaves, gradient))
     assert torch.equal(module.train(False)(x), adapted(bias)(x))
 
 
 def test_only_gradients_that_are_asked_for_are_made() -> None:
     for needed, n_products in (((True, False, False), 3), ((False, True, False), 2), ((False, False, True), 2)):
         module, x = adapted(), torch.randn(6, 24, dtype=torch.float64)
-        given = x, module.lora_A.weight, module.lora_B.weight
-        for tensor, is_needed in zip(given, needed, strict=True):
+        operands = x, module.lora_A.weight, module.lora_B.weight
+        for tensor, is_needed in zip(operands, needed, strict=True):
             tensor.requires_grad_(is_needed)
         y = module(x)
         with Work() as work:
             y.backward(torch.ones_like(y))
-        assert [tensor.grad is not None for tensor in given] == [*needed]
+        assert [tensor.grad is not None for tensor in operands] == [*needed]
         assert work.calls["mm"] + work.calls["addmm_"] == n_products
 
 
@@ -90,10 +91,10 @@ def test_a_new_adapter_does_nothing_yet_and_is_drawn_as_pefts() -> None:
     assert a.std().item() == pytest.approx(1 / math.sqrt(3 * 512), rel=0.05)
     assert same_bits(initial_factors(shapes, 3)["q.lora_A.weight"], a)
     assert not torch.equal(initial_factors(shapes, 4)["q.lora_A.weight"], a)
-    of = [semantics_of("qwen2", compute_dtype="fp32", **train) for train in ({}, {"train": Train(lora=LORA)})]
-    whole, begun = (initial_masters(tiny_config("qwen2"), semantics) for semantics in of)
-    assert begun.keys() > whole.keys()
-    assert all(same_bits(begun[name], whole[name]) for name in whole)
+    fields = [semantics_of("qwen2", compute_dtype="fp32", **train) for train in ({}, {"train": Train(lora=LORA)})]
+    full, begun = (initial_masters(tiny_config("qwen2"), semantics) for semantics in fields)
+    assert begun.keys() > full.keys()
+    assert all(same_bits(begun[name], full[name]) for name in full)
 
 
 class Attention(nn.Module):
@@ -144,42 +145,42 @@ def test_projections_with_one_input_are_pefts(base: Base, dropout: float, target
         weight = layer.get_submodule(f"a.{name}").weight
         if base != "fp32":
             unpack_into(pack(weight.data, base), weight.data, base)
-    of_peft = LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules=[*targets], lora_dropout=dropout)
-    theirs = nn.ModuleDict({"a": Attention()})
-    peft: Any = get_peft_model(theirs, of_peft)  # type: ignore[arg-type]
-    state = {ours(name): p for name, p in peft.named_parameters()}
+    peft_config = LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules=[*targets], lora_dropout=dropout)
+    peft_layer = nn.ModuleDict({"a": Attention()})
+    peft: Any = get_peft_model(peft_layer, peft_config)  # type: ignore[arg-type]
+    state = {penstock_name(name): p for name, p in peft.named_parameters()}
     assert state.keys() == dict(layer.named_parameters()).keys()
     for name, p in layer.named_parameters():
         state[name].data.copy_(p)
     x = torch.randn(2, 9, 64)
-    found = outcome(layer["a"], x, factors_in(layer))
-    wanted = outcome(theirs["a"], x, [state[name] for name, p in layer.named_parameters() if p.requires_grad])
-    for each, of_each in zip(found, wanted, strict=True):
-        torch.testing.assert_close(each, of_each, rtol=0, atol=1e-5 * of_each.abs().max().item())
+    results = outcome(layer["a"], x, factors_in(layer))
+    wanted = outcome(peft_layer["a"], x, [state[name] for name, p in layer.named_parameters() if p.requires_grad])
+    for result, expected in zip(results, wanted, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     with torch.no_grad():  # without the adapters
         for part in layer.modules():
             if isinstance(part, AdaptedLinear):
                 part.is_disabled = True
         with peft.disable_adapter():
-            assert torch.equal(layer["a"](x), theirs["a"](x))
+            assert torch.equal(layer["a"](x), peft_layer["a"](x))
 
 
 def test_partners_are_computed_for_one_input_alone() -> None:
     """Compare gradients with plain formulas under autograd, also if partners have different inputs or are called twice."""
-    layer, x, other = sharing(dtype=torch.float64), *torch.randn(2, 5, 64, dtype=torch.float64)
+    layer, x, second = sharing(dtype=torch.float64), *torch.randn(2, 5, 64, dtype=torch.float64)
     parts = [layer.get_submodule(f"a.{name}") for name in TARGETS[:3]]
-    for inputs in ((x, x, x), (x, other, x), (x, x, other), (other, x, x)):
+    for inputs in ((x, x, x), (x, second, x), (x, x, second), (second, x, x)):
         for order in ((0, 1, 2), (2, 0, 1), (0, 0, 1, 2)):
-            leaves = {id(each): each.clone().requires_grad_() for each in (x, other)}
-            of = [(parts[i], leaves[id(inputs[i])]) for i in order]
+            leaves = {id(tensor): tensor.clone().requires_grad_() for tensor in (x, second)}
+            calls = [(parts[i], leaves[id(inputs[i])]) for i in order]
             plain = [
                 x @ p.weight.T + p.bias + LORA.scale * (x @ p.lora_A.weight.T) @ p.lora_B.weight.T  # type: ignore[union-attr]
-                for p, x in of
+                for p, x in calls
             ]
-            to = [*leaves.values(), *(p for part in parts for p in part.parameters() if p.requires_grad)]
-            both = [[y.sin().sum() for y in outputs] for outputs in ([part(x) for part, x in of], plain)]
-            found, wanted = (torch.autograd.grad(sums, to, allow_unused=True) for sums in both)
-            torch.testing.assert_close(found, wanted)
+            targets = [*leaves.values(), *(p for part in parts for p in part.parameters() if p.requires_grad)]
+            both = [[y.sin().sum() for y in outputs] for outputs in ([part(x) for part, x in calls], plain)]
+            actual, wanted = (torch.autograd.grad(sums, targets, allow_unused=True) for sums in both)
+            torch.testing.assert_close(actual, wanted)
 
 
 def test_a_layer_leaves_nothing_with_its_partners() -> None:
@@ -188,8 +189,7 @@ def test_a_layer_leaves_nothing_with_its_partners() -> None:
     assert [part.ready for part in layer.modules() if isinstance(part, AdaptedLinear)] == [None] * 4
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@mostly_slow("model_type", MODEL_TYPES)
 def test_what_is_computed_together_is_what_the_plan_counts(model_type: str) -> None:
     """Compare stacked products of A in the modules of a run and in its plan, by width."""
     for targets in (TARGETS, ("q_proj", "v_proj", "up_proj")):
@@ -198,29 +198,29 @@ def test_what_is_computed_together_is_what_the_plan_counts(model_type: str) -> N
         config, semantics = tiny_config(model_type), semantics_of(model_type, train=Train(lora=Lora(rank=3, targets=targets)))
         workload = build_workload(Model(config), semantics)
         for block, layer in zip(workload.blocks[1:-1], Templates(config, workload, semantics).layers, strict=True):
-            there = [part for part in layer.modules() if isinstance(part, AdaptedLinear)]
-            stacks = [3 * len(part.partners) for part in there if part is part.partners[0]]
+            adapters = [part for part in layer.modules() if isinstance(part, AdaptedLinear)]
+            stacks = [3 * len(part.partners) for part in adapters if part is part.partners[0]]
             assert [m.n for m in block.matmuls if not m.frozen and m.n in (3, 6, 9)] == stacks
-            assert len(there) > len(stacks) or len(targets) < len(TARGETS)
+            assert len(adapters) > len(stacks) or len(targets) < len(TARGETS)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])  # inputs before outputs in a stack, and after
 def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare fp32 outputs and gradients with stacks plus `get_delta_weight`. Penstock computes no delta."""
     config, lora = tiny_config(model_type, num_hidden_layers=1), Lora(rank=8, alpha=12.0, targets=("experts",))
-    theirs = hf_model(config, dtype=torch.float32).requires_grad_(False)
-    theirs.set_experts_implementation("grouped_mm")
-    experts = copy.deepcopy(theirs.model.layers[0].mlp.experts)
-    of_peft = LoraConfig(r=8, lora_alpha=12, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-    theirs = get_peft_model(theirs, of_peft)
-    factors = {n: p for n, p in theirs.named_parameters() if p.requires_grad}
+    peft_model = hf_model(config, dtype=torch.float32).requires_grad_(False)
+    peft_model.set_experts_implementation("grouped_mm")
+    experts = copy.deepcopy(peft_model.model.layers[0].mlp.experts)
+    peft_config = LoraConfig(r=8, lora_alpha=12, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    peft_model = get_peft_model(peft_model, peft_config)
+    factors = {n: p for n, p in peft_model.named_parameters() if p.requires_grad}
     torch.manual_seed(0)
     for p in factors.values():
         nn.init.normal_(p, std=0.2)
     named = {n.replace(".default.", ".").partition(".mlp.experts.")[2]: p.detach() for n, p in factors.items()}
     adapt(nn.ModuleDict({"experts": experts}), "l.", [f"l.experts.{n}" for n in named], lora)
     experts.load_state_dict(named, strict=False)
-    outer = theirs.base_model.model.model.layers[0].mlp.experts
+    outer = peft_model.base_model.model.model.layers[0].mlp.experts
     x, ids = torch.randn(40, config["hidden_size"]), torch.randint(experts.num_experts - 1, (40, 2))  # the last one has no rows
     shares, gradient = torch.rand(40, 2), torch.randn(40, config["hidden_size"])
 
@@ -230,15 +230,15 @@ def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, 
         return [y, *torch.autograd.grad(y, [into, *parameters], gradient)]
 
     wrapped = [outer.get_parameter(name.replace(".weight", ".default.weight")) for name in named]
-    found = of_rows(experts, [experts.get_parameter(name) for name in named])
-    torch.testing.assert_close(found, of_rows(outer, wrapped), rtol=1e-4, atol=1e-5)
-    before = experts.base_layer.is_disabled, experts(x, ids, shares)
+    results = of_rows(experts, [experts.get_parameter(name) for name in named])
+    torch.testing.assert_close(results, of_rows(outer, wrapped), rtol=1e-4, atol=1e-5)
+    adapted_y = experts(x, ids, shares)
     experts.base_layer.is_disabled = True
-    assert not torch.allclose(before[1], without := experts(x, ids, shares))
-    assert torch.equal(without, outer.base_layer.base_layer(x, ids, shares))
+    assert not torch.allclose(adapted_y, base_y := experts(x, ids, shares))
+    assert torch.equal(base_y, outer.base_layer.base_layer(x, ids, shares))
     monkeypatch.setattr("penstock.runtime.layers.adapters.grouped_mm_experts_forward", lambda self, x, ids, shares: x)
     with pytest.raises(WorkloadError, match="adapters of experts do not support"):
-        AdaptedExperts(theirs.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"), lora)
+        AdaptedExperts(peft_model.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"), lora)
 
 
 def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
@@ -251,29 +251,28 @@ def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
         workload = build_workload(Model(config), semantics)
         layer = workload.blocks[1]
         odd = next(p for p in layer.parameters if "lora_A" in p.name)
-        other = (replace(odd, shape=a_shape),) if a_shape else ()
-        parameters = tuple(p for p in layer.parameters if p is not odd) + other
+        replacement = (replace(odd, shape=a_shape),) if a_shape else ()
+        parameters = tuple(p for p in layer.parameters if p is not odd) + replacement
         blocks = (workload.blocks[0], replace(layer, parameters=parameters), *workload.blocks[2:])
         with pytest.raises(WorkloadError, match=rf"builds other parameters .*first: {re.escape(odd.name)}"):
             Templates(config, replace(workload, blocks=blocks), semantics)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("case", cases(("llama", "gemma2", "qwen3_moe", "gpt_oss")), ids="-".join)
+@mostly_slow("case", cases(("llama", "gemma2", "qwen3_moe", "gpt_oss")), ids="-".join)
 def test_a_replay_of_adapters_saves_what_the_plan_says(case: Case) -> None:
     of_experts = replace(LORA, rank=8, targets=("q_proj", "experts"))
     loras = [of_experts] if case[0] in EXPERT_TYPES else [replace(LORA, dropout=0.3, targets=TARGETS[:4]), LORA]
     of_each = (layers_of(case, *SIZES[0], kernels={"train": Train(lora=lora)}) for lora in loras)
     for block, layer, x, kwargs in chain.from_iterable(of_each):
         for saved in (Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS):
-            ours = block.recompute(saved)
-            assert (ours is not None) == can(case, saved)
-            if ours is None:
+            tier = block.recompute(saved)
+            assert (tier is not None) == can(case, saved)
+            if tier is None:
                 continue
             wanted = gradients(layer, x, kwargs, None)
             assert all(map(torch.equal, wanted, gradients(layer, x, kwargs, saved)))
             _, replay = replayed(layer, x, kwargs, saved)
-            assert sum(t.nbytes for t in tensors([noted for noted, _ in replay.results])) == ours.saved_bytes
+            assert sum(t.nbytes for t in tensors([noted for noted, _ in replay.results])) == tier.saved_bytes
 
 
 def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved | None) -> list[torch.Tensor]:
@@ -284,8 +283,8 @@ def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved 
         return layer(x, **kwargs)
 
     y = forward(x, **kwargs) if saved is None else replayed(forward, x, kwargs, saved)[0]
-    to = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    return list(torch.autograd.grad(y, to, torch.ones_like(y)))
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    return list(torch.autograd.grad(y, leaves, torch.ones_like(y)))
 
 
 def mixed_blocks(config: dict[str, Any], semantics: Semantics) -> tuple[int, ...]:
@@ -298,7 +297,7 @@ def peft_of(config: dict[str, Any], semantics: Semantics, begun: dict[str, torch
     model = hf_model(config, dtype=DTYPES[semantics.compute_dtype], attn_implementation=semantics.attention)
     of_peft = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=[*lora.targets], lora_dropout=0.0)
     model = get_peft_model(model, of_peft, autocast_adapter_dtype=True).train()
-    named = {ours(name): p for name, p in model.named_parameters()}
+    named = {penstock_name(name): p for name, p in model.named_parameters()}
     assert named.keys() == begun.keys()
     with torch.no_grad():
         for name, p in named.items():
@@ -306,7 +305,7 @@ def peft_of(config: dict[str, Any], semantics: Semantics, begun: dict[str, torch
     return model
 
 
-def ours(name: str) -> str:
+def penstock_name(name: str) -> str:
     """Map a parameter name of PEFT to its name in Penstock."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
 
@@ -316,7 +315,7 @@ def trained_by_peft(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Train adapters in a common loop under autocast. Return adapters and losses."""
     model = peft_of(config, semantics, begun, lora)
-    trained = {ours(name): p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {penstock_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, losses = torch.optim.AdamW(trained.values(), **settings[0]), []
     for batch, of_step in zip(batches, settings, strict=True):
         optimizer.param_groups[0]["lr"] = of_step["lr"]
@@ -332,8 +331,7 @@ def trained_by_peft(
     return {name: p.detach() for name, p in trained.items()}, losses
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "dtype", "of_loss", "of_way"), [*((t, "fp32", 1e-6, 1e-4) for t in DENSE), ("llama", "bf16", 2e-4, 0.1)]
 )
 def test_training_is_what_peft_does(model_type: str, dtype: str, of_loss: float, of_way: float) -> None:
@@ -346,9 +344,9 @@ def test_training_is_what_peft_does(model_type: str, dtype: str, of_loss: float,
     data = training.batches_of(96, 4, 16), training.settings_of_torch(N_STEPS)
     masters, losses = trained_by_peft(config, semantics, LORA, begun, *data)
     assert [machine.results[step].loss for step in range(N_STEPS)] == pytest.approx(losses, rel=of_loss)
-    found = training.state_of(machine)[0]
-    assert found.keys() == masters.keys()
-    off, way = (sum((a[n] - b[n]).abs().sum().item() for n in masters) for a, b in ((found, masters), (begun, masters)))
+    trained = training.state_of(machine)[0]
+    assert trained.keys() == masters.keys()
+    off, way = (sum((a[n] - b[n]).abs().sum().item() for n in masters) for a, b in ((trained, masters), (begun, masters)))
     assert off < of_way * way
 
 
@@ -360,17 +358,16 @@ EVALUATED = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "way"), [*(("llama", way) for way in EVALUATED), ("gemma2", "on the device, packed")])
+@mostly_slow(("model_type", "way"), [*(("llama", way) for way in EVALUATED), ("gemma2", "on the device, packed")])
 def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: str) -> None:
     """Compare the loss of a batch bitwise with a training step without dropout."""
     fields, policy = EVALUATED[way]
     config = tiny_config(model_type, num_hidden_layers=3)
-    without = semantics_of(model_type, train=Train(lora=LORA), **fields)
-    semantics = replace(without, train=Train(lora=replace(LORA, dropout=0.4)))
+    no_dropout = semantics_of(model_type, train=Train(lora=LORA), **fields)
+    semantics = replace(no_dropout, train=Train(lora=replace(LORA, dropout=0.4)))
     policy = replace(policy, device_blocks=mixed_blocks(config, semantics) if "device" in way else ())
     machine = machine_for(plan_of(config, semantics, policy), HostileToBoth)
-    batch, plain = training.batches_of(96, 4, 16)[0], streamed(config, without, policy)
+    batch, plain = training.batches_of(96, 4, 16)[0], streamed(config, no_dropout, policy)
     assert evaluate(machine, sequences_of(batch), 4)["eval_loss"] == plain.results[0].loss
     for step in range(N_STEPS):
         execute(machine.plan, machine, 1, step)
@@ -402,9 +399,9 @@ class Narrow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
-            there = [t for t in (*args[-2:], out) if t.numel() > 1]
+            operands = [t for t in (*args[-2:], out) if t.numel() > 1]
             is_narrow = any(self.widths & {*t.shape} for t in args[-2:])
-            self.n_bytes += sum(t.nbytes for t in there if not self.widths & {*t.shape}) * is_narrow
+            self.n_bytes += sum(t.nbytes for t in operands if not self.widths & {*t.shape}) * is_narrow
         return out
 
 

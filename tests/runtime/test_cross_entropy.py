@@ -26,10 +26,10 @@ from tests.tiny import tiny_config
 from tests.training import fused
 
 VOCABULARIES = [1, 7, 96, 1003, 9000]  # the last exceeds one step of a thread
-OTHER = {"EXP(x)": "(1.0f / (1.0f - (x)))", "LOG(x)": "(2.0f * (x))"}  # bitwise identical on any processor
+SUBSTITUTES = {"EXP(x)": "(1.0f / (1.0f - (x)))", "LOG(x)": "(2.0f * (x))"}  # bitwise identical on any processor
 
 
-def drawn(n_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def random_rows(n_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits of all magnitudes, some -inf; targets, a quarter masked; weights of both signs."""
     generator = torch.Generator().manual_seed(vocab)
     logits_NV = torch.randn(n_rows, vocab, generator=generator) * 10.0 ** (torch.arange(n_rows) % 5 - 1.0)[:, None]
@@ -40,15 +40,15 @@ def drawn(n_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[
     return logits_NV.to(dtype), targets_N, torch.randn(n_rows, generator=generator)
 
 
-def of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, by: Any = reference_losses) -> tuple[Tensor, Tensor]:
+def of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, compute: Any = reference_losses) -> tuple[Tensor, Tensor]:
     gradient_NV = logits_NV.clone()
-    return by(gradient_NV, targets_N, each_N), gradient_NV
+    return compute(gradient_NV, targets_N, each_N), gradient_NV
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_losses_and_gradients_are_those_of_cross_entropy_in_fp64(vocab: int) -> None:
     """Compare losses to 1e-6 of the loss or the largest logit, gradients to 1e-6 of the row's weight."""
-    logits_NV, targets_N, each_N = drawn(20, vocab)
+    logits_NV, targets_N, each_N = random_rows(20, vocab)
     exact_NV = logits_NV.double().requires_grad_()
     exact_N = F.cross_entropy(exact_NV, targets_N, ignore_index=-100, reduction="none")
     (towards_NV,) = torch.autograd.grad((exact_N * each_N).sum(), [exact_NV])
@@ -63,16 +63,16 @@ def test_losses_and_gradients_are_those_of_cross_entropy_in_fp64(vocab: int) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_a_rows_bits_are_the_same_in_any_tile(vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = of_rows(*(given := drawn(20, vocab, dtype)))
+    expected = of_rows(*(rows := random_rows(20, vocab, dtype)))
     for n in (1, 7):
-        tiles = [of_rows(*tile) for tile in zip(*(of.split(n) for of in given), strict=True)]
-        assert all(torch.equal(torch.cat(parts), of) for parts, of in zip(zip(*tiles, strict=True), whole, strict=True))
+        tiles = [of_rows(*tile) for tile in zip(*(tensor.split(n) for tensor in rows), strict=True)]
+        assert all(torch.equal(torch.cat(parts), wanted) for parts, wanted in zip(zip(*tiles, strict=True), expected, strict=True))
     monkeypatch.setattr(cross_entropy, "LOSS_SCRATCH_ELEMENTS", 3 * loss_lanes(vocab))
-    assert all(map(torch.equal, of_rows(*given), whole))
+    assert all(map(torch.equal, of_rows(*rows), expected))
 
 
 def test_a_logit_that_is_no_number_is_seen_in_its_row_alone() -> None:
-    logits_NV, targets_N, each_N = drawn(8, 96)
+    logits_NV, targets_N, each_N = random_rows(8, 96)
     logits_NV[0, 5], logits_NV[1, 95], logits_NV[7, 2] = torch.nan, torch.inf, torch.nan
     losses_N, gradient_NV = of_rows(logits_NV, targets_N, each_N)
     assert gradient_NV.isnan().any(dim=1).tolist() == [True, True, *6 * [False]], "the last has no target"
@@ -90,26 +90,26 @@ def test_the_kernel_adds_in_the_defined_order(dtype: torch.dtype, tmp_path: Path
         return in_cpp(folder, "loss.cu", "cross_entropy", LOGIT=ELEMENT[dtype], THREADS=loss_lanes(vocab) // 8, **defined)
 
     for vocab in VOCABULARIES:
-        libraries[vocab] = kernel(vocab, **OTHER)
+        libraries[vocab] = kernel(vocab, **SUBSTITUTES)
         if vocab in (96, 9000):
             assert is_equal_to_reference(kernel(vocab), torch.device("cpu"), dtype, vocab)
     monkeypatch.setattr(torch.Tensor, "exp_", lambda x: x.copy_(1.0 / (1.0 - x)))
     monkeypatch.setattr(torch.Tensor, "exp", lambda x: 1.0 / (1.0 - x))
     monkeypatch.setattr(torch.Tensor, "log", lambda x: 2.0 * x)
-    for vocab, own in libraries.items():
-        given = drawn(9, vocab, dtype)
-        found = of_rows(*given, by=lambda *of: launched(own, *of))  # noqa: B023
-        for ours, defined in zip(found, of_rows(*given), strict=True):
-            assert torch.equal(ours.nan_to_num(7.0), defined.nan_to_num(7.0)), vocab
-        kept = given[0].clone()
-        assert torch.equal(launched(own, kept, given[1], None).nan_to_num(7.0), found[0].nan_to_num(7.0))
-        assert torch.equal(kept, given[0]), "losses alone leave logits as they are"
+    for vocab, library in libraries.items():
+        rows = random_rows(9, vocab, dtype)
+        results = of_rows(*rows, compute=lambda *args: launched(library, *args))  # noqa: B023
+        for result, defined in zip(results, of_rows(*rows), strict=True):
+            assert torch.equal(result.nan_to_num(7.0), defined.nan_to_num(7.0)), vocab
+        logits = rows[0].clone()
+        assert torch.equal(launched(library, logits, rows[1], None).nan_to_num(7.0), results[0].nan_to_num(7.0))
+        assert torch.equal(logits, rows[0]), "losses alone leave logits as they are"
 
 
 def test_a_kernel_that_differs_or_is_not_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_equal_to_reference(lambda *launch: None, torch.device("cpu"), torch.bfloat16, 96)
 
-    def broken(*given: object, **defined: object) -> None:
+    def broken(*args: object, **defined: object) -> None:
         raise RuntimeError("no NVRTC\nhere")
 
     monkeypatch.setattr(cross_entropy, "compiled_kernel", broken)

@@ -20,19 +20,18 @@ from penstock.runtime.plan.workload import Model
 from penstock.training.device import device_of
 from penstock.training.validation import evaluate, generate
 from tests.forwards import LateForBoth, sequences, sequences_of, watch_forwards
+from tests.lanes import examples, mostly_slow
 from tests.late_streams import LateStreams, Poisoned, machine_of
 from tests.running import lines_of, make_home, one_line, plan_in, train
 from tests.strategies import policies
 from tests.tiny import tiny_config
 from tests.training import EVERYTHING, N_STEPS, clip_some_steps, differences, plain, semantics_of
 
-LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+LAW = settings(max_examples=examples(8), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 HASTE = (0.0, 0.5, 0.9)
 
 
-@pytest.mark.soak_cases("gemma2", "qwen3_moe")
-@pytest.mark.drawn
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+@mostly_slow("model_type", ["llama", "gemma2", "qwen3_moe"])
 @LAW
 @given(data=st.data())
 def test_late_streams_train_the_bits_of_the_plain_loop(model_type, data):
@@ -60,8 +59,7 @@ EDGES = {  # (waiting lane, awaited lane) for all waits on streams
 }  # fmt: skip
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("waiting", "marking"), sorted(EDGES), ids=str)
+@mostly_slow(("waiting", "marking"), sorted(EDGES), ids=str)
 def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
     """Show that the law above can fail: remove the events of one lane for another, delay streams, and bits differ."""
     left_out = 0
@@ -119,9 +117,9 @@ def test_a_reported_steps_loss_is_there_and_is_waited_for_once():
     assert machine._losses == {}
     machine = small_machine()
     execute(machine.plan, machine, N_STEPS)
-    before = machine.streams.n_waits
+    n_before = machine.lanes.streams.n_waits
     assert machine.results[1].loss == machine.results[1].loss > 0.0
-    assert machine.streams.n_waits == before + 1
+    assert machine.lanes.streams.n_waits == n_before + 1
 
 
 def test_a_long_run_makes_no_more_streams():
@@ -129,7 +127,7 @@ def test_a_long_run_makes_no_more_streams():
     for first_step, n_steps in ((0, 4), (4, 4), (8, 8)):
         with Execution(machine.plan, machine, n_steps, first_step) as steps:
             assert all(machine.results.pop(step.number).loss for step in steps)
-    assert len(machine.streams.streams) == 3
+    assert len(machine.lanes.streams.streams) == 3
     assert machine._losses == {}
 
 
@@ -196,9 +194,9 @@ def test_when_a_run_ends_or_fails_every_stream_has_ended():
     machine = small_machine(machine_type=FailsOnce)
     with pytest.raises(OpError, match=r"norm cpu .* the disk is gone"):
         execute(machine.plan, machine, N_STEPS)
-    assert [len(stream.todo) for stream in machine.streams.streams] == [0, 0, 0]
+    assert [len(stream.todo) for stream in machine.lanes.streams.streams] == [0, 0, 0]
     execute(machine.plan, machine, N_STEPS)
-    assert [len(stream.todo) for stream in machine.streams.streams] == [0, 0, 0]
+    assert [len(stream.todo) for stream in machine.lanes.streams.streams] == [0, 0, 0]
     assert differences(machine) == []
 
 
@@ -234,7 +232,7 @@ def test_a_machine_without_users_is_gone_at_once():
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """Create a plan, text, and a "GPU" with delayed streams."""
-    monkeypatch.setattr("penstock.runtime.machines.torch_machine.CudaStreams", lambda: LateStreams(1, 0.5))
+    monkeypatch.setattr("penstock.runtime.machines.lanes.CudaStreams", lambda: LateStreams(1, 0.5))
     monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", lambda: True)
     monkeypatch.setattr("penstock.runtime.machines.streams.free_cuda_bytes", lambda: 10**10)
     plan_in(make_home(tmp_path))
@@ -246,9 +244,9 @@ def run(home, out, *extra):
 
 
 def test_a_run_on_a_gpu_and_one_on_a_cpu_write_the_same_files(home):
-    done = run(home, "on_gpu", "--save-every", 2)
-    assert done.exit_code == 0, done.output
-    assert "not comparable with this GPU" in done.stdout
+    result = run(home, "on_gpu", "--save-every", 2)
+    assert result.exit_code == 0, result.output
+    assert "not comparable with this GPU" in result.stdout
     assert run(home, "on_cpu", "--device", "cpu", "--save-every", 2).exit_code == 0
     for name in ("model-00002-of-00005.safetensors", "optimizer-00001.safetensors"):
         a, b = ((home / out / "checkpoint-4" / name).read_bytes() for out in ("on_gpu", "on_cpu"))
@@ -267,28 +265,28 @@ def test_a_plan_too_large_for_the_gpu_is_refused_at_once(home, monkeypatch):
 def test_without_a_gpu_a_run_is_the_cpus_unless_it_asks_for_one(home, monkeypatch):
     monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", lambda: False)
     one_line(run(home, "o", "--device", "cuda"), 2, "--device cuda: torch sees no CUDA device")
-    monkeypatch.setattr("penstock.runtime.machines.torch_machine.CudaStreams", None)
+    monkeypatch.setattr("penstock.runtime.machines.lanes.CudaStreams", None)
     assert run(home, "o").exit_code == 0
 
 
 @pytest.mark.parametrize(
-    ("device", "said", "found"),
+    ("device", "variables", "expected"),
     [
         ("auto", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
         ("cpu", {}, {}),
     ],
 )
-def test_segments_of_the_allocator_may_grow_unless_the_user_says(monkeypatch, device, said, found):
+def test_segments_of_the_allocator_may_grow_unless_the_user_says(monkeypatch, device, variables, expected):
     """The setting is fixed before the first device query, when torch may read it."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for name in names:
-        monkeypatch.setenv(name, said.get(name, ""))  # restores the previous value
-        if name not in said:
+        monkeypatch.setenv(name, variables.get(name, ""))  # restores the previous value
+        if name not in variables:
             monkeypatch.delenv(name)
 
     def look():
-        assert {name: os.environ[name] for name in names if name in os.environ} == found
+        assert {name: os.environ[name] for name in names if name in os.environ} == expected
         return True
 
     monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", look)
@@ -306,15 +304,15 @@ def test_machines_add_parts_of_products_in_fp32():
 
 
 def test_deterministic_kernels_are_asked_for_before_computing(home, monkeypatch):
-    asked = []
+    workspaces = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(
-        "penstock.runtime.machines.streams.use_same_kernels", lambda: asked.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+        "penstock.runtime.machines.streams.use_same_kernels", lambda: workspaces.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
     )
     one_line(run(home, "refused", "--deterministic"), 2, "plan again with --deterministic")
     assert run(home, "usual").exit_code == 0
-    assert asked == []
-    monkeypatch.setattr("penstock.runtime.layers.attention._can_use", lambda *of: True)
+    assert workspaces == []
+    monkeypatch.setattr("penstock.runtime.layers.attention._can_use", lambda *args: True)
     plan_in(home, "--deterministic")
     assert run(home, "again").exit_code == 0  # the plan stores the setting
-    assert asked == [":4096:8"]
+    assert workspaces == [":4096:8"]

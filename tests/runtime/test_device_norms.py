@@ -10,26 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.hwprofiles.schema import Profile, read_profile
-from penstock.planner.bounds.machine import machine_bound, machine_facets
+from penstock.planner.bounds.machine import machine_bound, machine_facets, staying_bytes
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import frame
+from penstock.planner.predict.region import Resource
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.policy_cost import PolicyCost
+from penstock.planner.search.evaluation import Evaluator
+from penstock.planner.search.policies import ANY_SLOTS, Family, Slots, family_of
 from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.space import Family, family_of
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
 from penstock.runtime.errors import PlanError
+from penstock.runtime.host import chunks as reference
 from penstock.runtime.host import norms
 from penstock.runtime.host.chunks import CHUNK_ELEMENTS
 from penstock.runtime.host.norms import added, squares_at_once, squares_on_device, sum_of_squares
 from penstock.runtime.host.optimizer import SummedGradient
 from penstock.runtime.plan import Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_square
-from penstock.runtime.plan.region import Resource
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.edits import error_of, small
+from tests.lanes import examples, mostly_slow
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
 from tests.reference import halved
 from tests.tiny import tiny_config
@@ -38,10 +40,10 @@ from tests.training import clip_some_steps, differences, semantics_of, streamed
 
 def test_gradients_that_the_host_sums_are_not_squared_on_device():
     plan = small(n_micro_batches=2)
-    policy, said = replace(plan.policy, square_on_device=True), "square_on_device and device_blocks need all micro-batches in one"
-    with pytest.raises(PlanError, match=said):
+    policy, line = replace(plan.policy, square_on_device=True), "square_on_device and device_blocks need all micro-batches in one"
+    with pytest.raises(PlanError, match=line):
         lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert said in error_of(replace(plan, policy=policy))
+    assert line in error_of(replace(plan, policy=policy))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -51,16 +53,16 @@ def test_the_host_reads_no_gradient_twice(tied):
     semantics = Semantics(512, 2, 1)
     workload = build_workload(model, semantics)
     assert workload.tied == tied
-    drawn, seconds = {}, {}
+    dram_bytes, seconds = {}, {}
     for squares in (False, True):
         plan = lower(model, workload, semantics, Policy(accumulation_group=2, square_on_device=squares), {})
         demands = CostModel(profile).demands(plan)
-        drawn[squares] = sum(dict(d.uses).get(Resource.DRAM, 0.0) * d.alone_s for d in demands)
+        dram_bytes[squares] = sum(dict(d.uses).get(Resource.DRAM, 0.0) * d.alone_s for d in demands)
         of_ops = [*zip(plan.ops, demands, strict=True)]
         seconds[squares] = {lane: sum(d.alone_s for op, d in of_ops if op.lane is lane) for lane in Lane}
     elements = sum(b.slot_elements for b in workload.blocks[1:-1])
     elements += 0 if tied else workload.blocks[0].slot_elements + workload.blocks[-1].slot_elements
-    assert drawn[False] - drawn[True] == pytest.approx(2 * elements, rel=1e-6)
+    assert dram_bytes[False] - dram_bytes[True] == pytest.approx(2 * elements, rel=1e-6)
     saved_s = 2 * elements / profile.host.reduce_bytes_per_s.value
     assert seconds[False][Lane.CPU] - seconds[True][Lane.CPU] == pytest.approx(saved_s, rel=1e-6)
     read_s = 2 * elements / profile.device.memory_bytes_per_s.value
@@ -69,9 +71,8 @@ def test_the_host_reads_no_gradient_twice(tied):
     assert n_tensors < n_kernels < 2 * n_tensors + 5 * len(workload.blocks)
 
 
-@pytest.mark.drawn
 @given(st.data())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_the_machine_bound_is_the_least_of_any_device_shares(data):
     """Compare with a fine grid of shares, on machines bound by either side, with memory for part or all of the state."""
     fields = read_profile("gh200").to_json()
@@ -81,25 +82,24 @@ def test_the_machine_bound_is_the_least_of_any_device_shares(data):
     fields["device"]["memory_bytes"]["value"] = data.draw(st.sampled_from([10**9, 4 * 10**10, 10**12]))
     plan, cost = frame(model, build_workload(model, s), s, Policy()), CostModel(Profile.from_json(fields))
     blocks = can_square(plan.workload, s)
-    host, squared, kept = (dict(machine_facets(plan, cost, *on_device)) for on_device in (((), ()), (blocks, ()), ((), blocks)))
-    most = min(1.0, fields["device"]["memory_bytes"]["value"] / sum(map(plan.staying_bytes, blocks)))
+    host, squared, resident = (dict(machine_facets(plan, cost, *on_device)) for on_device in (((), ()), (blocks, ()), ((), blocks)))
+    largest_share = min(1.0, fields["device"]["memory_bytes"]["value"] / sum(staying_bytes(plan, b) for b in blocks))
 
     def largest_s(of_squares, of_state):
-        return max(host[k] + of_squares * (squared[k] - host[k]) + of_state * (kept[k] - host[k]) for k in host)
+        return max(host[k] + of_squares * (squared[k] - host[k]) + of_state * (resident[k] - host[k]) for k in host)
 
-    grid_s = min(largest_s(n / 100, k / 100 * most) for n in range(101) for k in range(101))
+    grid_s = min(largest_s(n / 100, k / 100 * largest_share) for n in range(101) for k in range(101))
     bound = machine_bound(plan, cost)
     assert bound.seconds <= grid_s * (1 + 1e-12)
     assert bound.seconds >= grid_s * 0.97
     assert bound.binding in host
 
 
-@pytest.mark.drawn
 @given(st.data())
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=examples(30), derandomize=True)
 def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     """Machines on which host norms limit the step, so that norms on the device shorten it. Others: tests/planner/test_search.py."""
-    s, dtype = data.draw(semantics().filter(lambda of: of.ranks == 1)), data.draw(st.sampled_from(["bf16", "fp32"]))
+    s, dtype = data.draw(semantics().filter(lambda value: value.ranks == 1)), data.draw(st.sampled_from(["bf16", "fp32"]))
     s = replace(s, gradient_dtype=dtype)
     workload = data.draw(workloads(s, most_layers=3))
     machine = MACHINES[data.draw(st.sampled_from(["slow reduction", "slow reduction", "slow memory", "h200-pcie5", "cpu-2core"]))]
@@ -117,12 +117,12 @@ def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     cost = CostModel(machine)
     plan = lower(NOBODY, workload, s, policy, {})
     prediction = simulate(plan, cost.demands(plan), region_of(machine))
-    relaxation = Relaxation(PolicyCost(NOBODY, workload, s, cost), 0.0 if speculates else None)
-    for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
-        relaxed = relaxation.solve(family_of(policy, s), *buffers)
+    relaxation = Relaxation(Evaluator(NOBODY, workload, s, machine, 0.0 if speculates else None))
+    for slots in (ANY_SLOTS, Slots(policy.prefetch_depth, policy.gradient_slots)):
+        relaxed = relaxation.solve(family_of(policy, s), slots)
         assert relaxed is not None
         if prediction.periodic:
-            assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, buffers)
+            assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, slots)
 
 
 WAYS = {
@@ -132,8 +132,7 @@ WAYS = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "tied", "way"), [("llama", False, "barrier"), ("llama", True, "speculating"), ("gpt_oss", False, "eager")]
 )
 def test_a_model_normed_on_the_device_is_the_plain_loop(model_type, tied, way):
@@ -161,15 +160,16 @@ def cut_gradients(sizes, dtype, seed):
 
 @given(gradients_drawn)
 @settings(deadline=None, max_examples=25, derandomize=True)
-def test_the_kernel_and_the_definition_add_in_one_order(drawn):
-    gradients, cuts = cut_gradients(*drawn)
-    for gradient, of in zip(gradients, cuts, strict=True):
-        found = {sum_of_squares(gradient, None, of)}
+def test_the_kernel_and_the_definition_add_in_one_order(sample):
+    gradients, cuts = cut_gradients(*sample)
+    for gradient, parts in zip(gradients, cuts, strict=True):
+        sums = {sum_of_squares(gradient, None, parts)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(norms, "compiled_squares", lambda dtype: False)
-            found.add(sum_of_squares(gradient, None, of))
-        plain = [halved(chunk.float().square())[0] for cut in of for chunk in gradient[cut.start : cut.stop].split(CHUNK_ELEMENTS)]
-        assert found == {added(map(float, plain))}
+            patch.setattr(norms, "squares_kernel", lambda dtype: reference.squares)
+            sums.add(sum_of_squares(gradient, None, parts))
+        chunks = [chunk for part in parts for chunk in gradient[part.start : part.stop].split(CHUNK_ELEMENTS)]
+        plain = [halved(chunk.float().square())[0] for chunk in chunks]
+        assert sums == {added(map(float, plain))}
 
 
 @NEEDS_A_COMPILER
@@ -179,28 +179,28 @@ def test_the_kernels_of_a_gpu_give_the_hosts_bits_in_cpp_too(dtype, tmp_path):
     kernels = [in_cpp(tmp_path, "squares.cu", name, **defined) for name in ("squares", "sums")]
     gradients, cuts = cut_gradients(SIZES[::-1], dtype, 6)
     sums = torch.full((len(gradients),), math.nan, dtype=torch.float64)
-    pieces = [[g[cut.start : cut.stop] for cut in of] for g, of in zip(gradients, cuts, strict=True)]
+    pieces = [[g[cut.start : cut.stop] for cut in parts] for g, parts in zip(gradients, cuts, strict=True)]
     squares_at_once(pieces, sums, *kernels)
-    assert sums.tolist() == [sum_of_squares(g, None, of) for g, of in zip(gradients, cuts, strict=True)]
-    for found, gradient in zip(sums.tolist(), gradients, strict=True):
-        assert found == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-6)
+    assert sums.tolist() == [sum_of_squares(g, None, parts) for g, parts in zip(gradients, cuts, strict=True)]
+    for total, gradient in zip(sums.tolist(), gradients, strict=True):
+        assert total == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @given(gradients_drawn)
 @settings(deadline=None, max_examples=50, derandomize=True)
-def test_a_gpu_sums_squares_to_the_hosts_bits(drawn):
-    gradients, cuts = cut_gradients(*drawn)
+def test_a_gpu_sums_squares_to_the_hosts_bits(sample):
+    gradients, cuts = cut_gradients(*sample)
     sums = torch.full((len(gradients),), math.nan, dtype=torch.float64, device="cuda")
     squares_on_device([g.cuda() for g in gradients], cuts, sums)
-    assert sums.tolist() == [sum_of_squares(g, None, of) for g, of in zip(gradients, cuts, strict=True)]
+    assert sums.tolist() == [sum_of_squares(g, None, parts) for g, parts in zip(gradients, cuts, strict=True)]
 
 
 def test_sums_keep_values_that_are_not_finite():
-    for bad, at in product([math.inf, -math.inf, math.nan, 1e38], [0, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS]):
+    for bad, position in product([math.inf, -math.inf, math.nan, 1e38], [0, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS]):
         gradient = torch.ones(2 * CHUNK_ELEMENTS + 3)
-        gradient[at] = bad
+        gradient[position] = bad
         for dtype in (torch.float32, torch.bfloat16):
             assert not math.isfinite(sum_of_squares(SummedGradient((gradient,), dtype)))
     assert [sum_of_squares(torch.ones(n, dtype=torch.bfloat16)) for n in SIZES] == [float(n) for n in SIZES]

@@ -12,6 +12,7 @@ from penstock.runtime.host.optimizer import PROBE_ELEMENTS, KernelLayout, Master
 from penstock.runtime.plan import Kind, Policy, Update
 from penstock.runtime.plan.optimizer import AdamW
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.training import LEAN, differences, semantics_of, streamed
 from tests.updating import update_
@@ -23,8 +24,7 @@ ALL_KEPT = [({"compute_dtype": "fp32"}, 4), ({}, 1), ({"master_dtype": "bf16"}, 
 EVERYWHERE = Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Update.DEFERRED)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("fields", "n_sequences"), [*ALL_KEPT, *((fields, 4) for fields in LEAN.values())])
+@mostly_slow(("fields", "n_sequences"), [*ALL_KEPT, *((fields, 4) for fields in LEAN.values())])
 def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_sequences: int) -> None:
     """The law in test_exactness covers plans with part of the state on the device."""
     config = tiny_config("qwen3", tie_word_embeddings=False)
@@ -44,17 +44,16 @@ def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: b
     assert in_cpp_matches_host(KernelLayout(weight, kind == "split", weight), tmp_path, fused) == fused
 
 
-@pytest.mark.fast("values")
 @NEEDS_A_COMPILER
-@pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
+@mostly_slow(("rule", "kind", "moments"), LEAN_KINDS, fast=(0, 7, 11, 17))
 def test_the_kernel_of_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moments, tmp_path) -> None:
     weight = torch.float32 if kind == "fp32" else torch.bfloat16
-    kept = KernelLayout(weight, kind.startswith("split"), weight, DTYPE[moments], rule, is_stochastic=kind in ("bf16", "split24"))
-    assert in_cpp_matches_host(kept, tmp_path)
+    layout = KernelLayout(weight, kind.startswith("split"), weight, DTYPE[moments], rule, is_stochastic=kind in ("bf16", "split24"))
+    assert in_cpp_matches_host(layout, tmp_path)
 
 
-def in_cpp_matches_host(kept: KernelLayout, folder: Path, fused: bool = True) -> bool:
-    return matches_host(by_two_threads(kept.compiled(partial(in_cpp, folder, fused=fused))), CPU, kept)
+def in_cpp_matches_host(layout: KernelLayout, folder: Path, fused: bool = True) -> bool:
+    return matches_host(by_two_threads(layout.compiled(partial(in_cpp, folder, fused=fused))), CPU, layout)
 
 
 @NEEDS_A_COMPILER
@@ -62,13 +61,13 @@ def in_cpp_matches_host(kept: KernelLayout, folder: Path, fused: bool = True) ->
 def test_the_kernel_updates_parts_that_are_no_whole_or_aligned_vectors(start: int, end: int, tmp_path) -> None:
     """Compare with a step on all 80 elements, which fill the vector registers of torch's kernel."""
     kernel = by_two_threads(KernelLayout(torch.bfloat16, True, torch.bfloat16).compiled(partial(in_cpp, tmp_path)))
-    before = random_state("split", 80, seed=0)
-    whole, part = copied(before), copied(before)
+    initial = random_state("split", 80, seed=0)
+    full, part = copied(initial), copied(initial)
     gradient, settings = torch.randn(80, generator=torch.Generator().manual_seed(1)).bfloat16(), AdamW(lr=1e-2)
-    for state, here, by in ((whole, slice(0, 80), None), (part, slice(start, end), kernel)):
-        weight, remainder, *moments = (tensor[here] for tensor in state.tensors)
-        Step(ParamState(Master(weight, remainder), tuple(moments)), summed(gradient[here]), 0.37, 3, settings).on_device(by)
-    for old, expected, updated in zip(before.tensors, whole.tensors, part.tensors, strict=True):
+    for state, cut, compute in ((full, slice(0, 80), None), (part, slice(start, end), kernel)):
+        weight, remainder, *moments = (tensor[cut] for tensor in state.tensors)
+        Step(ParamState(Master(weight, remainder), tuple(moments)), summed(gradient[cut]), 0.37, 3, settings).on_device(compute)
+    for old, expected, updated in zip(initial.tensors, full.tensors, part.tensors, strict=True):
         assert torch.equal(updated, torch.cat([old[:start], expected[start:end], old[end:]]))
 
 

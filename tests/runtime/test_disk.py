@@ -19,6 +19,7 @@ from penstock.runtime.host.base_file import BaseFile, is_in_memory
 from penstock.runtime.host.updates import NonFiniteError
 from penstock.runtime.plan import Lane, Plan, Policy, Update, saves
 from penstock.runtime.plan.train import Lora, Train
+from tests.lanes import diagonal, mostly_slow
 from tests.late_streams import Poisoned, machine_of
 from tests.tiny import tiny_config
 from tests.training import differences, machine_for, plain, plan_of, semantics_of, streamed, trained
@@ -40,9 +41,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_file, "PIECE_BYTES", 4096)
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("base", ["bf16", "nf4"])
-@pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
+@diagonal(("policy", POLICIES), ("base", ["bf16", "nf4"]))
 def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_pieces: None) -> None:
     """Slots are poisoned on release, and lanes have random delays."""
     semantics = semantics_of("llama", train=LORA, base=base, gradient_dtype="fp32" if policy.device_blocks else "bf16")
@@ -50,8 +49,7 @@ def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_p
     assert differences(machine, plain("llama", semantics, LAYERS)) == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("seed", range(3))
+@mostly_slow("seed", range(3))
 def test_reads_wait_for_the_loads_of_streams_that_are_late(seed: int) -> None:
     """Remove the load-completion events: bits must then differ."""
 
@@ -61,7 +59,7 @@ def test_reads_wait_for_the_loads_of_streams_that_are_late(seed: int) -> None:
                 super().follow(lane, token)
 
     config, semantics = tiny_config("llama", **dict(LAYERS)), semantics_of("llama", train=LORA)
-    machine, deaf = (machine_of(config, semantics, POLICIES[0], seed, 0.3, of) for of in (Poisoned, Deaf))
+    machine, deaf = (machine_of(config, semantics, POLICIES[0], seed, 0.3, machine_type) for machine_type in (Poisoned, Deaf))
     execute(machine.plan, machine, 3)
     assert differences(machine, plain("llama", semantics, LAYERS)) == []
     with pytest.raises(NonFiniteError):  # a slot is poisoned after its load
@@ -78,13 +76,13 @@ SIZES = {b: planned().read_bytes(b) for b in (1, 2, 3, 4)}
 
 def cached_pages(path: Path) -> int:
     """Count pages of a file in the page cache by mincore(2)."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as its_bytes:
-        n = -(-len(its_bytes) // mmap.PAGESIZE)
-        found = (ctypes.c_ubyte * n)()
-        first = ctypes.addressof(there := ctypes.c_char.from_buffer(its_bytes))
-        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(first), ctypes.c_size_t(len(its_bytes)), found) == 0
-        del there
-        return sum(page & 1 for page in found)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        n = -(-len(mapping) // mmap.PAGESIZE)
+        in_cache = (ctypes.c_ubyte * n)()
+        first = ctypes.addressof(buffer := ctypes.c_char.from_buffer(mapping))
+        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(first), ctypes.c_size_t(len(mapping)), in_cache) == 0
+        del buffer
+        return sum(page & 1 for page in in_cache)
 
 
 def read_here() -> int:
@@ -96,10 +94,10 @@ def test_a_step_reads_as_planned_and_leaves_no_page_cache(tmp_path: Path) -> Non
     plan, n_steps = planned(), 3
     machine = machine_for(plan, disk=tmp_path / "base")
     execute(plan, machine, 1)  # written pages can remain in the page cache until the file system flushes its journal
-    before = read_here()
+    first_bytes = read_here()
     execute(plan, machine, n_steps, 1)
     n_bytes = sum(plan.read_bytes(op.block) for op in plan.ops if op.kind == "read")
-    assert 0 <= read_here() - before - n_steps * n_bytes <= 65536
+    assert 0 <= read_here() - first_bytes - n_steps * n_bytes <= 65536
     assert cached_pages(tmp_path / "base") == 0
     machine.host.compute_weight(machine.host.frozen[1][0]).sum()
     assert cached_pages(tmp_path / "base") > 0, "the measure sees pages"
@@ -123,13 +121,13 @@ def test_one_run_at_a_time_writes_the_file(tmp_path: Path) -> None:
     assert BaseFile(tmp_path / "base", SIZES).is_whole
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, fails: object, after: int) -> None:
+def failing(monkeypatch: pytest.MonkeyPatch, fails: object, n_good: int) -> None:
     """Replace `os.preadv` by `fails` from some read on."""
-    real, seen = os.preadv, [0]
+    real, n_reads = os.preadv, [0]
 
-    def preadv(file: int, buffers: list[memoryview], at: int) -> int:
-        seen[0] += 1
-        return fails(real, file, buffers, at) if seen[0] > after else real(file, buffers, at)  # type: ignore[operator]
+    def preadv(file: int, buffers: list[memoryview], offset: int) -> int:
+        n_reads[0] += 1
+        return fails(real, file, buffers, offset) if n_reads[0] > n_good else real(file, buffers, offset)  # type: ignore[operator]
 
     monkeypatch.setattr(base_file.os, "preadv", preadv)
 
@@ -153,14 +151,14 @@ def vanished(*_: object) -> int:
 )
 def test_a_disk_that_fails_in_mid_run_is_one_line(tmp_path, monkeypatch, fails, says):
     machine = machine_for(planned(), disk=tmp_path / "base")
-    failing(monkeypatch, fails, after=10)
+    failing(monkeypatch, fails, n_good=10)
     with pytest.raises(DiskError, match=says) as caught:
         execute(machine.plan, machine, 3)
     assert "\n" not in str(caught.value)
 
 
 def test_a_short_read_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, lambda real, file, buffers, at: real(file, [memoryview(buffers[0])[:4096]], at), after=0)
+    failing(monkeypatch, lambda real, file, buffers, offset: real(file, [memoryview(buffers[0])[:4096]], offset), n_good=0)
     semantics = semantics_of("llama", train=LORA)
     machine = trained(plan_of(tiny_config("llama", **dict(LAYERS)), semantics, POLICIES[0]), disk=tmp_path / "base")
     assert differences(machine, plain("llama", semantics, LAYERS)) == []

@@ -10,13 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from penstock.model_checks.document_isolation import supports_documents
 from penstock.planner.check.check import check
 from penstock.planner.lower.forward import forward_plan
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
 from penstock.runtime.layers import documents
-from penstock.runtime.layers.document_isolation import supports_documents
 from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.footprint import document_bytes, padded_tokens
 from penstock.runtime.plan.workload import Model
@@ -24,6 +24,7 @@ from penstock.training.validation import evaluate
 from tests import reference, training
 from tests.every_type import tiny
 from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of
+from tests.lanes import mostly_slow
 from tests.late_streams import LateStreams, Poisoned
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, initial_masters, plan_of, semantics_of, settings_of_torch, state_of
@@ -45,7 +46,7 @@ POLICIES = {
 }
 # Sequences of a step: long and short documents, single tokens, one that fills the sequence, and one repeated
 CUTS = ((1, 7, 3, 5), (16,), (9, 1, 1, 5), (9, 1, 1, 5))
-OTHERS = ((4, 12), (2,) * 8, (16,), (15, 1))
+OTHER_CUTS = ((4, 12), (2,) * 8, (16,), (15, 1))
 
 
 def config_of(model_type: str, **overrides) -> dict:
@@ -81,19 +82,18 @@ WAYS += [("qwen2", "kept", {}, {"micro_batch": 2}), ("qwen2", "attention", {}, {
 WAYS += [("qwen2", "attention", {}, {"mlp_tile_tokens": 5}), ("llama", "strided", {}, {"attention": "eager", "micro_batch": 2})]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "name", "overrides", "fields"), WAYS)
+@mostly_slow(("model_type", "name", "overrides", "fields"), WAYS)
 def test_documents_train_the_plain_loops_bits_on_any_policy(model_type, name, overrides, fields):
     """Use different documents in each micro-batch and step; the second step attends across the sequence."""
     config, semantics = config_of(model_type, **overrides), semantics_of(model_type, **fields)
-    batches, policy = packed_batches(CUTS, None, OTHERS), POLICIES[name]
+    batches, policy = packed_batches(CUTS, None, OTHER_CUTS), POLICIES[name]
     policy = replace(policy, accumulation_group=min(policy.accumulation_group, semantics.n_micro_batches))
     assert differences(trained(config, semantics, policy, batches, delay_seed=3), plainly(config, semantics, batches)) == []
 
 
 def test_every_policy_draws_the_same_dropout():
     config, semantics = config_of("llama", attention_dropout=0.3), semantics_of("llama")
-    batches = packed_batches(CUTS, OTHERS, CUTS)
+    batches = packed_batches(CUTS, OTHER_CUTS, CUTS)
     expected = training.as_expected(trained(config, semantics, POLICIES["kept"], batches))
     for name in ("products", "strided"):
         assert differences(trained(config, semantics, POLICIES[name], batches), expected) == [], name
@@ -114,8 +114,7 @@ def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.
     return loss.item(), {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *FURTHER])
+@mostly_slow("model_type", [*MODEL_TYPES, *FURTHER])
 def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
     """Derive gradients from the first moment after one step: (1 - beta1) times the gradient."""
     config, semantics = config_of(model_type), exact(model_type, clip_norm=None, micro_batch=2)
@@ -131,63 +130,61 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
 def logits_of(machine, batch: Batch) -> torch.Tensor:
     """Return logits of every token, computed by the machine."""
     plan = forward_plan(machine.plan, len(batch.input_ids))
-    found = []
+    logits = []
 
     def note(last):
-        found.append(last.templates.head.logits(last.weights, last.hidden_BTD.flatten(0, 1)))
+        logits.append(last.templates.head.logits(last.weights, last.hidden_BTD.flatten(0, 1)))
 
     execute(plan, machine.forwards(plan, lambda step: batch, note), 1)
-    return torch.stack(found)
+    return torch.stack(logits)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *FURTHER])
+@mostly_slow("model_type", [*MODEL_TYPES, *FURTHER])
 def test_other_documents_change_nothing_of_a_documents_logits(model_type):
     """Compare bitwise. Experts also receive tokens of other documents, and round differently."""
     config, semantics = config_of(model_type), exact(model_type)
     machine = trained(config, semantics, Policy(), packed_batches(CUTS, CUTS, CUTS), n_steps=0)
     batch = packed_batches(CUTS, CUTS, CUTS)[0]
-    before = logits_of(machine, batch)
-    other = batch.input_ids.clone()
-    other[0, :1], other[0, 8:] = 5, (other[0, 8:] + 1) % 96  # all but the second document of the first sequence
-    after = logits_of(machine, Batch(other, batch.targets, batch.document_tokens))
+    expected = logits_of(machine, batch)
+    tokens = batch.input_ids.clone()
+    tokens[0, :1], tokens[0, 8:] = 5, (tokens[0, 8:] + 1) % 96  # all but the second document of the first sequence
+    changed = logits_of(machine, Batch(tokens, batch.targets, batch.document_tokens))
     same = partial(torch.allclose, atol=1e-6) if model_type in EXPERT_TYPES or "num_experts_per_tok" in config else torch.equal
-    assert same(before[0, 1:8], after[0, 1:8])
-    assert not torch.allclose(before[0, 8:], after[0, 8:])
+    assert same(expected[0, 1:8], changed[0, 1:8])
+    assert not torch.allclose(expected[0, 8:], changed[0, 8:])
     across = logits_of(machine, Batch(batch.input_ids, batch.targets))
-    assert not torch.allclose(before[0, 1:8], across[0, 1:8])
+    assert not torch.allclose(expected[0, 1:8], across[0, 1:8])
     alone = Batch(batch.input_ids[:1].roll(-1, 1), batch.targets[:1], ((7, 9),))  # its offset in the sequence has no effect
-    assert torch.allclose(logits_of(machine, alone)[0, :7], before[0, 1:8], atol=1e-5)
+    assert torch.allclose(logits_of(machine, alone)[0, :7], expected[0, 1:8], atol=1e-5)
 
 
 def test_an_evaluation_attends_by_document_too():
     config, semantics = config_of("llama"), semantics_of("llama", micro_batch=2)
-    batches = packed_batches(CUTS, OTHERS, CUTS)
+    batches = packed_batches(CUTS, OTHER_CUTS, CUTS)
     machine = trained(config, semantics, Policy(), batches, LateForBoth, n_steps=0, streams=LateStreams(0, 0.5))
     padded = evaluate(machine, sequences_of(batches[0]), 3)
-    found = evaluate(machine, sequences_of(batches[0]), 4)
+    evaluated = evaluate(machine, sequences_of(batches[0]), 4)
     execute(machine.plan, machine, 1)
-    assert found["eval_loss"] == machine.results[0].loss
+    assert evaluated["eval_loss"] == machine.results[0].loss
     assert padded["eval_tokens"] == int((batches[0].targets[:3] != -100).sum())
 
 
 def test_no_device_is_waited_for_after_two_micro_batches():
-    seen = []
+    waits = []
 
     class Watched(Poisoned):
         def work(self, index, op, step):
             with Watching([]) as watching:
                 super().work(index, op, step)
             if step and op.kind in (Kind.FORWARD, Kind.BACKWARD):
-                seen.extend(watching.seen)
+                waits.extend(watching.calls)
 
-    batches = [replace(batch, n_counted=batch.n_supervised) for batch in packed_batches(CUTS, OTHERS, CUTS)]  # on the host
+    batches = [replace(batch, n_counted=batch.n_supervised) for batch in packed_batches(CUTS, OTHER_CUTS, CUTS)]  # on the host
     trained(config_of("llama"), semantics_of("llama"), Policy(), batches, Watched, streams=LateStreams(0, 0.5))
-    assert seen == []
+    assert waits == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "way"),
     [
         *(("llama", Policy(save=save)) for save in (saves(), saves(attention=(1, 2)), saves(all=(1, 2, 3)))),
@@ -214,8 +211,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", REFUSED)
+@mostly_slow("model_type", REFUSED)
 def test_a_model_that_lets_documents_meet_is_refused_with_why(model_type):
     """Reject a rotary embedding that depends on the longest document, if a sequence exceeds its tables."""
     longer = {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}
@@ -226,8 +222,8 @@ def test_a_model_that_lets_documents_meet_is_refused_with_why(model_type):
 
 @pytest.mark.parametrize("share", [1e-4, 0.0])
 def test_a_ten_thousandth_of_another_document_is_found(share, monkeypatch):
-    config, own = config_of("llama", rms_norm_eps=1e-6 * (2 + share)), LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x) + share * x.cumsum(1))
+    config, forward = config_of("llama", rms_norm_eps=1e-6 * (2 + share)), LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) + share * x.cumsum(1))
     assert (supports_documents(config, semantics_of("llama")) is None) == (share == 0.0)
 
 
@@ -239,26 +235,25 @@ def attended(inputs: Sequence[torch.Tensor], n_tokens: Sequence[int]) -> list[to
     return [out.detach(), *(x.transpose(1, 2) for x in torch.autograd.grad(out, (query, key, value), d_out))]
 
 
-def drawn(seq_len: int, dtype: torch.dtype, seed: int = 0, n_sequences: int = 1, width: int = 16) -> list[torch.Tensor]:
+def random_heads(seq_len: int, dtype: torch.dtype, seed: int = 0, n_sequences: int = 1, width: int = 16) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     heads = [torch.randn(n_sequences, seq_len, n, width, generator=generator).to(dtype) for n in (4, 2, 2, 4)]
     return [*(x.transpose(1, 2) for x in heads[:3]), heads[3]]
 
 
-@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 100, 191, 193, 255])
 def test_a_documents_bits_are_the_same_wherever_it_is_packed(n, dtype):
     """Padding affects no result, even if values of another document are not finite."""
     seq_len = 256
-    first, other = drawn(seq_len, dtype), drawn(seq_len, dtype, seed=1)
-    for x in other[:3]:
+    first, second = random_heads(seq_len, dtype), random_heads(seq_len, dtype, seed=1)
+    for x in second[:3]:
         x[:, :, n:] = float("nan")
-    for x, y in zip(first[:3], other[:3], strict=True):
+    for x, y in zip(first[:3], second[:3], strict=True):
         y[:, :, seq_len - n :] = x[:, :, :n]
-    other[3][:, seq_len - n :] = first[3][:, :n]
+    second[3][:, seq_len - n :] = first[3][:, :n]
     alone = attended(first, [n, seq_len - n])
-    packed = attended(other, [*[1] * (seq_len - n), n])
+    packed = attended(second, [*[1] * (seq_len - n), n])
     for x, y in zip(alone, packed, strict=True):
         assert torch.equal(x[:, :n], y[:, seq_len - n :])
 
@@ -275,6 +270,6 @@ def test_torch_has_the_calls_of_a_document_on_cuda():
     with FakeTensorMode(), torch.no_grad():
         query, key, value = (torch.empty(1, n, 48, 16, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
         sums = torch.empty(1, 4, 48, device="cuda")
-        made = documents._attend([query, key, value], 0.25)
-        found = documents._attend_backward([query, query, key, value, query, sums], 0.25)
-    assert [x.shape for x in (*made, *found)] == [x.shape for x in (query, sums, query, key, value)]
+        outputs = documents._attend([query, key, value], 0.25)
+        gradients = documents._attend_backward([query, query, key, value, query, sums], 0.25)
+    assert [x.shape for x in (*outputs, *gradients)] == [x.shape for x in (query, sums, query, key, value)]

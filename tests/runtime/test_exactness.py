@@ -20,16 +20,15 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model, Saved
 from tests import training
 from tests.edits import with_waits
+from tests.lanes import examples, mostly_slow
 from tests.strategies import policies
 from tests.tiny import MODEL_TYPES, families, tiny_config
 from tests.training import LEAN, Hostile, differences, fused, machine_for, plan_of, same_state, semantics_of, streamed, trained
 
-LAW = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+LAW = settings(max_examples=examples(10), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@pytest.mark.soak_cases("gemma", "mixtral", *{"smollm3", "internlm3"} & {*MODEL_TYPES})
-@pytest.mark.drawn
-@pytest.mark.parametrize("family", families(MODEL_TYPES), ids=lambda family: family[0])
+@mostly_slow("family", families(MODEL_TYPES), fast=(0, 2, 5, 7), ids=lambda family: family[0])
 @LAW
 @given(data=st.data())
 def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
@@ -45,7 +44,7 @@ def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
     batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3), (5, 2), (7, 3), (5, 3)]), label="batch")
     n_micro_batches = -(-batch_size // micro_batch)
     sum_groups = data.draw(st.sampled_from([n for n in (1, 2, 4) if n_micro_batches % n == 0]), label="sum_groups")
-    leaner = [of for of in LEAN.values() if compute_dtype == "bf16" and "compute_dtype" not in of]
+    leaner = [fields for fields in LEAN.values() if compute_dtype == "bf16" and "compute_dtype" not in fields]
     of_state = {"master_dtype": master_dtype} | data.draw(st.sampled_from([{}, {}, *leaner]), label="optimizer")
     semantics = semantics_of(
         model_type,
@@ -83,12 +82,11 @@ REMEMBERING = [
 ]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "tile", "policy"),
     [
         *(("llama", None, policy) for policy in REMEMBERING),
-        *((*of, p) for of in (("mixtral", None), ("llama", 5)) for p in REMEMBERING[2:4]),
+        *((*row, p) for row in (("mixtral", None), ("llama", 5)) for p in REMEMBERING[2:4]),
     ],
 )
 def test_a_backward_finds_weights_in_whichever_slots_they_are(model_type, tile, policy):
@@ -98,12 +96,12 @@ def test_a_backward_finds_weights_in_whichever_slots_they_are(model_type, tile, 
         policy = replace(policy, save=saves(products=policy.saving(Saved.ATTENTION)))
     plan = plan_of(tiny_config(model_type, num_hidden_layers=4), semantics, replace(policy, accumulation_group=4))
     last = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD and op.block in (1, 2)}
-    other = {Slot("weights", 0): Slot("weights", 1), Slot("weights", 1): Slot("weights", 0)}
+    exchanged = {Slot("weights", 0): Slot("weights", 1), Slot("weights", 1): Slot("weights", 0)}
 
     def moved(index, op):
         if op.block not in last or index < last[op.block]:
             return replace(op, waits=())
-        return replace(op, operands=tuple((name, other.get(slot, slot)) for name, slot in op.operands), waits=())
+        return replace(op, operands=tuple((name, exchanged.get(slot, slot)) for name, slot in op.operands), waits=())
 
     ops = [moved(i, op) for i, op in enumerate(plan.ops)]
     forward = next(op for op in ops if op.kind is Kind.FORWARD and op.block == 2)
@@ -119,17 +117,17 @@ def trains_the_plain_loop(plan):
 
 def test_every_op_draws_random_numbers_of_its_own(monkeypatch):
     assert len({op_seed(*key) for key in itertools.product(range(3), repeat=4)}) == 3**4
-    seen = []
+    seeds = []
     machine = machine_for(plan_of(tiny_config("llama"), semantics_of("llama"), Policy()), Hostile)
     seed = machine.compute._seed
 
     def listening(step, op):
         seed(step, op)
-        seen.append((step, op.block, op.micro_batch, torch.default_generator.initial_seed()))
+        seeds.append((step, op.block, op.micro_batch, torch.default_generator.initial_seed()))
 
     monkeypatch.setattr(machine.compute, "_seed", listening)
     execute(machine.plan, machine, 2)
-    assert len(set(seen)) == len({seed for *_, seed in seen}) == 2 * 4 * 4  # steps, micro-batches, blocks; recompute repeats
+    assert len(set(seeds)) == len({seed for *_, seed in seeds}) == 2 * 4 * 4  # steps, micro-batches, blocks; recompute repeats
 
 
 def test_weights_are_rounded_half_up_into_a_bf16_master():
@@ -145,42 +143,40 @@ DTYPES = {"bf16": {}, "bf16 master": {"master_dtype": "bf16"}, "fp32": {"compute
 GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1), (1, 4)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
 
 
-@pytest.mark.fast("some")
 @pytest.mark.parametrize(("gradient_dtype", "tied"), [("bf16", False), ("fp32", True)])
-@pytest.mark.parametrize("kept", DTYPES)
-def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(kept, tied, gradient_dtype):
+@mostly_slow("storage", DTYPES)
+def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(storage, tied, gradient_dtype):
     """Cover cases that random policies can miss: every path of a gradient in every dtype; tiles, adapters."""
     config = tiny_config("llama", tie_word_embeddings=tied, num_hidden_layers=1, vocab_size=2200)  # more than a chunk of elements
-    dtypes = {"gradient_dtype": gradient_dtype} | DTYPES[kept]
+    dtypes = {"gradient_dtype": gradient_dtype} | DTYPES[storage]
     for number, (micro_batch, group) in enumerate(GROUPS):
-        of = {"micro_batch": micro_batch, "mlp_tile_tokens": 7 if number == 2 else None, "clip_norm": None if number % 2 else 0.5}
-        semantics = semantics_of("llama", **dtypes, **of, train=Train(lora=Lora(rank=4)) if number == 4 else Train())
+        size = {"micro_batch": micro_batch, "mlp_tile_tokens": 7 if number == 2 else None, "clip_norm": None if number % 2 else 0.5}
+        semantics = semantics_of("llama", **dtypes, **size, train=Train(lora=Lora(rank=4)) if number == 4 else Train())
         for update in [Update.EAGER, Update.DEFERRED] if number % 2 else [Update.BARRIER, Update.DEFERRED]:
             policy = Policy(accumulation_group=group, prefetch_depth=3, update=update, save=saves(all=(1,) if number > 1 else ()))
             assert differences(streamed(config, semantics, policy)) == [], policy
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "attention"), [("llama", "sdpa"), ("qwen2", "eager")])
+@mostly_slow(("model_type", "attention"), [("llama", "sdpa"), ("qwen2", "eager")])
 def test_dropout_is_the_same_kept_recomputed_or_reordered(model_type, attention):
     config, semantics = tiny_config(model_type, attention_dropout=0.2), semantics_of(model_type, attention=attention)
-    kept = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))
+    expected = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))
     attending = (1,) if attention == "sdpa" else ()
     recomputed = Policy(save=saves(products=(2,), attention=attending), spill_blocks=(1,))
     for policy in (Policy(prefetch_depth=2), Policy(boundary_stride=2), recomputed):
-        assert same_state(kept, streamed(config, semantics, policy)), policy
-    without = streamed(tiny_config(model_type), semantics, Policy())
-    assert kept.results[0].loss != without.results[0].loss, "dropout did nothing: the test would prove nothing"
+        assert same_state(expected, streamed(config, semantics, policy)), policy
+    no_dropout = streamed(tiny_config(model_type), semantics, Policy())
+    assert expected.results[0].loss != no_dropout.results[0].loss, "dropout did nothing: the test would prove nothing"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_law_holds_at_2048_tokens_with_the_default_attention():
     """Use several tiles of keys in the attention kernel, and several tiles of the loss."""
     config = tiny_config("llama")
     semantics = semantics_of("llama", seq_len=2048, batch_size=2, loss_tile_tokens=1024, **fused("llama"))
-    kept = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=2))
+    expected = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=2))
     for policy in (Policy(prefetch_depth=2), Policy(save=saves(attention=(1,), products=(2,)), spill_blocks=(1,))):
-        assert same_state(kept, streamed(config, semantics, policy)), policy
+        assert same_state(expected, streamed(config, semantics, policy)), policy
 
 
 def test_a_missing_wait_is_seen_by_poison_and_delay():
@@ -196,10 +192,10 @@ def test_a_missing_wait_is_seen_by_poison_and_delay():
 
     assert differences(trained(plan, SlowLoads)) == []
     try:
-        found = differences(trained(replace(plan, ops=ops), SlowLoads))
+        faults = differences(trained(replace(plan, ops=ops), SlowLoads))
     except PenstockError as error:  # NaN reached a gradient
-        found = [str(error)]
-    assert found
+        faults = [str(error)]
+    assert faults
 
 
 def test_the_norm_is_of_this_step_whichever_block_comes_last():

@@ -23,6 +23,7 @@ from penstock.runtime.plan import Kind, Lane, Plan, Policy, Repeat, Update, Wait
 from penstock.runtime.plan.plan import unrolled
 from penstock.runtime.plan.timeline import is_kept
 from tests.edits import set_op
+from tests.lanes import examples
 from tests.null_machine import NullMachine
 from tests.strategies import plans
 from tests.tiny import tiny_config
@@ -70,13 +71,12 @@ class Jittery(NullMachine):
 def numbered(plan: Plan) -> list[tuple[int, int]]:
     """Map each op of the unrolled plan to its number in the folded plan and its repetition."""
     repeat = plan.repeat or Repeat(0, 0, 1, 1)
-    before, after = range(repeat.start), range(repeat.end, len(plan.ops))
+    head, tail = range(repeat.start), range(repeat.end, len(plan.ops))
     inside = [(i, k) for k in range(repeat.times) for i in range(repeat.start, repeat.end)]
-    return [*((i, 0) for i in before), *inside, *((i, 0) for i in after)]
+    return [*((i, 0) for i in head), *inside, *((i, 0) for i in tail)]
 
 
-@pytest.mark.drawn
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans() | folded(max_repetitions=2), st.sampled_from([None, *Lane]))
 def test_every_op_runs_once_in_order_after_what_it_waits_for(plan, slow):
     """Each repetition has its own micro-batch; the timeline has a span per retained repetition."""
@@ -93,13 +93,14 @@ def test_every_op_runs_once_in_order_after_what_it_waits_for(plan, slow):
             for wait in op.waits:
                 if step >= wait.distance:
                     assert machine.ended[step - wait.distance, *numbers[wait.op]] < began
-    kept = [(i, k) for i, k in numbers if not plan.repeat or i not in plan.repeat or is_kept(k, plan.repeat.times)]
-    assert [(s.step, s.op, s.repetition) for s in timeline.spans] == sorted((step, *number) for step in range(3) for number in kept)
+    kept_numbers = [(i, k) for i, k in numbers if not plan.repeat or i not in plan.repeat or is_kept(k, plan.repeat.times)]
+    expected = sorted((step, *number) for step in range(3) for number in kept_numbers)
+    assert [(span.step, span.op, span.repetition) for span in timeline.spans] == expected
 
 
 def test_a_deferred_policy_lets_a_lane_run_into_the_next_step():
     """The last update of a step ends after an op of the next step begins."""
-    plan, next_began, seen = tiny_plan(update=Update.DEFERRED), threading.Event(), list[bool]()
+    plan, next_began, overlaps = tiny_plan(update=Update.DEFERRED), threading.Event(), list[bool]()
     last = max(i for i, op in enumerate(plan.ops) if op.lane is Lane.CPU)
 
     class Held(NullMachine):
@@ -107,18 +108,18 @@ def test_a_deferred_policy_lets_a_lane_run_into_the_next_step():
             if step == 1:
                 next_began.set()
             if (step, index) == (0, last):
-                seen.append(next_began.wait(60))
+                overlaps.append(next_began.wait(60))
             super().perform(index, op, step)
 
     execute(plan, Held(), 3)
-    assert seen == [True]
+    assert overlaps == [True]
 
 
 def test_steps_are_reported_in_order_and_the_last_spans_kept(monkeypatch):
     monkeypatch.setattr(executor, "KEEP_STEPS", 4)
-    seen = []
-    timeline = reported(seen.append, tiny_plan(), NullMachine(), 10, first_step=5)
-    assert [step.number for step in seen] == list(range(5, 15))
+    steps = []
+    timeline = reported(steps.append, tiny_plan(), NullMachine(), 10, first_step=5)
+    assert [step.number for step in steps] == list(range(5, 15))
     assert {span.step for span in timeline.spans} == {11, 12, 13, 14}
 
 
@@ -141,10 +142,10 @@ def test_batches_are_prepared_one_step_ahead_on_the_callers_thread():
 
 
 def test_a_prepared_batch_is_made_once_and_its_error_is_raised_where_it_is_used():
-    made, is_making, goes_on = list[int](), threading.Event(), threading.Event()
+    made_steps, is_making, goes_on = list[int](), threading.Event(), threading.Event()
 
     def make(step):
-        made.append(step)
+        made_steps.append(step)
         if step == 2:
             is_making.set()
             assert goes_on.wait(60)
@@ -167,12 +168,12 @@ def test_a_prepared_batch_is_made_once_and_its_error_is_raised_where_it_is_used(
         batches(3)
     assert batches(4).input_ids.tolist() == [14]
     batches.prepare(4)  # emulates a long pause of the caller, during which a lane prepares it
-    assert made == [1, 2, 3, 4]
+    assert made_steps == [1, 2, 3, 4]
 
 
-def reported(report, *given, **how):
+def reported(report, *args, **how):
     """Execute, and report each finished step."""
-    with Execution(*given, **how) as steps:
+    with Execution(*args, **how) as steps:
         for step in steps:
             report(step)
     return steps.timeline
@@ -181,9 +182,9 @@ def reported(report, *given, **how):
 class Failing(NullMachine):
     """Fail at an op, selected by its number in the plan or by its name."""
 
-    def __init__(self, at: tuple[int, int | str], error: Exception) -> None:
+    def __init__(self, place: tuple[int, int | str], error: Exception) -> None:
         super().__init__()
-        self.at, self.error = at, error
+        self.at, self.error = place, error
 
     def perform(self, index, op, step):
         if self.at in ((step, index), (step, op.name)):
@@ -217,13 +218,13 @@ def test_a_caller_who_fails_or_leaves_the_loop_stops_the_lanes():
         assert step.result is None
         raise RuntimeError("the disk is full")
 
-    before, machine = threading.active_count(), NullMachine()
+    n_threads, machine = threading.active_count(), NullMachine()
     with pytest.raises(RuntimeError, match="the disk is full"):
         reported(report, tiny_plan(), machine, 10**5)
     with Execution(tiny_plan(), machine, 10**5) as steps:
         for _ in steps:
             break
-    assert threading.active_count() == before
+    assert threading.active_count() == n_threads
     assert len(machine.performed) < 10**5 * len(tiny_plan().ops)
 
 
@@ -258,7 +259,7 @@ def test_after_a_failure_no_lane_begins_another_op():
 @pytest.mark.parametrize("where", ["set-up", "report"])
 def test_an_interrupt_from_the_keyboard_stops_every_lane(where):
     main = threading.main_thread().ident
-    before = threading.active_count()
+    n_threads = threading.active_count()
 
     class Interrupted(NullMachine):
         @contextmanager
@@ -274,7 +275,7 @@ def test_an_interrupt_from_the_keyboard_stops_every_lane(where):
 
     with pytest.raises(KeyboardInterrupt):
         reported(report, tiny_plan(), Interrupted(), 500)
-    assert threading.active_count() == before, "a lane was left running"
+    assert threading.active_count() == n_threads, "a lane was left running"
 
 
 def performs_all(machine: NullMachine, n_steps: int, **how) -> None:
@@ -296,21 +297,21 @@ def test_a_run_ends_though_no_bell_is_ever_heard(monkeypatch):
 
 
 @pytest.fixture
-def said(monkeypatch) -> SimpleQueue:
+def lane_lines(monkeypatch) -> SimpleQueue:
     """Return the executor's lines about lanes with long ops."""
     lines = SimpleQueue()
     monkeypatch.setattr(executor, "say", lines.put)
     return lines
 
 
-def test_a_lane_that_is_long_in_an_op_is_named_and_not_killed(monkeypatch, said):
+def test_a_lane_that_is_long_in_an_op_is_named_and_not_killed(monkeypatch, lane_lines):
     """A hang looks like an op on a trillion parameters; the user decides."""
     look_every(monkeypatch, 0.005)
 
     class Long(NullMachine):
         def perform(self, index, op, step):
             if op.kind is Kind.LOSS:
-                lines.extend(said.get(timeout=20) for _ in range(3 - len(lines)))
+                lines.extend(lane_lines.get(timeout=20) for _ in range(3 - len(lines)))
             super().perform(index, op, step)
 
     lines: list[str] = []
@@ -336,22 +337,22 @@ class Hanging(NullMachine):
             raise KeyError("boom")
 
 
-def test_an_error_comes_out_though_another_lane_hangs(said):
+def test_an_error_comes_out_though_another_lane_hangs(lane_lines):
     machine = Hanging()
     try:
         with pytest.raises(OpError, match="load h2d b3 failed"):
             execute(tiny_plan(prefetch_depth=2), machine, 1, quiet_s=0.05)
     finally:
         machine.ends.set()
-    assert "gpu: is at forward gpu b2" in said.get()
+    assert "gpu: is at forward gpu b2" in lane_lines.get()
 
 
 class Asks(Jittery):
     """Request the end from a lane during an op."""
 
-    def __init__(self, at: tuple[int, int], slow: Lane | None = None) -> None:
+    def __init__(self, place: tuple[int, int], slow: Lane | None = None) -> None:
         super().__init__(slow)
-        self.at, self.stop, self.furthest = at, Stop(), 0
+        self.at, self.stop, self.furthest = place, Stop(), 0
 
     def perform(self, index, op, step):
         super().perform(index, op, step)
@@ -360,26 +361,25 @@ class Asks(Jittery):
             self.stop.request()
 
 
-@pytest.mark.drawn
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(plans(), st.sampled_from([None, *Lane]), st.integers(0, 3), st.data())
 def test_all_lanes_end_after_the_same_step_when_asked_to_end(plan, slow, step, data):
     """End after the furthest step begun by any lane, or after the next one if a lane is about to begin it."""
     machine = Asks((step, data.draw(st.integers(0, len(plan.ops) - 1))), slow)
-    told = []
-    timeline = reported(lambda step: told.append(step.number), plan, machine, 50, stop=machine.stop)
-    n_steps = len(told)
+    numbers = []
+    timeline = reported(lambda step: numbers.append(step.number), plan, machine, 50, stop=machine.stop)
+    n_steps = len(numbers)
     assert sorted(machine.performed) == [(step, i) for step in range(n_steps) for i in range(len(plan.ops))]
-    assert told == list(range(n_steps))
+    assert numbers == list(range(n_steps))
     assert machine.furthest + 1 <= n_steps <= machine.furthest + 2
     assert [(s.step, s.op) for s in timeline.spans] == sorted(machine.performed)
 
 
 def test_an_end_asked_for_before_the_first_step_or_in_the_last():
-    machine, stop, told, plan = NullMachine(), Stop(), [], tiny_plan()
+    machine, stop, numbers, plan = NullMachine(), Stop(), [], tiny_plan()
     stop.request()
-    timeline = reported(told.append, plan, machine, 3, stop=stop)
-    assert machine.performed == told == list(timeline.spans) == []
+    timeline = reported(numbers.append, plan, machine, 3, stop=stop)
+    assert machine.performed == numbers == list(timeline.spans) == []
     machine = Asks((2, len(plan.ops) - 1))
     execute(plan, machine, 3, stop=machine.stop)
     assert len(machine.performed) == 3 * len(plan.ops)
@@ -406,9 +406,9 @@ def test_each_step_says_how_long_each_lane_was_at_its_ops():
     n_on_host = sum(plan.often(i) for i, op in enumerate(plan.ops) if op.lane is Lane.CPU)
     assert [*busy_s] == [3, 4]
     assert all(of_step[Lane.CPU] >= n_on_host * 0.0003 for of_step in busy_s.values())
-    plan, said = tiny_plan(update=Update.DEFERRED), []
-    timeline = reported(said.append, plan, Jittery(Lane.GPU), 4)
-    for step in said:
+    plan, finished = tiny_plan(update=Update.DEFERRED), []
+    timeline = reported(finished.append, plan, Jittery(Lane.GPU), 4)
+    for step in finished:
         spans = [span for span in timeline.spans if span.step == step.number]
         lanes_s = {lane: sum(s.end_s - s.start_s for s in spans if plan.ops[s.op].lane is lane) for lane in plan.lanes}
         assert step.busy_s == pytest.approx(lanes_s)
@@ -416,7 +416,7 @@ def test_each_step_says_how_long_each_lane_was_at_its_ops():
 
 def test_steps_that_were_done_when_a_lane_failed_are_reported():
     """The caller is busy with an earlier step meanwhile."""
-    plan, told, failed = tiny_plan(), [], threading.Event()
+    plan, finished, failed = tiny_plan(), [], threading.Event()
 
     class Late(Failing):
         def perform(self, index, op, step):
@@ -426,24 +426,24 @@ def test_steps_that_were_done_when_a_lane_failed_are_reported():
 
     def report(step):
         failed.wait(20)
-        told.append(step.number)
+        finished.append(step.number)
 
     with pytest.raises(OpError, match="step 4"):
         reported(report, plan, Late((3, len(plan.ops) - 1), KeyError("boom")), 9)
-    assert told == [0, 1, 2]
+    assert finished == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("plan", "n_steps"), [(tiny_plan(), 40), (small(400), 3)], ids=["steps", "repetitions"])
 def test_tokens_of_an_op_reach_the_lanes_that_wait_for_it(plan, n_steps):
     """Discard tokens afterwards: a CUDA event per op of a long run is a leak; an early discard is a race."""
-    alive, most, n_followed, followed = set(), 0, Counter(), set()
+    alive, peak, n_followed, followed = set(), 0, Counter(), set()
 
     class Token:
-        def __init__(self, of):
-            nonlocal most
-            self.of = of
+        def __init__(self, name):
+            nonlocal peak
+            self.name = name
             alive.add(id(self))
-            most = max(most, len(alive))
+            peak = max(peak, len(alive))
 
         def __del__(self):
             alive.discard(id(self))
@@ -454,14 +454,14 @@ def test_tokens_of_an_op_reach_the_lanes_that_wait_for_it(plan, n_steps):
 
         def follow(self, lane, token):
             n_followed[lane] += 1
-            followed.add((lane, token.of))
+            followed.add((lane, token.name))
 
     execute(plan, WithEvents(), n_steps)
     written = unrolled(plan)
     waits = [(op.lane, written.ops[w.op].name, n_steps - w.distance) for op in written.ops for w in op.waits]
-    assert n_followed == Counter({lane: sum(n for of, _, n in waits if of is lane) for lane in plan.lanes})
+    assert n_followed == Counter({lane: sum(n for waiting, _, n in waits if waiting is lane) for lane in plan.lanes})
     assert followed == {(lane, name) for lane, name, _ in waits}
-    assert most <= 8 * len(plan.ops)
+    assert peak <= 8 * len(plan.ops)
     assert not alive
 
 
@@ -483,24 +483,24 @@ def test_an_interrupt_while_a_lane_is_started_comes_out(monkeypatch):
 
 def test_lanes_may_ask_while_an_op_that_is_done_collects_garbage():
     """A garbage collection runs code, during which other lanes run."""
-    track, made, begun = Track(Lane.GPU, None), [], []
+    track, garbage, begun = Track(Lane.GPU, None), [], []
     track._waiters |= {Track(Lane.CPU, None): 10**9 for _ in range(4)}
 
-    def collected(phase, told):
+    def collected(phase, info):
         if begun and len(track._waiters) < 100:
             track._waiters[Track(Lane.H2D, None)] = 10**9
 
-    before = gc.get_threshold()
+    thresholds = gc.get_threshold()
     gc.callbacks.append(collected)
     try:
         for n in range(100):
-            made += [(n, i) for i in range(200)]  # tuples of the free list: later ones are newly allocated
+            garbage += [(n, i) for i in range(200)]  # tuples of the free list: later ones are newly allocated
             gc.set_threshold(1, 10**6, 10**6)
             begun.append(n)
             track.advance(None)
-            gc.set_threshold(*before)
+            gc.set_threshold(*thresholds)
             begun.clear()
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)
         gc.callbacks.remove(collected)
     assert track.n_done == 100

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model, aligned_elements
 from tests import training
+from tests.lanes import examples, mostly_slow
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, STRUCTURES, families, tiny_config
 from tests.training import differences, fused, initial_masters, kept_whole, plain, plan_of, same_bits, semantics_of, streamed
@@ -44,25 +44,22 @@ PACKED = [
 ]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "base", "on_device", "policy"), PACKED)
+@mostly_slow(("model_type", "base", "on_device", "policy"), PACKED)
 def test_packed_weights_are_computed_with_as_what_they_mean(model_type: str, base: str, on_device: bool, policy: Policy) -> None:
     overrides = (("num_hidden_layers", 3), ("tie_word_embeddings", on_device))
     train = Train(lora=Lora(rank=8, targets=("q_proj", "experts"))) if model_type in EXPERT_TYPES else LORA
     semantics = semantics_of(model_type, train=train, base=base, gradient_dtype="fp32" if on_device else "bf16")
     config = tiny_config(model_type, **dict(overrides))
-    before, expected = initial_masters(config, semantics), plain(model_type, semantics, overrides)
-    assert not all(same_bits(before[name], master) for name, master in expected.masters.items()), "nothing was trained"
+    initial, expected = initial_masters(config, semantics), plain(model_type, semantics, overrides)
+    assert not all(same_bits(initial[name], master) for name, master in expected.masters.items()), "nothing was trained"
     of_state = {"device_blocks": build_workload(Model(config), semantics).mixed} if on_device else {}
     machine = streamed(config, semantics, replace(policy, **of_state), delay_seed=1)
     assert differences(machine, expected) == []
-    assert all(same_bits(before[name], weight) for name, weight in training.frozen_of(machine).items())
+    assert all(same_bits(initial[name], weight) for name, weight in training.frozen_of(machine).items())
 
 
-@pytest.mark.soak_cases("mixtral")
-@pytest.mark.drawn
-@pytest.mark.parametrize("family", families(STRUCTURES), ids=lambda family: family[0])
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@mostly_slow("family", families(STRUCTURES), fast=(0, 1, 2, 4), ids=lambda family: family[0])
+@settings(max_examples=examples(10), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataObject) -> None:
     """Vary clipping, ties, packing and state placement. Adapter dropout masks equal those of a run that saves everything."""
@@ -107,10 +104,10 @@ def test_forwards_that_no_backward_follows_leave_nothing() -> None:
     semantics = semantics_of("llama", train=Train(layers=(2, 2)))
     machine = streamed(config, semantics, Policy(accumulation_group=4))
     assert machine.compute._graphs == {}
-    seen = set()
+    blocks = set()
     with_graph = machine.compute._with_graph
-    machine.compute._with_graph = lambda op, *m: (seen.add(op.block), with_graph(op, *m))[1]  # type: ignore[method-assign]
+    machine.compute._with_graph = lambda op, *m: (blocks.add(op.block), with_graph(op, *m))[1]  # type: ignore[method-assign]
     with torch.no_grad():
         for index, op in enumerate(machine.plan.ops):
             machine.perform(index, op, 0)
-    assert seen == {3}
+    assert blocks == {3}

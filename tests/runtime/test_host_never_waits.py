@@ -3,15 +3,14 @@
 from dataclasses import replace
 from itertools import cycle, product
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.compute import compute
 from penstock.runtime.executor import execute
-from penstock.runtime.machines.torch_machine import CudaMachine
 from penstock.runtime.plan import Kind, Lane, Policy, Update, saves
-from tests.late_streams import LateStreams, machine_of
+from tests.lanes import mostly_slow
+from tests.late_streams import LateStreams, OnGpu, machine_of
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, machine_for, plan_of, semantics_of
 
@@ -23,16 +22,16 @@ class Watching(TorchDispatchMode):
 
     def __init__(self, hosts_own):
         super().__init__()
-        self.seen, self.hosts_own = [], hosts_own
+        self.calls, self.hosts_own = [], hosts_own
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        own = {t.untyped_storage().data_ptr() for t in self.hosts_own}
-        if name in WAITS and args[0].untyped_storage().data_ptr() not in own:
-            self.seen.append(name)
+        host_data = {t.untyped_storage().data_ptr() for t in self.hosts_own}
+        if name in WAITS and args[0].untyped_storage().data_ptr() not in host_data:
+            self.calls.append(name)
         if name == "index" and any(i is not None and i.dtype is torch.bool for i in args[1]):
-            self.seen.append("index with a mask")
+            self.calls.append("index with a mask")
         return out
 
 
@@ -48,30 +47,29 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
 
     monkeypatch.setattr(torch, "arange", counted)
 
-    class Watched(CudaMachine):
+    class Watched(OnGpu):
         n_ops = 0
-        seen = []
+        calls = []
 
         def work(self, index, op, step):
             with Watching(hosts_own) as watching:
                 super().work(index, op, step)
             if step > 0 and op.lane is not Lane.CPU:
                 self.n_ops += 1
-                self.seen += watching.seen
+                self.calls += watching.calls
 
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
     counted_before = [replace(batch, n_counted=batch.n_supervised) for batch in batches]  # host calls on host data
     machine = machine_for(plan_of(config, semantics, policy), Watched, counted_before, streams=LateStreams())
     execute(machine.plan, machine, 2)
     assert machine.n_ops
-    return set(machine.seen)
+    return set(machine.calls)
 
 
 REMEMBERING = [Policy(), Policy(save=saves(all=(1, 2))), Policy(save=saves(products=(1,))), Policy(boundary_stride=2)]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "policy"), [*product(["llama"], REMEMBERING), *zip(STRUCTURES[1:], cycle(REMEMBERING))])
+@mostly_slow(("model_type", "policy"), [*product(["llama"], REMEMBERING), *zip(STRUCTURES[1:], cycle(REMEMBERING))])
 def test_compute_never_waits_for_the_device(model_type, policy, monkeypatch):
     """Grouped products of experts are one kernel on a GPU, too."""
     config = tiny_config(model_type, attention_dropout=0.1)
@@ -88,7 +86,7 @@ def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
 
     def embed_noting_tokens(weights, tokens_BT):
         hidden_BTD, inputs = embed(weights, tokens_BT)
-        return hidden_BTD, [replace(given, leaves=(*given.leaves, int(tokens_BT.sum()))) for given in inputs]
+        return hidden_BTD, [replace(call, leaves=(*call.leaves, int(tokens_BT.sum()))) for call in inputs]
 
     def layer_without_note(block, weights, hidden_BTD, inputs, graph_only=False):
         given_to.add(inputs.leaves[-1])
@@ -102,8 +100,7 @@ def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
     assert differences(machine) == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", STRUCTURES)
+@mostly_slow("model_type", STRUCTURES)
 def test_a_model_is_asked_for_masks_and_positions_twice(model_type, monkeypatch):
     calls = []
     embed = compute.Templates.embed
@@ -139,24 +136,23 @@ EVERY_COPY = [Policy(spill_blocks=(0, 1), accumulation_group=2)]
 EVERY_COPY += [Policy(accumulation_group=4, resident_blocks=(1,), update=Update.DEFERRED)]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("policy", EVERY_COPY, ids=["spills", "resident"])
+@mostly_slow("tied", [False, True])
+@mostly_slow("policy", EVERY_COPY, ids=["spills", "resident"])
 def test_lanes_of_the_link_only_copy_between_arenas(policy, tied):
     """Memory that a side stream allocates on a GPU can be reused before the copy ends."""
-    found = []
+    copies = []
 
-    class Watched(CudaMachine):
+    class Watched(OnGpu):
         def work(self, index, op, step):
             if op.lane not in (Lane.H2D, Lane.D2H):
                 return super().work(index, op, step)
             with OnlyCopying({slab.data_ptr() for slab in self.arenas.slabs.values()}) as copying:
                 super().work(index, op, step)
-            found.append(copying)
+            copies.append(copying)
             return None
 
     machine = machine_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy, machine_type=Watched)
     execute(machine.plan, machine, 2)
     assert {op.kind for op in machine.plan.ops if op.lane in (Lane.H2D, Lane.D2H)} >= {Kind.LOAD, Kind.OFFLOAD_GRADIENT}
-    assert all(copying.n_copies for copying in found)
-    assert {odd for copying in found for odd in copying.odd} == set()
+    assert all(copying.n_copies for copying in copies)
+    assert {odd for copying in copies for odd in copying.odd} == set()

@@ -43,20 +43,21 @@ from penstock.runtime.layers.pointwise import (
 )
 from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
+from tests.lanes import diagonal, mostly_slow
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
 from tests.training import fused, plain, same_bits, semantics_of
 
 GATE_OF = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
-DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
+SAMPLED = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-def same_bytes(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> bool:
+def same_bytes(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
     """Compare bitwise, including signs of zeros and memory order, which can determine the order of a sum."""
-    return all(a.stride() == b.stride() and same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+    return all(a.stride() == b.stride() and same_bits(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+def random_tensor(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Return numbers of all magnitudes, including zeros of both signs."""
     generator = torch.Generator().manual_seed(draw.draw(st.integers(0, 2**32), label="seed"))
     numbers = torch.randn(*shape, generator=generator) * 10.0 ** draw.draw(st.integers(-20, 4), label="magnitude")
@@ -65,30 +66,30 @@ def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return numbers.to(dtype)
 
 
-@DRAWN
+@SAMPLED
 @given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())), activation=st.sampled_from(kernels.ACTIVATIONS))
 def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dtype: torch.dtype, activation: str) -> None:
-    gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
-    gradient = some(data, 33, 24, dtype=dtype)
+    gate, up = (random_tensor(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
+    gradient = random_tensor(data, 33, 24, dtype=dtype)
     inputs = gate.flatten(), up.flatten()
-    ours = kernels._OneNode.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
-    theirs = ACT2FN[activation](gate) * up
-    assert same_bytes((ours,), (theirs,))
-    assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (ours, theirs)))
+    actual = kernels._OneNode.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
+    expected = ACT2FN[activation](gate) * up
+    assert same_bytes((actual,), (expected,))
+    assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (actual, expected)))
 
 
-@DRAWN
+@SAMPLED
 @given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())))
 def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObject, dtype: torch.dtype) -> None:
-    x = some(data, 2, 7, 3, 8, dtype=dtype).transpose(1, 2).requires_grad_()
-    cos, sin = (some(data, 2, 7, 8, dtype=dtype) for _ in range(2))
-    gradient = some(data, 2, 3, 7, 8, dtype=dtype)
+    x = random_tensor(data, 2, 7, 3, 8, dtype=dtype).transpose(1, 2).requires_grad_()
+    cos, sin = (random_tensor(data, 2, 7, 8, dtype=dtype) for _ in range(2))
+    gradient = random_tensor(data, 2, 3, 7, 8, dtype=dtype)
     if data.draw(st.booleans(), label="token after token"):  # memory order after fused attention; otherwise head by head
         gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
-    ours, _ = rotary(CALL_BY_CALL, x, x.detach(), cos, sin)
-    theirs, _ = apply_rotary_pos_emb(x, x.detach(), cos, sin)
-    assert same_bytes((ours,), (theirs,))
-    assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (ours, theirs)))
+    actual, _ = rotary(CALL_BY_CALL, x, x.detach(), cos, sin)
+    expected, _ = apply_rotary_pos_emb(x, x.detach(), cos, sin)
+    assert same_bytes((actual,), (expected,))
+    assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (actual, expected)))
 
 
 @pytest.mark.gpu
@@ -97,15 +98,15 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
 def test_a_gpu_has_a_kernel_of_eagers_bits_for_each_function(dtype: torch.dtype) -> None:
     """Use several launches, too. A fault must warn, and fall back to the function."""
     cuda, plain = torch.device("cuda"), Pointwise()
-    found = compiled(cuda, dtype, tuple(GATES))
+    fast = compiled(cuda, dtype, tuple(GATES))
     for name in TIMES_THE_BYTES:
-        function, kernel = getattr(plain, name), getattr(found, name)
+        function, kernel = getattr(plain, name), getattr(fast, name)
         assert isinstance(kernel, OneKernel), name
         by_pieces = OneKernel(function, kernel_of(name, dtype, partial(compiled_kernel, device=cuda)), limit=30_000)
         for inputs in probes(function, cuda, dtype):
-            theirs = several(function(*inputs))
-            for ours in (kernel(*inputs), by_pieces(*inputs)):
-                for a, b in zip(several(ours), theirs, strict=True):
+            expected = several(function(*inputs))
+            for actual in (kernel(*inputs), by_pieces(*inputs)):
+                for a, b in zip(several(actual), expected, strict=True):
                     assert a.stride() == b.stride()
                     assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) or same_bits(a.nan_to_num(), b.nan_to_num())
         assert kernel.is_in_use
@@ -121,15 +122,13 @@ def test_a_norms_gradients_are_those_of_pytorchs_function(n_rows: int) -> None:
     exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
     exact = F.rms_norm(exact_x, (24,), exact_weight, 1e-6)
     assert same_bytes((y,), (F.rms_norm(x, (24,), weight, 1e-6),))
-    found = torch.autograd.grad(y, (x, weight), gradient)
+    actual = torch.autograd.grad(y, (x, weight), gradient)
     wanted = torch.autograd.grad(exact, (exact_x, exact_weight), gradient.double())
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@diagonal(("model_type", ["llama", "qwen3_moe"]), ("dtype,tolerance", [("fp32", 2e-6), ("bf16", 2e-2)]))
 def test_losses_and_norms_are_those_of_eager_kernels(model_type: str, dtype: str, tolerance: float) -> None:
     """Compare relative to the largest element: 2e-6 in fp32; 2e-2 in bf16, a few of its last digits."""
     eager = semantics_of(model_type, compute_dtype=dtype)
@@ -146,17 +145,16 @@ def test_a_models_logits_are_those_of_transformers(model_type: str) -> None:
     model = hf_model(config, attn_implementation="eager" if model_type in EAGER_ONLY else "sdpa").eval()
     tokens = torch.randint(0, config["vocab_size"], (2, 24))
     with torch.no_grad():
-        theirs = model(tokens, use_cache=False).logits
+        expected = model(tokens, use_cache=False).logits
         how = semantics(2, 24, **fused(model_type))
         for layer in model.model.layers:  # type: ignore[union-attr]
             use_kernels(layer, how)
-        ours = model(tokens, use_cache=False).logits
+        actual = model(tokens, use_cache=False).logits
     assert all("forward" in vars(part) for layer in model.model.layers for part in layer.modules() if is_rms_norm(part))  # type: ignore[union-attr]
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("case", [c for c in cases(STRUCTURES) if c[0] != "gemma2"], ids="-".join)
+@mostly_slow("case", [c for c in cases(STRUCTURES) if c[0] != "gemma2"], fast=(0, 9, 10, 14), ids="-".join)
 def test_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str, str]) -> None:
     """Allow two percent for a scale per row, which only a GPU saves."""
     for size in SIZES:
@@ -202,43 +200,43 @@ def test_fused_layers_move_and_keep_less() -> None:
 
 
 def test_what_no_fused_kernel_computes_is_refused_in_one_line() -> None:
-    of = {"gemma2": {"pointwise"}, "gemma": {"loss", "pointwise"}, "ernie4_5": {"norm", "loss"}, "gpt_oss": {"norm", "loss"}}
-    assert {name: fusible(Model(tiny_config(name))) for name in of} == of
+    parts = {"gemma2": {"pointwise"}, "gemma": {"loss", "pointwise"}, "ernie4_5": {"norm", "loss"}, "gpt_oss": {"norm", "loss"}}
+    assert {name: fusible(Model(tiny_config(name))) for name in parts} == parts
     for name, part in (("gemma2", "norm"), ("gemma2", "loss"), ("gpt_oss", "pointwise")):
         how = semantics(attention="eager", **{part: FUSED[part]})
         with pytest.raises(WorkloadError, match=f"no fused kernel computes the {part} of this model; plan with --kernels eager"):
             build_workload(Model(tiny_config(name)), how)
     layer = hf_model(tiny_config("gemma2")).model.layers[0]  # type: ignore[union-attr]
-    before = [type(part) for part in layer.modules()]
+    part_types = [type(part) for part in layer.modules()]
     use_kernels(layer, semantics(norm="fused", pointwise="fused"))
-    assert [type(part) for part in layer.modules()] == before, "what is not known to compute the same stays"
+    assert [type(part) for part in layer.modules()] == part_types, "what is not known to compute the same stays"
 
 
 def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is installed here as a sum over taps. Transformers alone would always use it."""
-    found: list[int] = []
+    lengths: list[int] = []
 
     def causal_conv1d_fn(x_BDT: torch.Tensor, weight_DW: torch.Tensor, bias: None, activation: str) -> torch.Tensor:
-        found.append(x_BDT.shape[-1])
+        lengths.append(x_BDT.shape[-1])
         padded = F.pad(x_BDT, (weight_DW.shape[1] - 1, 0))
         taps = [weight_DW[:, i, None] * padded[..., i : i + x_BDT.shape[-1]] for i in range(weight_DW.shape[1])]
         return F.silu(sum(taps[1:], taps[0]))
 
     tokens, named = torch.arange(24)[None], semantics(library_kernels=("causal_conv1d.causal_conv1d_fn",))
     model = hf_model(tiny("qwen3_next"))
-    own = model(input_ids=tokens).logits
+    logits = model(input_ids=tokens).logits
     monkeypatch.setitem(sys.modules, "taps", types.SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))  # type: ignore[arg-type]
     wrapped = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "taps")(modeling_qwen3_next.causal_conv1d_fn.__wrapped__)
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", wrapped)
-    torch.testing.assert_close(model(input_ids=tokens).logits, own)
-    assert found == [24, 24, 24], "a layer each, but for attention's"
+    torch.testing.assert_close(model(input_ids=tokens).logits, logits)
+    assert lengths == [24, 24, 24], "a layer each, but for attention's"
     use_own_calls(model)  # like the start of a run
-    assert torch.equal(model(input_ids=tokens).logits, own)
-    assert len(found) == 3
+    assert torch.equal(model(input_ids=tokens).logits, logits)
+    assert len(lengths) == 3
     for layer in model.model.layers:  # type: ignore[union-attr]
         use_kernels(layer, named)
-    torch.testing.assert_close(model(input_ids=tokens).logits, own)
-    assert len(found) == 6
+    torch.testing.assert_close(model(input_ids=tokens).logits, logits)
+    assert len(lengths) == 6
     for device, why in (("cpu", "needs a GPU"), ("cuda", "not installed here: pip install causal-conv1d")):
         with pytest.raises(PlanError, match=f"causal_conv1d_fn, which .*{why}.* plan again with --kernels eager$"):
             refuse_missing_libraries(named, device)
@@ -246,18 +244,18 @@ def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.
 
 def test_other_models_of_transformers_keep_their_kernels() -> None:
     config = tiny_config("llama")
-    changed, other = hf_model(config), hf_model(config)
+    changed, untouched = hf_model(config), hf_model(config)
     use_kernels(changed.model.layers[0], semantics(**fused("llama")))  # type: ignore[union-attr]
     assert "forward" in vars(changed.model.layers[0].mlp)  # type: ignore[union-attr]
-    for model in (other, hf_model(config)):
+    for model in (untouched, hf_model(config)):
         assert not any("forward" in vars(part) for part in model.model.layers[0].modules())  # type: ignore[union-attr]
         assert len(layer_calls(model, 96, 1, 8)) == 2
 
 
 @pytest.mark.parametrize("pointwise", ["eager", "fused"])
 def test_activations_are_compiled_for_fused_layers_alone(pointwise, monkeypatch):
-    asked = []
-    monkeypatch.setattr("penstock.runtime.compute.blocks.fastest", lambda *of: asked.append(of) or fastest(*of))
+    calls = []
+    monkeypatch.setattr("penstock.runtime.compute.blocks.fastest", lambda *args: calls.append(args) or fastest(*args))
     semantics, config = semantics_of("llama", pointwise=pointwise), tiny_config("llama")
     Templates(config, build_workload(Model(config), semantics), semantics)
-    assert len(asked) == (pointwise == "fused")
+    assert len(calls) == (pointwise == "fused")

@@ -14,11 +14,11 @@ from .test_executor import Hanging, tiny_plan
 
 
 def test_the_thread_ends_with_its_owner_also_while_it_works():
-    before = {*threading.enumerate()}
+    existing = {*threading.enumerate()}
     idle, busy, go_on = LaneThread(Lane.D2H), LaneThread(Lane.D2H), threading.Event()
     caller = threading.Thread(target=busy.perform, args=(lambda: go_on.wait(20),), name="lane-d2h")
     caller.start()
-    threads = {*threading.enumerate()} - before
+    threads = {*threading.enumerate()} - existing
     assert [thread.name for thread in threads] == ["lane-d2h"] * 3
     del idle, busy
     go_on.set()

@@ -9,6 +9,7 @@ from penstock.planner.check.check import check
 from penstock.planner.lower.lower import folded_ops
 from penstock.runtime.plan import PlanFile, Policy, Update, saves
 from tests.edits import plan_by
+from tests.lanes import mostly_slow
 from tests.running import lines_of, make_home, penstock, plan_anew, plan_in, train, weights_sha
 from tests.tiny import tiny_config
 from tests.training import Remembering, clip_some_steps, differences, plan_of, semantics_of, trained
@@ -27,10 +28,10 @@ class Delayed(Remembering):
 
 def folded_plan_of(config, semantics, policy):
     written = plan_of(config, semantics, policy)
-    found = plan_by(folded_ops, written.model, written.workload, semantics, policy)
-    assert found is not None
-    check(found)
-    return found
+    plan = plan_by(folded_ops, written.model, written.workload, semantics, policy)
+    assert plan is not None
+    check(plan)
+    return plan
 
 
 POLICIES = {
@@ -44,8 +45,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "name"), [*(("llama", name) for name in POLICIES), ("qwen3_moe", "shared boundaries")])
+@mostly_slow(("model_type", "name"), [*(("llama", name) for name in POLICIES), ("qwen3_moe", "shared boundaries")])
 def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name):
     overrides = (("num_hidden_layers", 4),)
     semantics = clip_some_steps(model_type, semantics_of(model_type, batch_size=18, seq_len=8), overrides)
@@ -54,7 +54,7 @@ def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name)
     assert differences(trained(plan, Delayed)) == []
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monkeypatch):
     """Start with the folded plan and resume with the unrolled one, and vice versa: the files are equal."""
     home = make_home(tmp_path)
@@ -64,17 +64,17 @@ def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monke
     repeats = plan_anew(home, *sizes, name="repeats.json")
     assert PlanFile.read(written).plan.repeat is None
     assert PlanFile.read(repeats).plan.repeat is not None
-    said = [penstock("check", path).output.partition(": ")[2] for path in (written, repeats)]
-    assert said[0] == said[1]
-    assert said[0].startswith("valid: ")
+    outputs = [penstock("check", path).output.partition(": ")[2] for path in (written, repeats)]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("valid: ")
     constant = ("--schedule", "constant")
     for out, first, second in (("a", repeats, written), ("b", written, repeats)):
-        for plan, n_steps, more in ((first, 2, ()), (second, 4, ("--resume",))):
-            done = train(home, plan, *constant, *more, out=out, steps=n_steps)
-            assert done.exit_code == 0, done.output
+        for plan, n_steps, options in ((first, 2, ()), (second, 4, ("--resume",))):
+            result = train(home, plan, *constant, *options, out=out, steps=n_steps)
+            assert result.exit_code == 0, result.output
     files = [home / out / "checkpoint-4" for out in ("a", "b")]
     assert weights_sha(files[0]) == weights_sha(files[1])
     assert [line["loss"] for line in lines_of(home, "a")] == [line["loss"] for line in lines_of(home, "b")]
     for page in ("page.html", "trace.json"):
-        done = penstock("report", repeats, home / "b", "-o", home / page)
-        assert done.exit_code == 0, done.output
+        result = penstock("report", repeats, home / "b", "-o", home / page)
+        assert result.exit_code == 0, result.output

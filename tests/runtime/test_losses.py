@@ -20,6 +20,7 @@ from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.plan import Policy, Semantics, Update, saves
 from penstock.runtime.plan.objective import KNOWN, LossUnit, Objective, parse_objective
 from penstock.runtime.plan.workload import Model
+from tests.lanes import mostly_slow
 from tests.real_layers import peak_bytes
 from tests.tiny import tiny_config
 from tests.training import Remembering, batches_of, fused, machine_for, plan_of, same_state, semantics_of
@@ -33,41 +34,41 @@ TEACHER = torch.randn(4, 16, 96, generator=torch.Generator().manual_seed(8)) * 2
 EXTRAS = {"label": torch.tensor([1.0, 1, 0, 0]), "advantage": ADVANTAGES, "old": torch.linspace(-9, -1, 64).view(4, 16)}
 
 
-def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def obvious(objective: Objective, logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return the sum of a loss from complete fp64 logits, as in its paper."""
-    n, there = of.numbers, targets != -100
+    n, mask = objective.numbers, targets != -100
     logps = logits.log_softmax(-1)
-    own = logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * there
-    if of.name == "label-smoothing":
-        return (-(1 - n["epsilon"]) * own - n["epsilon"] * logps.mean(-1) * there).sum()
-    if of.name == "z-loss":
-        return (-own + n["weight"] * logits.exp().sum(-1).log() ** 2 * there).sum()
-    if of.name == "distill":  # each distribution with one outcome for all but the teacher's likeliest tokens
+    logp = logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * mask
+    if objective.name == "label-smoothing":
+        return (-(1 - n["epsilon"]) * logp - n["epsilon"] * logps.mean(-1) * mask).sum()
+    if objective.name == "z-loss":
+        return (-logp + n["weight"] * logits.exp().sum(-1).log() ** 2 * mask).sum()
+    if objective.name == "distill":  # each distribution with one outcome for all but the teacher's likeliest tokens
         ids = TEACHER.topk(int(n["k"])).indices
         top = [(z / n["temperature"]).double().softmax(-1).gather(-1, ids) for z in (TEACHER, logits)]
         exact, q = (torch.cat([t, 1 - t.sum(-1, keepdim=True)], -1).clamp(min=1e-20) for t in top)
-        p = teacher_of(of)["teacher"][..., -ids.shape[-1] - 1 :].contiguous().view(torch.float16).double().softmax(-1)
+        p = teacher_of(objective)["teacher"][..., -ids.shape[-1] - 1 :].contiguous().view(torch.float16).double().softmax(-1)
         torch.testing.assert_close(p, exact, rtol=5e-3, atol=1e-15)  # rounded like the file
         kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
         beta, mixed = n["beta"], (1 - n["beta"]) * q + n["beta"] * p
-        each = kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, mixed) + (1 - beta) * kl(q, mixed)
-        return (each * there).sum()
-    sums, means = own.sum(1), own.sum(1) / there.sum(1)
+        losses = kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, mixed) + (1 - beta) * kl(q, mixed)
+        return (losses * mask).sum()
+    sums, means = logp.sum(1), logp.sum(1) / mask.sum(1)
     (chosen, rejected), (mean_c, mean_r) = ((t[0::2], t[1::2]) for t in (sums, means))
     z, e = n["beta"] * ((chosen - reference[0::2]) - (rejected - reference[1::2])), n.get("label_smoothing", 0.0)
-    if of.name in ("grpo", "dapo", "dr-grpo"):
-        ratio, over = (own - EXTRAS["old"]).exp(), reference[:, None] - own
+    if objective.name in ("grpo", "dapo", "dr-grpo"):
+        ratio, over = (logp - EXTRAS["old"]).exp(), reference[:, None] - logp
         a, near = ADVANTAGES[:, None], ratio.clamp(1 - n["epsilon_low"], 1 + n["epsilon_high"])
-        each = (n["beta"] * (over.exp() - over - 1) - torch.minimum(ratio * a, near * a)) * there
-        each = each / there.sum(1, keepdim=True) if of.name == "grpo" else each / n.get("max_completion_length", 1)
-        return each.sum()
-    if of.name == "kto":  # of two answers, the second is undesirable
+        losses = (n["beta"] * (over.exp() - over - 1) - torch.minimum(ratio * a, near * a)) * mask
+        losses = losses / mask.sum(1, keepdim=True) if objective.name == "grpo" else losses / n.get("max_completion_length", 1)
+        return losses.sum()
+    if objective.name == "kto":  # of two answers, the second is undesirable
         gain = sums - reference
         over = gain[0::2] - gain[1::2].mean().detach().clamp(min=0)
         wanted, unwanted = 1.5 * (1 - (n["beta"] * over[0]).sigmoid()), 0.5 * (1 - (-n["beta"] * over[1]).sigmoid())
         return wanted + unwanted
-    of_means = ((sums - reference) / there.sum(1)).view(-1, 2)
-    match of.name:
+    of_means = ((sums - reference) / mask.sum(1)).view(-1, 2)
+    match objective.name:
         case "dpo":
             return (-(1 - e) * z.sigmoid().log() - e * (-z).sigmoid().log()).sum()
         case "robust":
@@ -82,11 +83,11 @@ def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, referenc
     return -(n["beta"] * (mean_c - mean_r) - n["gamma"]).sigmoid().log().sum()
 
 
-def teacher_of(of: Objective) -> dict[str, torch.Tensor]:
+def teacher_of(objective: Objective) -> dict[str, torch.Tensor]:
     """Return the fields of a teacher file."""
-    if of.n_top is None:
+    if objective.n_top is None:
         return {}
-    return {"teacher": top_and_rest(TEACHER.flatten(0, 1), of.n_top, of.numbers["temperature"]).view(4, 16, -1)}
+    return {"teacher": top_and_rest(TEACHER.flatten(0, 1), objective.n_top, objective.numbers["temperature"]).view(4, 16, -1)}
 
 
 def head_of(semantics: Semantics, vocab_size: int = 96) -> tuple[Templates, dict[str, torch.Tensor], int]:
@@ -121,29 +122,30 @@ def packed(batch: Batch, rows_each: int, n_each: int = 3) -> Batch:
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
 @pytest.mark.parametrize("name", [*NAMES, KTO, *GRPO, *DISTILL])
 def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
-    of = parse_objective(name)
-    more = fused("llama") | ({"loss": "eager"} if of.takes_eager else {}) if kernels == "fused" else {}
-    semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=4, **more), objective=of)
+    objective = parse_objective(name)
+    options = fused("llama") | ({"loss": "eager"} if objective.takes_eager else {}) if kernels == "fused" else {}
+    semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=4, **options), objective=objective)
     templates, weights, _ = head_of(semantics)
     hidden, targets, reference = batch_of_pairs(semantics.seq_len)
-    reference -= 50 * (of.name == "kto")  # so that the mean gain of mismatched answers is positive, too
-    reference /= 10 if of.per is not of.of or of.name == "dapo" else 1  # per token
+    reference -= 50 * (objective.name == "kto")  # so that the mean gain of mismatched answers is positive, too
+    reference /= 10 if objective.per is not objective.of or objective.name == "dapo" else 1  # per token
     n, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros_like(weights[templates.head.weight])
-    extras = EXTRAS | {"reference": reference} | teacher_of(of)
+    extras = EXTRAS | {"reference": reference} | teacher_of(objective)
     loss, gradient, _ = templates.head.loss(weights, hidden, targets, n, total, extras)
     leaf, head = hidden.clone().requires_grad_(), weights[templates.head.weight].clone().requires_grad_()
-    expected = obvious(of, F.linear(templates.head._normed(weights, leaf), head).double(), targets, reference)
+    expected = obvious(objective, F.linear(templates.head._normed(weights, leaf), head).double(), targets, reference)
     by_hidden, by_head = torch.autograd.grad(expected / n, [leaf, head])
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
-    for found, wanted in ((gradient, by_hidden), (total, by_head)):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
+    for actual, wanted in ((gradient, by_hidden), (total, by_head)):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
 
 
 ALONE = ("cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1", "distill:16,beta=0.5,temperature=2")
 
 
-@pytest.mark.soak_cases("grpo-256")
-@pytest.mark.parametrize(("name", "n_packed"), [*product(ALONE, [0]), *product(("dpo", "grpo", "reward"), [256])])
+@mostly_slow(
+    ("name", "n_packed"), [*product(ALONE, [0]), *product(("dpo", "grpo", "reward"), [256])], fast=(0, 1, 2, 3, 4, 5, 6, 8)
+)
 def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name, n_packed):
     """Logits dominate, or per-token values if answers share long sequences."""
     tile, seq_len, vocab_size = (16, 512, 96) if n_packed else (128, 64, 4096)
@@ -154,8 +156,8 @@ def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name, n_packed):
     total = torch.zeros_like(weights[templates.head.weight])
     extras = EXTRAS | {"reference": reference, "old": reference}
     if n_packed:
-        of = packed(Batch(targets, targets), semantics.objective.rows_each, n_packed)
-        targets, extras = of.targets, extras | of.extras
+        batch = packed(Batch(targets, targets), semantics.objective.rows_each, n_packed)
+        targets, extras = batch.targets, extras | batch.extras
     if (k := semantics.objective.n_top) is not None:
         extras["teacher"] = top_and_rest(torch.randn(4 * 64, 4096), k, 1.0).view(4, 64, -1)
     work = lambda: templates.head.loss(weights, hidden, targets, 4, total, extras)  # noqa: E731
@@ -185,10 +187,10 @@ def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
     return semantics, batches
 
 
-@pytest.mark.soak_cases("dpo-True", "kto:group=2-False", "grpo:beta=0.1-True", "reward-True", "classify:mean=1-False")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("name", "is_packed"),
     [*product((*ANY, "distill:9,beta=0.5", "classify:mean=1"), [False]), *product((*ANY, "classify"), [True])],
+    fast=(0, 2, 3, 4, 7, 10),
 )
 def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
     """Use tiles that begin in the middle of a sequence."""
@@ -205,9 +207,9 @@ def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
         plan = plan_of(tiny_config("llama"), semantics, policy)
         machines.append(machine_for(plan, Remembering, batches))
         execute(plan, machines[-1], 3)
-    first, *others = machines
-    assert all(same_state(first, other) for other in others)
-    assert [m.results[2].loss for m in others] == [first.results[2].loss] * 4
+    first, *rest = machines
+    assert all(same_state(first, machine) for machine in rest)
+    assert [m.results[2].loss for m in rest] == [first.results[2].loss] * 4
     assert first.results[0].loss != first.results[2].loss
 
 
@@ -215,24 +217,24 @@ def test_extras_of_a_function_reach_the_rows_that_they_are_of():
     """A loss of tokens in which each sequence has a weight, and each token one."""
     objective = Objective("own.py:f", {}, LossUnit.TOKENS, ("weight", "advantage"), 3, "0" * 64)
     semantics = semantics_of("llama", compute_dtype="fp32", micro_batch=4, objective=objective)
-    of = lambda logits, targets, weight, advantage: (  # noqa: E731  # it changes targets but no mask
+    function = lambda logits, targets, weight, advantage: (  # noqa: E731  # it changes targets but no mask
         F.cross_entropy(logits, targets.clamp_(min=0), reduction="none") * weight * advantage
     )
     workload = build_workload(Model(tiny_config("llama")), semantics)
-    templates = Templates(tiny_config("llama"), workload, semantics, loss=LossFunction(objective, of))
+    templates = Templates(tiny_config("llama"), workload, semantics, loss=LossFunction(objective, function))
     _, weights, _ = head_of(replace(semantics, objective=Objective()))
     hidden, targets, _ = batch_of_pairs(16)
     extras = {"weight": torch.rand(4), "advantage": torch.rand(4, 16)}
     loss, _, _ = templates.head.loss(weights, hidden, targets.clone(), 1, None, extras)
     logits = F.linear(templates.head._normed(weights, hidden), weights[templates.head.weight])
-    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(4, 16)
-    torch.testing.assert_close(loss.float(), (each * extras["weight"][:, None] * extras["advantage"]).sum())
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(4, 16)
+    torch.testing.assert_close(loss.float(), (losses * extras["weight"][:, None] * extras["advantage"]).sum())
 
 
 def test_an_unlikely_rollout_has_a_finite_gradient():
     logits = torch.zeros(4, 8, requires_grad=True)
-    given = torch.zeros(4).long(), torch.tensor([1.0, -1, 1, -1]), torch.tensor([-200.0, -200, -1e30, -2]), 0.2, 0.2, 0.1
-    losses = grpo(logits, *given, reference=torch.tensor([-2.0, 200, -2, -2]))
+    arguments = torch.zeros(4).long(), torch.tensor([1.0, -1, 1, -1]), torch.tensor([-200.0, -200, -1e30, -2]), 0.2, 0.2, 0.1
+    losses = grpo(logits, *arguments, reference=torch.tensor([-2.0, 200, -2, -2]))
     (gradient,) = torch.autograd.grad(losses.sum(), [logits])
     assert bool(losses.isfinite().all())
     assert bool(gradient.isfinite().all())
@@ -243,10 +245,10 @@ def test_an_unlikely_rollout_has_a_finite_gradient():
 @pytest.mark.parametrize("name", ["classify:3", "reward:0.1"])
 def test_a_head_of_ones_own_is_that_of_transformers(name, dtype):
     """Compare loss and gradients on the last token, like transformers' model for sequence classification."""
-    of, config = parse_objective(name), tiny_config("llama", vocab_size=96)
+    objective, config = parse_objective(name), tiny_config("llama", vocab_size=96)
     torch.manual_seed(2)
-    hf_config = AutoConfig.for_model(**config | {"num_labels": of.n_labels, "pad_token_id": 0})
-    theirs = AutoModelForSequenceClassification.from_config(hf_config, dtype=DTYPE[dtype])
+    hf_config = AutoConfig.for_model(**config | {"num_labels": objective.n_labels, "pad_token_id": 0})
+    model = AutoModelForSequenceClassification.from_config(hf_config, dtype=DTYPE[dtype])
     ids, ends = torch.randint(1, 96, (4, 16)), torch.tensor([15, 9, 3, 12])
     ids[torch.arange(16) > ends[:, None]] = 0
     labels, hidden = torch.tensor([0, 2, 1, 1]), []
@@ -255,22 +257,23 @@ def test_a_head_of_ones_own_is_that_of_transformers(name, dtype):
         args[0].retain_grad()
         hidden.append(args[0])
 
-    theirs.model.norm.register_forward_pre_hook(remember)
-    scores = theirs(ids, labels=labels if of.name == "classify" else None)
+    model.model.norm.register_forward_pre_hook(remember)
+    scores = model(ids, labels=labels if objective.name == "classify" else None)
     chosen, rejected = scores.logits[0::2, 0], scores.logits[1::2, 0]
-    loss = (0.1 * (chosen + rejected) ** 2 - F.logsigmoid(chosen - rejected)).mean() if of.name == "reward" else scores.loss
+    loss = (0.1 * (chosen + rejected) ** 2 - F.logsigmoid(chosen - rejected)).mean() if objective.name == "reward" else scores.loss
     loss.backward()
-    semantics = replace(semantics_of("llama", compute_dtype=dtype, micro_batch=4), objective=of)
+    semantics = replace(semantics_of("llama", compute_dtype=dtype, micro_batch=4), objective=objective)
     templates = Templates(config, build_workload(Model(config), semantics), semantics)
-    held = dict(theirs.named_parameters())
+    held = dict(model.named_parameters())
     head = {p.name: held[p.name].detach() for p in templates.workload.blocks[-1].parameters}
     total, n, extras = torch.zeros(head["score.weight"].shape), semantics.n_losses(9), {"last": ends, "label": labels.float()}
-    given = hidden[0].detach(), torch.where(ids > 0, ids, -100), n, total, extras
-    ours, of_hidden, of_norm = templates.head.loss(head, *given)
-    assert abs(float(ours) / n / float(loss.detach()) - 1) < (1e-6 if dtype == "fp32" else 5e-3)
-    own, theirs = (of_hidden, total, of_norm["model.norm.weight"]), (held[f"{name}.weight"] for name in ("score", "model.norm"))
-    for found, wanted in zip(own, (each.grad for each in (hidden[0], *theirs)), strict=True):
-        error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    arguments = hidden[0].detach(), torch.where(ids > 0, ids, -100), n, total, extras
+    loss_sum, of_hidden, of_norm = templates.head.loss(head, *arguments)
+    assert abs(float(loss_sum) / n / float(loss.detach()) - 1) < (1e-6 if dtype == "fp32" else 5e-3)
+    actual = of_hidden, total, of_norm["model.norm.weight"]
+    for result, leaf in zip(actual, (hidden[0], held["score.weight"], held["model.norm.weight"]), strict=True):
+        wanted = leaf.grad
+        error = float((result.float() - wanted.float()).norm() / wanted.float().norm())
         assert error < (1e-5 if dtype == "fp32" else 1e-2), error
 
 
@@ -285,11 +288,11 @@ def test_a_pair_with_a_half_without_tokens_teaches_nothing(name):
 
 def test_a_loss_that_is_printed_is_read_back():
     for name in (*NAMES, KTO, *GRPO, *DISTILL, *KNOWN):
-        of = parse_objective(name)
-        assert parse_objective(str(of)) == of
-    file, own = TypeAdapter(Semantics), Objective("own.py:f", {}, LossUnit.PAIRS, ("reference",), 3, "0" * 64)
-    for of in (Objective(), parse_objective("dpo:0.25"), own):
-        semantics = semantics_of("llama", micro_batch=2, objective=of)
+        objective = parse_objective(name)
+        assert parse_objective(str(objective)) == objective
+    file, user_loss = TypeAdapter(Semantics), Objective("own.py:f", {}, LossUnit.PAIRS, ("reference",), 3, "0" * 64)
+    for objective in (Objective(), parse_objective("dpo:0.25"), user_loss):
+        semantics = semantics_of("llama", micro_batch=2, objective=objective)
         assert file.validate_json(file.dump_json(semantics)) == semantics
 
 

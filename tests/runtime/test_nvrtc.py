@@ -14,6 +14,7 @@ import pytest
 from torch.utils import cpp_extension
 
 from penstock.runtime.cuda import nvrtc
+from tests.lanes import diagonal, mostly_slow
 
 BF16, FP32, BYTE = "unsigned short", "float", "unsigned char"
 ARCHITECTURES = (80, 89, 90, 100)
@@ -21,13 +22,13 @@ _LEAN = {"WEIGHT": BF16, "GRADIENT": BF16, "REMAINDER": "short", "IS_SPLIT": 1, 
 # Definitions for each file: the first for every architecture, the others for one
 SOURCES: dict[str, list[dict[str, str | int]]] = {
     "pointwise.cu": [
-        *({"ELEMENT": of, "ACTIVATION": gate} for gate in range(3) for of in (BF16, FP32)), {"ELEMENT": BF16}, {"ELEMENT": FP32},
+        *({"ELEMENT": t, "ACTIVATION": gate} for gate in range(3) for t in (BF16, FP32)), {"ELEMENT": BF16}, {"ELEMENT": FP32},
     ],
-    "unpack.cu": [{"OUT": of, "BASE": base} for base in range(4) for of in (BF16, FP32)],
-    "adamw.cu": [{"WEIGHT": of, "GRADIENT": of, "IS_SPLIT": split} for of, split in ((BF16, 1), (BF16, 0), (FP32, 0))],
+    "unpack.cu": [{"OUT": t, "BASE": base} for base in range(4) for t in (BF16, FP32)],
+    "adamw.cu": [{"WEIGHT": t, "GRADIENT": t, "IS_SPLIT": split} for t, split in ((BF16, 1), (BF16, 0), (FP32, 0))],
     "low_bit_optim.cu": [_LEAN | {"MOMENT": moment} for moment in (BF16, BYTE)],
-    "squares.cu": [{"ELEMENT": of, "CHUNK": nvrtc.THREADS**2, "THREADS": nvrtc.THREADS} for of in (BF16, FP32)],
-    "loss.cu": [{"LOGIT": of, "THREADS": 512} for of in (BF16, FP32)],
+    "squares.cu": [{"ELEMENT": t, "CHUNK": nvrtc.THREADS**2, "THREADS": nvrtc.THREADS} for t in (BF16, FP32)],
+    "loss.cu": [{"LOGIT": t, "THREADS": 512} for t in (BF16, FP32)],
 }  # fmt: skip
 INCLUDED = {"vectors.cu"}
 # (loads, stores) of 16 bytes a thread; kernels of pointwise.cu have an equal number of one element, for partial vectors
@@ -41,9 +42,9 @@ def library() -> ctypes.CDLL:
     except metadata.PackageNotFoundError:
         pytest.skip("nvidia-cuda-nvrtc is not installed")
     paths = {path.name: str(path.locate()) for path in files if path.name.startswith("libnvrtc") and ".alt." not in path.name}
-    builtins, own = sorted(paths, key=lambda name: "builtins" not in name)
+    builtins, main = sorted(paths, key=lambda name: "builtins" not in name)
     ctypes.CDLL(paths[builtins], mode=ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(paths[own])
+    return ctypes.CDLL(paths[main])
 
 
 @cache
@@ -54,9 +55,9 @@ def compiled(file: str, n: int, architecture: int) -> tuple[str, bytes]:
     options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{architecture}".encode())
     failed = library().nvrtcCompileProgram(program, 1, options)
     assert not failed, _read(program, "ProgramLog").decode()
-    found = _read(program, "PTX").decode(), _read(program, "CUBIN")
+    result = _read(program, "PTX").decode(), _read(program, "CUBIN")
     library().nvrtcDestroyProgram(ctypes.byref(program))
-    return found
+    return result
 
 
 def _read(program: ctypes.c_void_p, part: str) -> bytes:
@@ -70,8 +71,8 @@ def _read(program: ctypes.c_void_p, part: str) -> bytes:
 def accesses(ptx: str) -> Iterator[tuple[str, Counter[tuple[str, int]]]]:
     """Return accesses of global memory by kernel name: (ld or st, bytes)."""
     for kernel in ptx.split(".visible .entry ")[1:]:
-        found = re.findall(r"(ld|st)\.global(?:\.nc)?(?:\.L\w+)*(?:\.v(\d))?\.[usfb](\d+)", kernel)
-        yield kernel[: kernel.index("(")], Counter((way, int(n or 1) * int(bits) // 8) for way, n, bits in found)
+        matches = re.findall(r"(ld|st)\.global(?:\.nc)?(?:\.L\w+)*(?:\.v(\d))?\.[usfb](\d+)", kernel)
+        yield kernel[: kernel.index("(")], Counter((way, int(n or 1) * int(bits) // 8) for way, n, bits in matches)
 
 
 def test_every_source_is_compiled_here() -> None:
@@ -80,65 +81,60 @@ def test_every_source_is_compiled_here() -> None:
     assert all(f'#include "{name}"' not in nvrtc.source(file) for file in SOURCES for name in INCLUDED)
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("file", SOURCES)
+@diagonal(("file", SOURCES), ("architecture", ARCHITECTURES))
 def test_a_source_compiles_for_each_architecture(file: str, architecture: int) -> None:
     ptx, binary = compiled(file, 0, architecture)
     assert f".target sm_{architecture}" in ptx
     assert binary[:4] == b"\x7fELF"
 
 
-@pytest.mark.soak_cases("1", "2", "4", "5", "7")
-@pytest.mark.parametrize("n", range(len(SOURCES["pointwise.cu"])))
+@mostly_slow("n", range(len(SOURCES["pointwise.cu"])), fast=(0, 3, 6))
 def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
     """Only the loop over the rest accesses single elements. Split vectors multiply the count by four or eight."""
     item = 2 if SOURCES["pointwise.cu"][n]["ELEMENT"] == BF16 else 4
     kernels = dict(accesses(compiled("pointwise.cu", n, 90)[0]))
     is_gate = "ACTIVATION" in SOURCES["pointwise.cu"][n]
     assert kernels.keys() == ({"gated", "gated_gradients"} if is_gate else {"rotate", "rotate_back"})
-    for name, found in kernels.items():
+    for name, counts in kernels.items():
         loads, stores = WIDE[name]
-        assert found == {("ld", 16): loads, ("st", 16): stores, ("ld", item): loads, ("st", item): stores}, name
+        assert counts == {("ld", 16): loads, ("st", 16): stores, ("ld", item): loads, ("st", item): stores}, name
 
 
-@pytest.mark.soak_cases("1", "2", "4", "5", "7")
-@pytest.mark.parametrize("n", range(len(SOURCES["unpack.cu"])))
+@mostly_slow("n", range(len(SOURCES["unpack.cu"])), fast=(0, 3, 6))
 def test_unpacking_loads_the_codes_of_8_numbers_and_stores_16_bytes(n: int) -> None:
-    of = SOURCES["unpack.cu"][n]
-    item, is_half, ((_, found),) = 2 if of["OUT"] == BF16 else 4, of["BASE"] in (0, 3), accesses(compiled("unpack.cu", n, 90)[0])
-    codes = 4 if is_half else 8
-    assert (found["st", 16], found["st", item], found["ld", 1]) == (item // 2, 1, 1 + (of["BASE"] == 3))
+    defined, ((_, counts),) = SOURCES["unpack.cu"][n], accesses(compiled("unpack.cu", n, 90)[0])
+    item, codes = 2 if defined["OUT"] == BF16 else 4, 4 if defined["BASE"] in (0, 3) else 8
+    assert (counts["st", 16], counts["st", item], counts["ld", 1]) == (item // 2, 1, 1 + (defined["BASE"] == 3))
     expected = Counter({("ld", codes): 1})
-    if of["BASE"] == 3:
+    if defined["BASE"] == 3:
         expected["ld", 8] += 1  # scales
     else:
-        expected["ld", 4] += 2 + (of["BASE"] == 0)  # scales in both loops, and the table
-    assert {key: k for key, k in found.items() if key[0] == "ld" and key[1] > 1} == expected
+        expected["ld", 4] += 2 + (defined["BASE"] == 0)  # scales in both loops, and the table
+    assert {key: k for key, k in counts.items() if key[0] == "ld" and key[1] > 1} == expected
 
 
-@pytest.mark.soak_cases("1", "2")
-@pytest.mark.parametrize("n", range(len(SOURCES["adamw.cu"])))
+@mostly_slow("n", range(len(SOURCES["adamw.cu"])))
 def test_adamw_loads_and_stores_8_and_16_bytes(n: int) -> None:
     """The compiler can emit a loop twice: for either form of the first moment's interpolation."""
-    of, ((_, found),) = SOURCES["adamw.cu"][n], accesses(compiled("adamw.cu", n, 90)[0])
-    n_short = {"ld": 2 + int(of["IS_SPLIT"]), "st": 1 + int(of["IS_SPLIT"])} if of["WEIGHT"] == BF16 else {"ld": 0, "st": 0}
-    n_wide = {"ld": 2, "st": 2} if of["WEIGHT"] == BF16 else {"ld": 4, "st": 3}
-    by_vectors, one_by_one = found["st", 16] // n_wide["st"], found["st", 4] // n_wide["st"]
+    defined, ((_, counts),) = SOURCES["adamw.cu"][n], accesses(compiled("adamw.cu", n, 90)[0])
+    is_split, is_bf16 = int(defined["IS_SPLIT"]), defined["WEIGHT"] == BF16
+    n_short = {"ld": 2 + is_split, "st": 1 + is_split} if is_bf16 else {"ld": 0, "st": 0}
+    n_wide = {"ld": 2, "st": 2} if is_bf16 else {"ld": 4, "st": 3}
+    by_vectors, one_by_one = counts["st", 16] // n_wide["st"], counts["st", 4] // n_wide["st"]
     assert {by_vectors, one_by_one} <= {1, 2}
     for way in ("ld", "st"):
-        assert (found[way, 16], found[way, 8]) == (by_vectors * n_wide[way], by_vectors * n_short[way])
-        assert (found[way, 4], found[way, 2]) == (one_by_one * n_wide[way], one_by_one * n_short[way])
+        assert (counts[way, 16], counts[way, 8]) == (by_vectors * n_wide[way], by_vectors * n_short[way])
+        assert (counts[way, 4], counts[way, 2]) == (one_by_one * n_wide[way], one_by_one * n_short[way])
 
 
 @pytest.mark.parametrize("n", range(len(SOURCES["loss.cu"])))
 def test_the_loss_loads_and_stores_16_bytes(n: int) -> None:
-    ((_, found),) = accesses(compiled("loss.cu", n, 90)[0])
-    assert found["ld", 16] > 0
-    assert found["st", 16] > 0
+    ((_, counts),) = accesses(compiled("loss.cu", n, 90)[0])
+    assert counts["ld", 16] > 0
+    assert counts["st", 16] > 0
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "n"), [(f, n) for f in ("low_bit_optim.cu", "squares.cu") for n in range(1, len(SOURCES[f]))])
 def test_other_definitions_compile(file: str, n: int) -> None:
     """Compile definitions of files without an access count."""
@@ -151,10 +147,10 @@ def test_machine_code_keeps_the_wide_accesses(file: str, tmp_path: Path) -> None
     ptx, binary = compiled(file, 0, 90)
     (tmp_path / "kernel.cubin").write_bytes(binary)
     sass = run(["cuobjdump", "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
-    for name, found in accesses(ptx):
-        (own,) = (part for part in sass.split("Function : ")[1:] if part.split()[0] == name)
-        assert len(re.findall(r"\bLDG\.E\.128", own)) >= found["ld", 16] > 0 or file == "unpack.cu", name
-        assert len(re.findall(r"\bSTG\.E\.128", own)) >= found["st", 16] > 0, name
+    for name, counts in accesses(ptx):
+        (function,) = (part for part in sass.split("Function : ")[1:] if part.split()[0] == name)
+        assert len(re.findall(r"\bLDG\.E\.128", function)) >= counts["ld", 16] > 0 or file == "unpack.cu", name
+        assert len(re.findall(r"\bSTG\.E\.128", function)) >= counts["st", 16] > 0, name
 
 
 def test_a_machine_without_a_toolkit_compiles(monkeypatch):

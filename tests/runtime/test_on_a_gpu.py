@@ -22,7 +22,6 @@ from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.host.optimizer import KernelLayout, device_kernel
 from penstock.runtime.layers.recompute import FUSED_ATTENTION, Replay
 from penstock.runtime.machines.streams import CudaStreams, use_same_kernels
-from penstock.runtime.machines.torch_machine import CudaMachine
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, saves
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model, Saved
@@ -30,13 +29,14 @@ from penstock.training.validation import evaluate, generate
 from tests import reference, training
 from tests.every_type import tiny
 from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
+from tests.late_streams import OnGpu
 from tests.penstock.training.test_generation import PROMPTS, said_by_transformers
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.tour import ROOT
 from tests.training import EVERYTHING, N_STEPS, as_expected, differences, machine_for, plan_of, semantics_of, trained
 
-from .test_documents import CUTS, OTHERS, POLICIES, config_of, packed_batches
+from .test_documents import CUTS, OTHER_CUTS, POLICIES, config_of, packed_batches
 from .test_frozen import LORA, PACKED
 from .test_losses import with_loss
 
@@ -58,7 +58,7 @@ def _same_kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Remembering(training.Remembers, CudaMachine):
+class Remembering(training.Remembers, OnGpu):
     """Run on the GPU."""
 
 
@@ -85,8 +85,8 @@ class Sleepy(Remembering):
         work(index, op, step)
         self._sleep()
         for slot in released[index]:
-            whole = self.arenas.raw(slot)
-            whole.copy_(self.nan[: whole.numel()], non_blocking=True)  # in stream order, for host memory too
+            memory = self.arenas.raw(slot)
+            memory.copy_(self.nan[: memory.numel()], non_blocking=True)  # in stream order, for host memory too
 
     def _sleep(self) -> None:
         if self.rng.random() < 0.3:
@@ -97,7 +97,6 @@ def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, 
     return trained(plan_of(config, semantics, policy), machine_type, n_steps, **options)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @LAW
 @given(data=st.data())
@@ -111,8 +110,8 @@ def test_no_plan_changes_a_bit_on_a_gpu(model_type, data):
     config |= {"attention_dropout": dropout}
     sleepy = run(config, semantics, policy, Sleepy, sleep_seed=data.draw(st.integers(0, 99), label="seed"))
     layers = tuple(range(1, n_layers + 1))
-    kept = run(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches))
-    assert differences(sleepy, as_expected(kept)) == []
+    expected = run(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches))
+    assert differences(sleepy, as_expected(expected)) == []
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "deterministic"])
@@ -121,11 +120,12 @@ def test_attention_at_2048_tokens_keeps_its_bits_on_a_gpu(kernel):
     torch.use_deterministic_algorithms(kernel == "deterministic")
     semantics = semantics_of("llama", seq_len=2048, loss_tile_tokens=1024, **training.fused("llama", kernel))
     config = tiny_config("llama", head_dim=64)
-    kept = run(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))
-    found = differences(run(config, semantics, Policy(save=saves(products=(2,)), spill_blocks=(1,)), Sleepy), as_expected(kept))
-    if found and kernel != "deterministic":
-        pytest.xfail(f"{kernel} adds in the order in which its threads come: {len(found)} tensors differ")
-    assert found == []
+    expected = run(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))
+    sleepy = run(config, semantics, Policy(save=saves(products=(2,)), spill_blocks=(1,)), Sleepy)
+    faults = differences(sleepy, as_expected(expected))
+    if faults and kernel != "deterministic":
+        pytest.xfail(f"{kernel} adds in the order in which its threads come: {len(faults)} tensors differ")
+    assert faults == []
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -154,12 +154,12 @@ def test_adapters_beside_packed_weights_keep_their_bits(model_type, base, on_dev
     config = tiny_config(model_type, num_hidden_layers=3)
     of_state = {"device_blocks": build_workload(Model(config), semantics).mixed} if on_device else {}
     sleepy = run(config, semantics, replace(policy, **of_state), Sleepy)
-    kept = run(config, semantics, Policy(save=saves(all=(1, 2, 3)), accumulation_group=4))
-    assert differences(sleepy, as_expected(kept)) == []
-    before, on_cpu = training.initial_masters(config, semantics), trained(plan_of(config, semantics, Policy()))
-    assert all(training.same_bits(before[name], weight) for name, weight in training.frozen_of(sleepy).items())
+    expected = run(config, semantics, Policy(save=saves(all=(1, 2, 3)), accumulation_group=4))
+    assert differences(sleepy, as_expected(expected)) == []
+    initial, on_cpu = training.initial_masters(config, semantics), trained(plan_of(config, semantics, Policy()))
+    assert all(training.same_bits(initial[name], weight) for name, weight in training.frozen_of(sleepy).items())
     for step in range(N_STEPS):
-        assert kept.results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=2e-2)
+        assert expected.results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=2e-2)
 
 
 @pytest.mark.parametrize("policy", [EVERYTHING, Policy(boundary_stride=2)])
@@ -168,13 +168,13 @@ def test_recorded_models_keep_their_bits_on_a_gpu(model_type, policy):
     """Run models without a handwritten layer: side inputs, several streams, hybrid attention, experts of all kinds."""
     config = tiny(model_type)
     config |= {"num_hidden_layers": 4} if "layer_types" not in config else {}
-    n_layers = len(build_workload(Model(config), of := semantics_of(model_type, attention=RECORDED[model_type])).blocks) - 2
+    n_layers = len(build_workload(Model(config), semantics := semantics_of(model_type, attention=RECORDED[model_type])).blocks) - 2
     if n_layers < 4:
         policy = Policy(save=saves(products=(1,)), offload_blocks=(1,), accumulation_group=2)
-    kept = run(config, of, Policy(save=saves(all=tuple(range(1, n_layers + 1))), accumulation_group=4))
-    assert differences(run(config, of, policy, Sleepy), as_expected(kept)) == []
-    on_cpu = trained(plan_of(config, of, Policy()), n_steps=1)
-    assert kept.results[0].loss == pytest.approx(on_cpu.results[0].loss, rel=2e-2)
+    expected = run(config, semantics, Policy(save=saves(all=tuple(range(1, n_layers + 1))), accumulation_group=4))
+    assert differences(run(config, semantics, policy, Sleepy), as_expected(expected)) == []
+    on_cpu = trained(plan_of(config, semantics, Policy()), n_steps=1)
+    assert expected.results[0].loss == pytest.approx(on_cpu.results[0].loss, rel=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_evaluations_between_steps_change_no_bit_of_training(model_type):
     semantics, config = semantics_of(model_type), tiny_config(model_type, num_hidden_layers=4)
     alone, evaluated = run(config, semantics, EVERYTHING), machine_for_both(config, semantics, EVERYTHING)
     for step, batch in enumerate(training.batches_of(config["vocab_size"], 4, 16)):
-        before = evaluate(evaluated, sequences_of(batch), 4)
+        evaluation = evaluate(evaluated, sequences_of(batch), 4)
         evaluate(evaluated, sequences_of(sequences(config["vocab_size"], 7)), 7)
         generate(evaluated, [[1, 2, 3]], 2)
         execute(evaluated.plan, evaluated, 1, step)
-        assert before["eval_loss"] == evaluated.results[step].loss
+        assert evaluation["eval_loss"] == evaluated.results[step].loss
     assert differences(evaluated, as_expected(alone)) == []
 
 
@@ -220,7 +220,7 @@ def test_evaluations_between_steps_change_no_bit_of_training(model_type):
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mixtral"])
 def test_documents_on_a_gpu_are_the_cpus_on_every_plan(model_type, compute_dtype):
     config, semantics = config_of(model_type), semantics_of(model_type, compute_dtype=compute_dtype)
-    batches, machines = packed_batches(CUTS, OTHERS, CUTS), []
+    batches, machines = packed_batches(CUTS, OTHER_CUTS, CUTS), []
     for policy in (POLICIES["kept"], *POLICIES.values()):
         machines.append(machine_for_both(config, semantics, policy, batches))
         execute(machines[-1].plan, machines[-1], N_STEPS)
@@ -270,7 +270,7 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
     semantics, config = semantics_of("llama"), tiny_config("llama", num_hidden_layers=4)
     gc.collect()
     torch.cuda.empty_cache()  # otherwise streams of earlier machines can hold all required memory
-    before = {segment["address"] for segment in torch.cuda.memory_snapshot()}
+    segments = {segment["address"] for segment in torch.cuda.memory_snapshot()}
     machine = run(config, semantics, EVERYTHING, n_steps=4)
     assert machine.results.pop(3).loss > 0.0  # the first query takes a little pinned memory
 
@@ -278,13 +278,13 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
         of_device, n_of_host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()["num_host_alloc"]
         return torch.cuda.memory_reserved(), of_device["num_alloc_retries"], of_device["num_device_alloc"], n_of_host
 
-    taken = all_taken()
+    allocated = all_taken()
     for first_step in range(4, 204, 50):
         with Execution(machine.plan, machine, 50, first_step) as steps:
             assert all(machine.results.pop(step.number).loss for step in steps)
-        assert all_taken() == taken
+        assert all_taken() == allocated
     side = {machine.lanes.streams_of[lane].cuda_stream for lane in (Lane.H2D, Lane.D2H)}
-    new = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] not in before]
+    new = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] not in segments]
     assert not side & {segment["stream"] for segment in new}
 
 
@@ -295,10 +295,10 @@ DTYPES = (torch.bfloat16, torch.float32, torch.uint8)  # moment dtypes: the last
 @pytest.mark.parametrize("gradient", ["bf16", "fp32"])
 def test_a_gpu_updates_to_the_hosts_bits(weight, is_split, gradient) -> None:
     of_torch = KernelLayout(DTYPE[weight], is_split, DTYPE[gradient])
-    drawn = {"fp32": [False], "bf16": [False, True] if is_split else [True]}[weight]
-    of_less = [(rule, of, is_drawn) for rule in ("adamw", "lion") for of in DTYPES for is_drawn in drawn]
-    for kept in (of_torch, *(KernelLayout(*of_torch[:3], of, rule, is_drawn) for rule, of, is_drawn in of_less)):
-        device_kernel(torch.device("cuda"), kept)  # warns otherwise
+    roundings = {"fp32": [False], "bf16": [False, True] if is_split else [True]}[weight]
+    of_less = [(rule, moment, is_drawn) for rule in ("adamw", "lion") for moment in DTYPES for is_drawn in roundings]
+    for layout in (of_torch, *(KernelLayout(*of_torch[:3], moment, rule, is_drawn) for rule, moment, is_drawn in of_less)):
+        device_kernel(torch.device("cuda"), layout)  # warns otherwise
 
 
 def test_every_arena_of_the_host_is_locked_and_let_go():
@@ -310,7 +310,7 @@ def test_every_arena_of_the_host_is_locked_and_let_go():
 
 
 def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
-    class Slow(CudaMachine):
+    class Slow(OnGpu):
         def work(self, index, op, step):
             super().work(index, op, step)
             if op.kind is Kind.OFFLOAD_GRADIENT and op.block == 1:
@@ -318,18 +318,18 @@ def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
 
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
     spans = execute(plan, machine_for(plan, Slow), 6).spans
-    at = {(span.step, span.op): span for span in spans}
-    assert len(at) == 6 * len(plan.ops)
+    span_of = {(span.step, span.op): span for span in spans}
+    assert len(span_of) == 6 * len(plan.ops)
     resolution_s = 50e-6  # covers the comparison of two clocks, and single precision
-    for (step, number), span in at.items():
+    for (step, number), span in span_of.items():
         assert span.end_s >= span.start_s
         for wait in plan.ops[number].waits:
-            before = at.get((step - wait.distance, wait.op))
-            if before is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
-                assert span.start_s >= before.end_s - resolution_s
+            earlier = span_of.get((step - wait.distance, wait.op))
+            if earlier is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
+                assert span.start_s >= earlier.end_s - resolution_s
     offloads = [(plan.ops[s.op].block, s.end_s - s.start_s) for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD_GRADIENT]
-    slow, others = ([seconds for block, seconds in offloads if block == b] for b in (1, 2))
-    assert min(slow) > 5 * sorted(others)[len(others) // 2]
+    slow, usual = ([seconds for block, seconds in offloads if block == b] for b in (1, 2))
+    assert min(slow) > 5 * sorted(usual)[len(usual) // 2]
 
 
 @pytest.mark.parametrize(("dtype", "masked"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)])
@@ -354,15 +354,15 @@ from penstock.runtime.batch import Batch
 plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
 bad = torch.full((4, 16), 10**6)
 try:
-    trained(plan, CudaMachine, 2, batches=[Batch(bad, bad)])
+    trained(plan, OnGpu, 2, batches=[Batch(bad, bad)])
 except Exception as error:
     print("SAID", type(error).__name__, str(error).splitlines()[0])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    said = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
-    assert said, done.stderr[-2000:]
-    assert "OpError" in said[0]
-    assert "CUDA error" in said[0]
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("SAID")]
+    assert lines, process.stderr[-2000:]
+    assert "OpError" in lines[0]
+    assert "CUDA error" in lines[0]
 
 
 def test_a_large_step_takes_the_memory_of_its_plan():
@@ -372,10 +372,10 @@ def test_a_large_step_takes_the_memory_of_its_plan():
     semantics = semantics_of("llama", seq_len=2048, batch_size=4, micro_batch=4, loss_tile_tokens=1024)
     plan = plan_of(config, semantics, Policy(save=saves(all=(2,))))
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    machine = machine_for(plan, CudaMachine)
+    before_bytes = torch.cuda.memory_allocated()
+    machine = machine_for(plan, OnGpu)
     torch.cuda.reset_peak_memory_stats()
     execute(plan, machine, 3)
     workspaces = 64 * 2**20
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before_bytes
     assert peak <= plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes + workspaces

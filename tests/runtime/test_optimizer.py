@@ -26,6 +26,7 @@ from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, St
 from penstock.runtime.host.workers import Workers
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW, optimizing
+from tests.lanes import diagonal, mostly_slow
 from tests.reference import half_up, halved, lean_step
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, same_bits, semantics_of
@@ -59,22 +60,22 @@ def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
     return ParamState(master, (m, v))
 
 
-def copied(of: ParamState) -> ParamState:
-    master = Master(of.master.weight.clone(), None if of.master.remainder is None else of.master.remainder.clone())
-    return ParamState(master, tuple(moment.clone() for moment in of.moments))
+def copied(state: ParamState) -> ParamState:
+    master = Master(state.master.weight.clone(), None if state.master.remainder is None else state.master.remainder.clone())
+    return ParamState(master, tuple(moment.clone() for moment in state.moments))
 
 
-def wide_master(of: ParamState) -> torch.Tensor:
-    if of.master.remainder is not None:  # as in the design: bits of the weight, and the residual
-        lacks = of.master.remainder.long() << 8 * (of.master.remainder.itemsize == 1)
-        bits = (of.master.weight.view(torch.int16).long() << 16) + lacks
+def wide_master(state: ParamState) -> torch.Tensor:
+    if state.master.remainder is not None:  # as in the design: bits of the weight, and the residual
+        lacks = state.master.remainder.long() << 8 * (state.master.remainder.itemsize == 1)
+        bits = (state.master.weight.view(torch.int16).long() << 16) + lacks
         return bits.to(torch.int32).view(torch.float32)
-    return of.master.weight.float()
+    return state.master.weight.float()
 
 
-def plainly(of: ParamState, gradient: torch.Tensor, factor: float, n_updates: int) -> tuple[torch.Tensor, ...]:
+def plainly(state: ParamState, gradient: torch.Tensor, factor: float, n_updates: int) -> tuple[torch.Tensor, ...]:
     """Return master, moments after one step, on the whole parameter at once."""
-    wide, m, v = wide_master(of).clone(), *(moment.clone() for moment in of.moments)
+    wide, m, v = wide_master(state).clone(), *(moment.clone() for moment in state.moments)
     s = SETTINGS
     torch._fused_adamw_(
         [wide], [gradient.float() * factor], [m], [v], [], [torch.tensor(float(n_updates))],
@@ -92,64 +93,61 @@ def equal_but_for_nans_payload(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
-    before = random_state(kind, n, seed=n, odd=odd)
+    initial = random_state(kind, n, seed=n, odd=odd)
     gradient = torch.randn(n, generator=torch.Generator().manual_seed(1)).bfloat16()
-    wide, m, v = plainly(before, gradient, 0.25, 3)
-    to = random_state(kind, n, seed=99) if elsewhere else copied(before)
-    kept = copied(before)
-    update_(to, gradient, 0.25, 3, SETTINGS, before if elsewhere else None)
+    wide, m, v = plainly(initial, gradient, 0.25, 3)
+    target = random_state(kind, n, seed=99) if elsewhere else copied(initial)
+    untouched = copied(initial)
+    update_(target, gradient, 0.25, 3, SETTINGS, initial if elsewhere else None)
     same = equal_but_for_nans_payload if odd else same_bits
     expected_weight = torch.where(wide.isnan(), wide, half_up(wide).float()).bfloat16()
-    assert same(to.moments[0], m)
-    assert same(to.moments[1], v)
-    assert same(wide_master(to), expected_weight.float() if kind == "bf16" else wide)
+    assert same(target.moments[0], m)
+    assert same(target.moments[1], v)
+    assert same(wide_master(target), expected_weight.float() if kind == "bf16" else wide)
     if kind == "split":
-        assert same(to.master.weight, expected_weight)
+        assert same(target.master.weight, expected_weight)
     if elsewhere:
-        assert same(wide_master(before), wide_master(kept)), "what it started from was changed"
-        assert same_bits(before.moments[0], kept.moments[0])
+        assert same(wide_master(initial), wide_master(untouched)), "what it started from was changed"
+        assert same_bits(initial.moments[0], untouched.moments[0])
 
 
 LEAN_KINDS = [*product(("adamw", "lion"), ("split", "bf16", "split24"), ("fp32", "bf16", "int8"))][1:]  # the first saves everything
 LEAN_KINDS += [("lion", "fp32", "bf16")]
 
 
-@pytest.mark.fast("pairs")
-@pytest.mark.parametrize("n", [1, 300, 2 * rounding.TURN + 65])
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
-@pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
+@diagonal(("rule,kind,moments", LEAN_KINDS), ("elsewhere", [False, True]), ("n", [1, 300, 2 * rounding.TURN + 65]))
 def test_less_state_is_updated_as_by_a_plain_loop_whole_or_cut(rule, kind, moments, elsewhere, n):
     """Include ranks with a part each, and infinities and NaN among masters."""
-    before = random_state(kind, n, seed=n, odd=True)
-    kept = before.moments[: 2 - (rule == "lion")]
+    initial = random_state(kind, n, seed=n, odd=True)
+    old_moments = initial.moments[: 2 - (rule == "lion")]
     if moments == "int8":
-        kept = tuple(torch.from_numpy(rounding.packed(of.numpy(), is_root=i == 1)) for i, of in enumerate(kept))
-    before = ParamState(before.master, tuple(of.to(DTYPE[moments]) for of in kept))
+        old_moments = tuple(torch.from_numpy(rounding.packed(m.numpy(), is_root=i == 1)) for i, m in enumerate(old_moments))
+    initial = ParamState(initial.master, tuple(moment.to(DTYPE[moments]) for moment in old_moments))
     parts = tuple(torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
-    cut, found = min(n, 128 * 700), []
+    cut, results = min(n, 128 * 700), []
     keys, is_drawn, _ = rounding.stochastic_rounding(0, 3, "p", 0, kind in ("bf16", "split24"))
     for pieces in ([slice(0, n)], [slice(0, cut), slice(cut, n)]):
-        to = copied(random_state(kind, n, seed=99) if elsewhere else before)
-        to = ParamState(to.master, tuple(of.clone() for of in before.moments))
+        target = copied(random_state(kind, n, seed=99) if elsewhere else initial)
+        target = ParamState(target.master, tuple(moment.clone() for moment in initial.moments))
         for part in pieces if n > cut else pieces[:1]:
-            mine, start_from = (of_part(state, part) for state in (to, before))
+            mine, start_from = (of_part(state, part) for state in (target, initial))
             gradient = SummedGradient(tuple(p[part] for p in parts), torch.bfloat16)
-            drawn = rounding.StochasticRounding(keys, is_drawn, part.start)
-            step = Step(mine, gradient, 0.3, 3, SETTINGS, start_from if elsewhere else None, rule, drawn)
+            stochastic = rounding.StochasticRounding(keys, is_drawn, part.start)
+            step = Step(mine, gradient, 0.3, 3, SETTINGS, start_from if elsewhere else None, rule, stochastic)
             for task in step.tasks():
                 task(Scratch())
-        found.append(to)
-    assert all(map(equal_but_for_nans_payload, *([t.float() for t in of.tensors] for of in found)))
+        results.append(target)
+    assert all(map(equal_but_for_nans_payload, *([t.float() for t in result.tensors] for result in results)))
     how = optimizing(f"{rule}:moments={moments}" + (f",master={kind}" if is_drawn else ""), None)
     semantics = Semantics(1, 1, 1, **how)
-    wide = [in_fp32(of, i == 1, n) for i, of in enumerate(before.moments)]
+    wide = [in_fp32(moment, i == 1, n) for i, moment in enumerate(initial.moments)]
     s = {"betas": (SETTINGS.beta1, SETTINGS.beta2), **{name: getattr(SETTINGS, name) for name in ("lr", "eps", "weight_decay")}}
     gradient = (parts[0] + parts[1]).bfloat16().float() * torch.tensor(0.3)
-    master, after = lean_step(semantics, "p", wide_master(before), wide, gradient, s, 3)
-    is_finite = wide_master(before).isfinite() & master.isfinite()
-    assert torch.equal(wide_master(found[0])[is_finite], master[is_finite])
-    for i, of in enumerate(after):
-        assert torch.equal(in_fp32(found[0].moments[i], i == 1, n), of.float())
+    master, expected = lean_step(semantics, "p", wide_master(initial), wide, gradient, s, 3)
+    is_finite = wide_master(initial).isfinite() & master.isfinite()
+    assert torch.equal(wide_master(results[0])[is_finite], master[is_finite])
+    for i, moment in enumerate(expected):
+        assert torch.equal(in_fp32(results[0].moments[i], i == 1, n), moment.float())
 
 
 def in_fp32(moment: torch.Tensor, is_root: bool, n: int) -> torch.Tensor:
@@ -166,8 +164,8 @@ def test_a_full_disk_does_not_end_what_is_compiled(tmp_path):
         compiled_loops.add_part(total, torch.full((3,), 0.5), True, 0, 3)
         print(compiled_loops.begin(5, 6), total.tolist(), len(compiled_loops.add.signatures))"""
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{begin_plainly(5 + 6)} [0.5, 0.5, 0.5] 1\n"
+    process = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert process.stdout == f"{begin_plainly(5 + 6)} [0.5, 0.5, 0.5] 1\n"
     assert [path for path in tmp_path.rglob("*.nb?") if path.stat().st_size] == []
 
 
@@ -191,9 +189,9 @@ def test_packing_what_was_unpacked_changes_no_bit(is_root):
     groups, n = np.concatenate([codes.reshape(1000, 128), scales.view(np.uint8).reshape(1000, 8)], 1), 4000 * 32 - 20
     again = rounding.packed(rounding.unpacked(groups.reshape(-1), n, is_root), is_root, np.full(4000, 0xFFFF))
     assert (again == groups.reshape(-1)).all()
-    kept = rounding.Int8Moment(torch.zeros(rounding.group_bytes(n), dtype=torch.uint8), n, is_root)
-    kept.copy_(torch.from_numpy(rounding.unpacked(groups.reshape(-1), n, is_root)))
-    assert torch.equal(kept.groups, torch.from_numpy(groups.reshape(-1)))
+    stored = rounding.Int8Moment(torch.zeros(rounding.group_bytes(n), dtype=torch.uint8), n, is_root)
+    stored.copy_(torch.from_numpy(rounding.unpacked(groups.reshape(-1), n, is_root)))
+    assert torch.equal(stored.groups, torch.from_numpy(groups.reshape(-1)))
 
 
 @pytest.mark.parametrize("is_root", [False, True])
@@ -204,10 +202,10 @@ def test_groups_of_every_size_are_rounded_once(is_root):
     x[::3] *= (255 if is_root else 1) * 2.0**-58 * generator.uniform(0.99, 1.01, (1000, 1)) / x[::3].max(1, keepdims=True)
     x = (np.minimum(x, 1e19) ** 2 if is_root else x).astype(np.float32)
     x[5:20:5, 7] = bits.view(np.float32)
-    kept = rounding.packed(x.ravel(), is_root, generator.integers(0, 2**16, 3000))
-    found = rounding.unpacked(kept, x.size, is_root)
-    assert (rounding.packed(found, is_root) == kept).all()
-    assert {*np.flatnonzero(np.isnan(found[: 32 * 100])) // 32} >= {5, 10, 15}
+    packed = rounding.packed(x.ravel(), is_root, generator.integers(0, 2**16, 3000))
+    unpacked = rounding.unpacked(packed, x.size, is_root)
+    assert (rounding.packed(unpacked, is_root) == packed).all()
+    assert {*np.flatnonzero(np.isnan(unpacked[: 32 * 100])) // 32} >= {5, 10, 15}
     nearest = rounding.unpacked(rounding.packed(np.ones(3200, np.float32) * np.float32(1.0078), is_root), 3200, is_root)
     assert nearest == pytest.approx(1.0078, rel=4e-3)
 
@@ -215,7 +213,7 @@ def test_groups_of_every_size_are_rounded_once(is_root):
 def of_part(state: ParamState, part: slice) -> ParamState:
     remainder = None if state.master.remainder is None else state.master.remainder[part]
     groups = slice(rounding.group_bytes(part.start), rounding.group_bytes(part.stop))
-    moments = tuple(of[groups if of.dtype is torch.uint8 else part] for of in state.moments)
+    moments = tuple(moment[groups if moment.dtype is torch.uint8 else part] for moment in state.moments)
     return ParamState(Master(state.master.weight[part], remainder), moments)
 
 
@@ -228,10 +226,10 @@ def test_a_moment_of_fewer_bits_decays_as_it_should_on_average():
     of_groups = ParamState(Master(torch.zeros(2**17)), groups)
     state = ParamState(Master(torch.zeros(n)), (torch.zeros(n).bfloat16(), torch.ones(n).bfloat16()))
     for n_updates in range(1, 301):
-        drawn = rounding.stochastic_rounding(0, n_updates, "p", 0, is_master_stochastic=False)
-        for of in (state, of_groups):
-            gradient = summed(torch.zeros_like(of.master.weight))
-            for task in Step(of, gradient, 1.0, n_updates, settings, None, "adamw", drawn).tasks():
+        stochastic = rounding.stochastic_rounding(0, n_updates, "p", 0, is_master_stochastic=False)
+        for param in (state, of_groups):
+            gradient = summed(torch.zeros_like(param.master.weight))
+            for task in Step(param, gradient, 1.0, n_updates, settings, None, "adamw", stochastic).tasks():
                 task(Scratch())
     assert float(rounding.Int8Moment(groups[1], 2**17, True).values().mean()) == pytest.approx(1e-10 * 0.999**300, rel=2e-2)
     assert float(state.moments[1].float().mean()) == pytest.approx(0.999**300, rel=2e-3)
@@ -240,21 +238,21 @@ def test_a_moment_of_fewer_bits_decays_as_it_should_on_average():
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize(
-    ("n_parts", "found", "dtype"),
+    ("n_parts", "part_dtype", "dtype"),
     [(1, "bf16", "bf16"), (1, "fp32", "fp32"), (1, "fp32", "bf16"), (2, "fp32", "bf16"), (2, "fp32", "fp32"), (1, "bf16", "fp32")],
 )
-def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, found, dtype, factor):
+def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, part_dtype, dtype, factor):
     types, n = {"bf16": torch.bfloat16, "fp32": torch.float32}, 1000
     generator = torch.Generator().manual_seed(2)
-    parts = tuple(torch.randn(n, generator=generator).to(types[found]) for _ in range(n_parts))
-    whole = (parts[0] + parts[1] if n_parts == 2 else parts[0]).to(types[dtype]).float()
+    parts = tuple(torch.randn(n, generator=generator).to(types[part_dtype]) for _ in range(n_parts))
+    total = (parts[0] + parts[1] if n_parts == 2 else parts[0]).to(types[dtype]).float()
     state = random_state("fp32", n, seed=5)
-    wide, m, _ = plainly(state, whole, factor, 1)
+    wide, m, _ = plainly(state, total, factor, 1)
     gradient = SummedGradient(parts, types[dtype])
     update_(state, gradient, factor, 1, SETTINGS)
     assert same_bits(state.master.weight, wide)
     assert same_bits(state.moments[0], m)
-    assert sum_of_squares(gradient) == float(halved(whole.square()))
+    assert sum_of_squares(gradient) == float(halved(total.square()))
 
 
 def test_a_gradient_that_is_no_number_is_none_when_it_is_rounded():
@@ -278,34 +276,33 @@ TABLE += [
 ]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("kept", TABLE, ids=str)
-def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients(kept, monkeypatch):
+@mostly_slow("layout", TABLE, ids=str)
+def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients(layout, monkeypatch):
     """Scalar instructions are ten times slower: LLVM emits them if it cannot prove that arrays do not overlap."""
     fresh = compiled_loop(compiled_loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache
     monkeypatch.setattr(compiled_loops, "update", fresh)
-    assert list(optimizer._differences(kept)) == []
+    assert optimizer.host_differences(layout) == []
     if platform.machine() != "x86_64":
         pytest.skip("the assembly of x86 is read")
     assert fresh.signatures
     for signature in fresh.signatures:
         assembly = fresh.inspect_asm(signature)
         packed = {name: re.findall(rf"\bv?{name}ps\b.*%[xyz]mm", assembly) for name in ("sqrt", "div")}
-        needed = ["sqrt", "div"] * (kept.rule == "adamw")
-        assert all(packed[name] for name in needed), f"{kept} is scalar"
+        needed = ["sqrt", "div"] * (layout.rule == "adamw")
+        assert all(packed[name] for name in needed), f"{layout} is scalar"
 
 
 def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):
     """Without numba, too, the definition runs, with one warning line."""
-    kept = KernelLayout(torch.float32, False, torch.float32)
-    monkeypatch.setattr(optimizer, "_differences", lambda kept: iter(["weight"]))
+    layout = KernelLayout(torch.float32, False, torch.float32)
+    monkeypatch.setattr(optimizer, "host_differences", lambda layout: ["weight"])
     optimizer._tell_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"times as long: the compiled adamw on .* differs .*weight"):
-        assert not optimizer.compiled_update.__wrapped__(kept)
+        assert optimizer.update_kernel.__wrapped__(layout) is optimizer._reference_tasks
     monkeypatch.setattr(optimizer, "IS_COMPILED", False)
     with pytest.warns(RuntimeWarning, match="numba is not installed"):
-        assert not optimizer.compiled_squares.__wrapped__(torch.float32)
-    assert not optimizer.compiled_add.__wrapped__(torch.float32)
+        assert optimizer.squares_kernel.__wrapped__(torch.float32) is chunks.squares
+    assert optimizer.add_kernel.__wrapped__(torch.float32) is chunks.add
 
 
 @settings(max_examples=200)
@@ -373,7 +370,7 @@ def test_the_first_error_of_a_task_is_raised_and_workers_go_on(n_threads, fails,
     workers = Workers(n_threads, lambda: None)
 
     def task(number, fail):
-        def work(own):
+        def work(scratch):
             if fail:
                 raise ZeroDivisionError(number)
             return number
@@ -398,14 +395,14 @@ def test_the_first_error_of_a_task_is_raised_and_workers_go_on(n_threads, fails,
 def test_an_error_in_a_worker_is_the_ops_error(in_helper, monkeypatch):
     """Every thread ends."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4))
-    machine, asked = machine_for(plan, n_workers=2), threading.Event()
+    machine, has_failed = machine_for(plan, n_workers=2), threading.Event()
 
     def broken(*args, **kwargs):
-        def work(own):
+        def work(scratch):
             if threading.current_thread().name.startswith("worker") == in_helper:
-                asked.set()
+                has_failed.set()
                 raise FloatingPointError("a broken kernel")
-            asked.wait(30)
+            has_failed.wait(30)
 
         return [work, work]
 

@@ -22,12 +22,13 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
     assert Scratch().block.nbytes <= 32 * KiB
     n, moved = 3 * optimizer.TASK_ELEMENTS // 2, list[int]()
 
-    def update(start, end, first, keys, order, order_of_weight, to, before, is_elsewhere, groups, parts, n_parts, *others) -> None:
-        state = [of for of in to if of is not None]
-        moved.append((end - start) * (sum(2 * of.itemsize for of in state) + sum(of.itemsize for of in parts[:n_parts])))
+    def update(start, end, state, random, gradient, scalars, scratch) -> None:
+        (target, *_), (parts, n_parts, *_) = state, gradient
+        arrays = [array for array in target if array is not None]
+        moved.append((end - start) * (sum(2 * array.itemsize for array in arrays) + sum(part.itemsize for part in parts[:n_parts])))
 
     monkeypatch.setattr(compiled_loops, "update", update)
-    monkeypatch.setattr(optimizer, "compiled_update", lambda kept: True)
+    monkeypatch.setattr(optimizer, "update_kernel", lambda layout: optimizer._compiled_tasks)
     update_(random_state(kind, n, seed=1), torch.randn(n).to(gradient_dtype), 0.5, 2, SETTINGS)
     return sum(moved) / n
 
@@ -52,8 +53,8 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied):
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)
-    kept = [*(own.block for own in machine._workers._scratch), *machine.arenas.slabs.values()]
-    known = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    tensors = [*(scratch.block for scratch in machine._workers._scratch), *machine.arenas.slabs.values()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     largest, n_calls = 0, 0
 
     class Watching(TorchDispatchMode):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.model_checks.self_test import differences, reference_step
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
@@ -20,8 +21,8 @@ from penstock.runtime.layers.meta_models import read_config
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
-from penstock.training.self_test import differences, reference_step
 from tests.every_type import tiny
+from tests.lanes import mostly_slow
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, same_bits, semantics_of
 from tests.updating import update_
@@ -40,21 +41,20 @@ OPTIONS = {
 
 def faults(config, attention=None, compute_dtype="fp32") -> list[str]:
     """Return differences of our first step from transformers' `forward(labels=...)` with the same random weights."""
-    of = Semantics(1, 1, 1, attention=attention or supported_attention(Model(config))[0])
-    found = differences(reference_step(config, of, compute_dtype))
+    semantics = Semantics(1, 1, 1, attention=attention or supported_attention(Model(config))[0])
+    names = differences(reference_step(config, semantics, compute_dtype))
     # The two gradients of a tied matrix are added in fp32 here, and rounded once
     rounds = compute_dtype == "bf16" and read_config(config).tie_word_embeddings
-    return [name for name in found if not (rounds and "embed" in name)]
+    return [name for name in names if not (rounds and "embed" in name)]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "compute_dtype"), [*product(sorted(MODEL_TYPES), ["fp32"]), *product(["llama", "gemma2", "gpt_oss"], ["bf16"])]
 )
 def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dtype):
     """Parametrise by the table of types, which covers every type."""
     overrides = [{"tie_word_embeddings": False}, {"tie_word_embeddings": True}, OPTIONS.get(model_type, {})]
-    configs = [tiny_config(model_type, **some) for some in overrides]
+    configs = [tiny_config(model_type, **fields) for fields in overrides]
     if model_type not in MODEL_TYPES:
         pytest.skip("this transformers does not know the type")
     for attention in supported_attention(Model(configs[0])):
@@ -64,8 +64,8 @@ def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dty
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_the_gradient_of_the_heads_bias_is_the_sum_over_tiles(micro_batch):
-    own = reference_step(tiny("phi"), Semantics(1, 1, 1))
-    by_tiles = replace(own, semantics=replace(own.semantics, loss_tile_tokens=12, micro_batch=micro_batch))
+    step = reference_step(tiny("phi"), Semantics(1, 1, 1))
+    by_tiles = replace(step, semantics=replace(step.semantics, loss_tile_tokens=12, micro_batch=micro_batch))
     assert differences(by_tiles, partial(torch.allclose, rtol=1e-4, atol=1e-6)) == []
 
 

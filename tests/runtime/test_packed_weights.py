@@ -28,6 +28,7 @@ from penstock.runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPA
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import SLOT_ALIGN_BYTES
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
+from tests.lanes import diagonal
 from tests.training import same_bits as same
 
 with suppress(ModuleNotFoundError):  # optional on a GPU's machine; tests that need it fail there
@@ -85,15 +86,15 @@ def test_nf4_has_the_bits_of_bitsandbytes(weight, size):
         packed = pack(weight, "nf4")
         back = {dtype: unpacked(packed, weight.shape, "nf4", dtype) for dtype in (torch.bfloat16, torch.float32)}
     codes, state = bnb.quantize_4bit(weight.reshape(1, -1), quant_type="nf4", blocksize=NF4_BLOCK)
-    ours, scales = parts(packed, tuple(weight.shape), "nf4")
-    assert same(ours, codes.flatten())
+    our_codes, scales = parts(packed, tuple(weight.shape), "nf4")
+    assert same(our_codes, codes.flatten())
     assert same(scales, state.absmax)
-    for dtype, found in back.items():
+    for dtype, actual in back.items():
         state.dtype = dtype
         expected = bnb.dequantize_4bit(codes, state).view(weight.shape)
-        is_normal = found.float().abs() >= 2.0**-126  # bitsandbytes on the processor makes other bf16 numbers zero
-        assert same(found[is_normal], expected[is_normal])
-        assert bool((expected[~is_normal].abs() <= found[~is_normal].abs()).all())
+        is_normal = actual.float().abs() >= 2.0**-126  # bitsandbytes on the processor makes other bf16 numbers zero
+        assert same(actual[is_normal], expected[is_normal])
+        assert bool((expected[~is_normal].abs() <= actual[~is_normal].abs()).all())
 
 
 @given(weight=weights(odd=(0.0, -0.0, 1e-6, 1.0, -448.0, 1e36)), size=sizes_of_chunks)
@@ -104,11 +105,11 @@ def test_int8_has_the_bits_of_bitsandbytes(weight, size):
     rows = weight.reshape(-1, weight.shape[-1])
     codes, scales, _ = bnb.int8_vectorwise_quant(rows.clone())
     codes[scales == 0] = 0  # which the processor also computes
-    ours, our_scales = parts(packed, tuple(weight.shape), "int8")
-    assert same(ours.view(rows.shape), codes)
+    our_codes, our_scales = parts(packed, tuple(weight.shape), "int8")
+    assert same(our_codes.view(rows.shape), codes)
     assert same(our_scales, scales)
-    for dtype, found in back.items():
-        assert same(found, bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view(weight.shape))
+    for dtype, actual in back.items():
+        assert same(actual, bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view(weight.shape))
 
 
 def blocks_of(shape):
@@ -123,11 +124,11 @@ def blocks_of(shape):
 @given(weight=weights(blocky), size=sizes_of_chunks)
 @example(weight=torch.randn(2, 130, 130), size=NF4_BLOCK)
 def test_fp8_is_a_loop_over_blocks(weight, size):
-    before = weight.clone()
+    original = weight.clone()
     with chunks_of(size):
         packed = pack(weight, "fp8")
         back = {dtype: unpacked(packed, weight.shape, "fp8", dtype) for dtype in (torch.bfloat16, torch.float32)}
-    assert same(weight, before)
+    assert same(weight, original)
     matrices = weight.view(-1, *weight.shape[-2:]).float()
     codes, scales = parts(packed, tuple(weight.shape), "fp8")
     codes, scales = codes.view(matrices.shape), scales.view(len(matrices), *scales.shape[-2:])
@@ -137,19 +138,19 @@ def test_fp8_is_a_loop_over_blocks(weight, size):
         factor = torch.ones(()) if factor.isinf() else factor
         assert same(codes[block], (matrices[block] * factor).clamp(-448, 448).to(torch.float8_e4m3fn))
         assert same(scales[place], 1.0 / factor)
-        for dtype, found in back.items():
+        for dtype, actual in back.items():
             expected = (codes[block].float() * scales[place]).to(dtype)
-            assert same(found.view(matrices.shape)[block], expected)
+            assert same(actual.view(matrices.shape)[block], expected)
 
 
 @given(weight=weights(blocky.filter(lambda shape: shape[-1] % FP8_BLOCK == shape[-2] % FP8_BLOCK == 0), odd=(0.0, 1e-6, 448.0)))
 def test_fp8_has_the_bits_of_transformers(weight):
     config = SimpleNamespace(weight_block_size=(FP8_BLOCK, FP8_BLOCK), scale_fmt="float")
-    theirs = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": weight})
+    converted = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": weight})
     packed = pack(weight, "fp8")
     codes, scales = parts(packed, tuple(weight.shape), "fp8")
-    assert same(codes, theirs["a.weight"])
-    assert same(scales, theirs["a.weight_scale_inv"])
+    assert same(codes, converted["a.weight"])
+    assert same(scales, converted["a.weight_scale_inv"])
     for dtype in (torch.bfloat16, torch.float32):
         expected = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
         assert same(unpacked(packed, weight.shape, "fp8", dtype), expected)
@@ -174,9 +175,9 @@ def test_mxfp4_has_the_bits_of_transformers(shape, size, seed, dtype):
     codes.random_(256, generator=torch.Generator().manual_seed(seed))
     scales.view(-1).copy_((torch.arange(scales.numel()) + seed) % 255)
     with chunks_of(size):
-        found = unpacked(packed, shape, "mxfp4", dtype)
+        actual = unpacked(packed, shape, "mxfp4", dtype)
     expected = convert_moe_packed_tensors(*published_mxfp4(codes, scales, shape), dtype=dtype)
-    assert same(found, expected)
+    assert same(actual, expected)
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -186,15 +187,15 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def test_mxfp4_is_packed_to_the_nearest_and_once_for_good(weight, size):
     with chunks_of(size):
         packed = pack(weight, "mxfp4")
-        found = unpacked(packed, weight.shape, "mxfp4", torch.float32)
-    again = unpacked(pack(found, "mxfp4"), weight.shape, "mxfp4", torch.float32)
-    assert same(again, found), "of an unpacked weight nothing is lost"
+        back = unpacked(packed, weight.shape, "mxfp4", torch.float32)
+    again = unpacked(pack(back, "mxfp4"), weight.shape, "mxfp4", torch.float32)
+    assert same(again, back), "of an unpacked weight nothing is lost"
     columns = weight.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
-    packed_columns = found.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
-    for column, ours in zip(columns, packed_columns, strict=True):
+    packed_columns = back.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
+    for column, packed_column in zip(columns, packed_columns, strict=True):
         largest = max(map(abs, column))
         scale = 2.0 ** max(frexp(largest)[1] - 3, -127)
-        for number, mine in zip(column, ours, strict=True):
+        for number, mine in zip(column, packed_column, strict=True):
             codes = sorted(range(8), key=lambda code: (abs(E2M1[code] - abs(number) / scale), code % 2))
             assert mine == copysign(E2M1[codes[0]] * scale, number)
 
@@ -212,14 +213,14 @@ def test_a_weight_that_is_not_finite_is_refused_in_one_line(base):
 def test_parts_begin_at_multiples_of_256_bytes_and_apart(shape, base):
     if (base == "nf4" and prod(shape) % NF4_BLOCK) or (base == "mxfp4" and (shape[-2] % MXFP4_BLOCK or shape[-1] % 2)):
         return
-    of, packed = layout(shape, base), torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8)
+    sizes, packed = layout(shape, base), torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8)
     codes, scales = parts(packed, shape, base)
     starts = [part.data_ptr() - packed.data_ptr() for part in (codes, scales)]
-    assert starts == [0, of.scales_at]
-    assert codes.nbytes == of.code_bytes <= of.scales_at
-    assert of.scales_at + scales.nbytes <= of.n_bytes == len(packed)
-    assert of.scales_at % SLOT_ALIGN_BYTES == of.n_bytes % SLOT_ALIGN_BYTES == 0
-    assert of.n_bytes - codes.nbytes - scales.nbytes < 2 * SLOT_ALIGN_BYTES
+    assert starts == [0, sizes.scales_at]
+    assert codes.nbytes == sizes.code_bytes <= sizes.scales_at
+    assert sizes.scales_at + scales.nbytes <= sizes.n_bytes == len(packed)
+    assert sizes.scales_at % SLOT_ALIGN_BYTES == sizes.n_bytes % SLOT_ALIGN_BYTES == 0
+    assert sizes.n_bytes - codes.nbytes - scales.nbytes < 2 * SLOT_ALIGN_BYTES
 
 
 def test_a_large_weight_takes_what_its_format_says():
@@ -231,7 +232,7 @@ def test_a_large_weight_takes_what_its_format_says():
 
 
 def test_only_matrices_of_projections_and_experts_are_packed():
-    found = {
+    table = {
         ("self_attn.q_proj.weight", (64, 64)): BASES[:3],
         ("mlp.down_proj.weight", (33, 63)): ("int8", "fp8"),
         ("mlp.experts.gate_up_proj", (4, 64, 32)): BASES,
@@ -241,7 +242,7 @@ def test_only_matrices_of_projections_and_experts_are_packed():
         ("self_attn.q_proj.bias", (64,)): (),
         ("input_layernorm.weight", (64,)): (),
     }
-    assert {(n, s): tuple(b for b in BASES if is_packed(f"model.layers.3.{n}", s, b)) for n, s in found} == found
+    assert {(n, s): tuple(b for b in BASES if is_packed(f"model.layers.3.{n}", s, b)) for n, s in table} == table
     assert not any(is_packed(name, (64, 64), base) for name in ("model.embed_tokens.weight", "lm_head.weight") for base in BASES)
 
 
@@ -281,14 +282,12 @@ def test_unpacking_costs_what_the_planner_books(base, shape):
 
 
 @NEEDS_A_COMPILER
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@diagonal(("base", BASES), ("dtype", [torch.bfloat16, torch.float32]))
 def test_a_kernel_unpacks_to_the_bits_of_torchs_calls(base, dtype, tmp_path):
     """Check every code, by one launch and by several, and into unaligned memory. One wrong element is detected."""
     cpu, kernel = torch.device("cpu"), by_two_threads(room.kernel_of(base, dtype, partial(in_cpp, tmp_path)))
     assert room.unpacking_fault(kernel, cpu, base, dtype) == ""
-    for shape, most in product(room.PROBE_SHAPES[base], (MOST_ELEMENTS, 2**14)):
+    for shape, limit in product(room.PROBE_SHAPES[base], (MOST_ELEMENTS, 2**14)):
         packed, n_launches = pack(torch.randn(shape), base), Counter()
 
         def counted(grid, block, args, n_launches=n_launches):
@@ -297,9 +296,9 @@ def test_a_kernel_unpacks_to_the_bits_of_torchs_calls(base, dtype, tmp_path):
 
         for offset in (0, 1):
             out = torch.full((prod(shape) + 1,), float("nan"), dtype=dtype)[offset : offset + prod(shape)].view(shape)
-            room.unpack_by_kernel(packed, out, base, counted, most)
-            assert same(out, unpacked(packed, shape, base, dtype)), (shape, most, offset)
-        assert (n_launches["all"] == 2) == (prod(shape) <= most or most == MOST_ELEMENTS)
+            room.unpack_by_kernel(packed, out, base, counted, limit)
+            assert same(out, unpacked(packed, shape, base, dtype)), (shape, limit, offset)
+        assert (n_launches["all"] == 2) == (prod(shape) <= limit or limit == MOST_ELEMENTS)
 
     def wrong(grid, block, args):
         kernel(grid, block, args)
@@ -316,23 +315,23 @@ def test_without_a_compiler_unpacking_runs_by_calls_and_says_so(base, monkeypatc
     monkeypatch.setattr(room, "compiled_kernel", broken)
     room.unpack_kernel.cache_clear()
     calls, why = UNPACK_KERNELS[base], r"moves \d\.\d times the bytes: .* \(no NVRTC library\)$"
-    said = rf"^unpacking {base} runs by {calls} calls a chunk on cuda, and {why}"
-    with pytest.warns(RuntimeWarning, match=said):
+    message = rf"^unpacking {base} runs by {calls} calls a chunk on cuda, and {why}"
+    with pytest.warns(RuntimeWarning, match=message):
         assert room.unpack_kernel(torch.device("cuda"), base, torch.bfloat16) is None
     room.unpack_kernel.cache_clear()
 
 
 def test_a_gpu_is_booked_one_kernel_a_matrix_and_its_bytes_once():
     """A plan for a CPU books torch's calls."""
-    model, of = read_model("qwen2.5-0.5b"), Semantics(64, 2, 1, base="int8", train=Train(lora=Lora(8, 16.0)))
-    plan = frame(model, build_workload(model, of), of, Policy())
+    model, semantics = read_model("qwen2.5-0.5b"), Semantics(64, 2, 1, base="int8", train=Train(lora=Lora(8, 16.0)))
+    plan = frame(model, build_workload(model, semantics), semantics, Policy())
     block = plan.workload.blocks[1]
     packed = [p for p in block.parameters if plan.is_packed(p)]
-    others = [p for p in block.parameters if not plan.is_packed(p) and (p.frozen or not plan.is_apart(1))]
+    rest = [p for p in block.parameters if not plan.is_packed(p) and (p.frozen or not plan.is_apart(1))]
     n_bytes, n_kernels = CostModel(read_profile("h100-sxm"))._unpacked(plan, 1)
-    assert n_kernels == len(packed) + len(others)
+    assert n_kernels == len(packed) + len(rest)
     once = sum(prod(p.shape) * (1 + 2) + 4 * p.shape[0] for p in packed)
-    assert n_bytes == once + sum(4 * prod(p.shape) for p in others)
+    assert n_bytes == once + sum(4 * prod(p.shape) for p in rest)
     on_cpu_bytes, on_cpu_kernels = CostModel(read_profile("cpu-2core"))._unpacked(plan, 1)
     assert on_cpu_bytes > 3 * n_bytes
     assert on_cpu_kernels > n_kernels

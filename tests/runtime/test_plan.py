@@ -33,6 +33,7 @@ from penstock.runtime.plan.plan import FORMAT_VERSION
 from penstock.runtime.plan.timeline import Span, Timeline, chrome_trace
 from penstock.runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
 from penstock.runtime.units import GB, TB, GiB, MiB, parse_bytes
+from tests.lanes import examples
 from tests.strategies import plans
 
 LOAD = "load h2d b1 state=state[1] weights=weights[0]"
@@ -104,9 +105,9 @@ def test_the_line_of_an_op_is_the_one_in_the_documentation() -> None:
 
 NO_OPS = [
     *("", "load h2d", f" {LOAD}", f"{LOAD}\n", f"{LOAD} ^ ", f"{LOAD} ^ 3@2", f"{LOAD} ^ 3@1~1", f"{LOAD} ^ 17~2", f"{LOAD} ^ -3"),
-    *(LOAD.replace("b1", other) for other in ("b-1", "b1 c1", "b1 m0 m0", "b\u0661", "b1" + " m0" * 5000)),
-    *(LOAD.replace("h2d", other) for other in ("gpu", "sky")),
-    *(LOAD.replace("=weights[0]", other) for other in ("=", "", "=weights[-1]", "=w[1]=w[1]", "=w[99999999999]", " = weights[0]")),
+    *(LOAD.replace("b1", text) for text in ("b-1", "b1 c1", "b1 m0 m0", "b\u0661", "b1" + " m0" * 5000)),
+    *(LOAD.replace("h2d", text) for text in ("gpu", "sky")),
+    *(LOAD.replace("=weights[0]", text) for text in ("=", "", "=weights[-1]", "=w[1]=w[1]", "=w[99999999999]", " = weights[0]")),
     LOAD.replace("load h2d", "fly gpu"),
     LOAD.replace(" weights", "\u2003weights"),
     "load h2d b1 < state[1] > weights[0]",  # a field of an older Penstock
@@ -143,21 +144,20 @@ def test_operands_of_every_kind_are_parsed_and_printed(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_operands_that_a_kind_does_not_have_are_refused(kind: Kind) -> None:
     """Try unknown, missing, misplaced and repeated operands; the message lists the valid ones."""
-    row, whole = OPS[kind], OPS[kind].names
-    others = {name for of in OPS.values() for name in of.names} | {"surprise"}
-    wrong = [(*whole, name) for name in others - {*whole}] + [whole[::-1]] * (len(whole) > 1)
-    wrong += [tuple(n for n in whole if n != name) for name in row.required]
-    wrong += [(*whole[:i], whole[i + 1], whole[i], *whole[i + 2 :]) for i in range(len(whole) - 1)]
-    wrong += [(*whole[: i + 1], *whole[i:]) for i, name in enumerate(whole) if name not in row.repeated]
-    Op.parse(line_of(kind, whole))
+    row, valid = OPS[kind], OPS[kind].names
+    all_names = {name for entry in OPS.values() for name in entry.names} | {"surprise"}
+    wrong = [(*valid, name) for name in all_names - {*valid}] + [valid[::-1]] * (len(valid) > 1)
+    wrong += [tuple(n for n in valid if n != name) for name in row.required]
+    wrong += [(*valid[:i], valid[i + 1], valid[i], *valid[i + 2 :]) for i in range(len(valid) - 1)]
+    wrong += [(*valid[: i + 1], *valid[i:]) for i, name in enumerate(valid) if name not in row.repeated]
+    Op.parse(line_of(kind, valid))
     for names in wrong:
-        with pytest.raises(PlanError, match=f"operands of {kind} are {', '.join(whole)}, in this order") as caught:
+        with pytest.raises(PlanError, match=f"operands of {kind} are {', '.join(valid)}, in this order") as caught:
             Op.parse(line_of(kind, names))
         _is_one_line(caught.value)
 
 
-@pytest.mark.drawn
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plan=plans(), text=st.text(max_size=9), number=st.floats(allow_nan=False, allow_infinity=False))
 def test_a_plan_is_read_back_from_text_and_file(plan: Plan, text: str, number: float, tmp_path_factory: Any) -> None:
     plan = dataclasses.replace(plan, model=Model({"text": text, "n": number}), profile={"name": text})
@@ -196,9 +196,9 @@ def _refused(path: Path) -> str:
 
 def test_a_file_cut_anywhere_or_missing_is_refused(tmp_path: Path) -> None:
     PlanFile(PLAN, None).write(tmp_path / "whole.json")
-    whole = (tmp_path / "whole.json").read_bytes()
-    for end in range(0, len(whole) - 2, 303):
-        (tmp_path / "cut.json").write_bytes(whole[:end])
+    content = (tmp_path / "whole.json").read_bytes()
+    for end in range(0, len(content) - 2, 303):
+        (tmp_path / "cut.json").write_bytes(content[:end])
         _refused(tmp_path / "cut.json")
     assert "penstock plan" in _refused(tmp_path / "none.json")
     _refused(tmp_path)
@@ -267,12 +267,12 @@ EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("what", EDITS)
-def test_a_hand_edited_plan_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("name", EDITS)
+def test_a_hand_edited_plan_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     fields = _fields(tmp_path)
-    EDITS[what](fields)
+    EDITS[name](fields)
     (tmp_path / "plan.json").write_text(json.dumps(fields))
-    assert "surprise" in _refused(tmp_path / "plan.json") or what != "unknown key"
+    assert "surprise" in _refused(tmp_path / "plan.json") or name != "unknown key"
 
 
 def test_a_hand_edited_plan_that_is_well_formed_is_read(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_parameters_lie_in_a_slot_in_order_aligned_and_apart(shapes: list[list[i
         inside = sorted((p for p in parameters if not (owned_only and p.tied_to)), key=lambda p: p.tied_to is not None)
         offsets, n_elements = block.offsets(owned_only)
         assert list(offsets) == [p.name for p in inside]
-        assert all(at % ALIGN_ELEMENTS == 0 for at in offsets.values())
+        assert all(offset % ALIGN_ELEMENTS == 0 for offset in offsets.values())
         ends = [offsets[p.name] + p.n_elements for p in inside]
         starts = [*[offsets[p.name] for p in inside][1:], n_elements]
         assert all(end <= start < end + ALIGN_ELEMENTS for end, start in zip(ends, starts if inside else [], strict=True))
@@ -330,13 +330,13 @@ def test_two_models_of_equal_shapes_have_different_fingerprints() -> None:
 
 def test_a_policy_is_kept_as_tuples_however_it_is_said() -> None:
     """The search uses policies as keys; an iterator is exhausted after one read."""
-    kept = Policy(save=saves(all=(1, 3), products=(2,)), device_blocks=(2,))
-    for save in ({"all": [3, 1], "products": [2]}, ("all", "products", "all"), list(kept.save), iter(kept.save)):
+    expected = Policy(save=saves(all=(1, 3), products=(2,)), device_blocks=(2,))
+    for save in ({"all": [3, 1], "products": [2]}, ("all", "products", "all"), list(expected.save), iter(expected.save)):
         policy = Policy(save=save, device_blocks=iter([2]))  # type: ignore[arg-type]
-        assert (policy, policy.saved(2), hash(policy)) == (kept, Saved.PRODUCTS, hash(kept))
-    assert Policy(**kept.to_json()) == kept
-    for wrong, said in ((("some",), "some"), ({"all": (0, -2)}, "numbered from 1 to 65536")):
-        with pytest.raises(ValueError, match=said):
+        assert (policy, policy.saved(2), hash(policy)) == (expected, Saved.PRODUCTS, hash(expected))
+    assert Policy(**expected.to_json()) == expected
+    for wrong, message in ((("some",), "some"), ({"all": (0, -2)}, "numbered from 1 to 65536")):
+        with pytest.raises(ValueError, match=message):
             Policy(save=wrong)  # type: ignore[arg-type]
 
 
@@ -361,8 +361,8 @@ def test_a_trace_has_processes_for_timelines_threads_for_lanes() -> None:
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert sorted(threads.values()) == sorted([str(lane) for lane in PLAN.lanes] * 2)
-    drawn = [e for e in events if e["ph"] == "X"]
-    assert [(processes[e["pid"]], threads[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["step"]) for e in drawn] == [
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [(processes[e["pid"]], threads[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["step"]) for e in spans] == [
         ("predicted", "h2d", "load h2d b1", 500_000.0, 250_000.0, 0),
         ("predicted", "gpu", "forward gpu b1 m0", 750_000.0, 250_000.0, 0),
         ("measured", "h2d", "load h2d b1", 1_000_000.0, 2_000_000.0, 3),

@@ -21,6 +21,7 @@ from penstock.runtime.layers.pointwise import (
     several,
 )
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
+from tests.lanes import diagonal
 from tests.training import same_bits
 
 CPU = torch.device("cpu")
@@ -34,8 +35,8 @@ def function_of(name: str) -> pointwise.Function:
     return getattr(Pointwise(), name)
 
 
-def one_kernel(name: str, dtype: torch.dtype, folder: Path, most: int = MOST_ELEMENTS) -> OneKernel:
-    return OneKernel(function_of(name), by_two_threads(kernel_of(name, dtype, partial(in_cpp, folder))), most)
+def one_kernel(name: str, dtype: torch.dtype, folder: Path, limit: int = MOST_ELEMENTS) -> OneKernel:
+    return OneKernel(function_of(name), by_two_threads(kernel_of(name, dtype, partial(in_cpp, folder))), limit)
 
 
 def unchecked(one: OneKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -47,63 +48,59 @@ def unchecked(one: OneKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.T
 
 
 @NEEDS_A_COMPILER
-@pytest.mark.fast("pairs")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["rotate", "rotate_back"])
-@pytest.mark.parametrize("most", [MOST_ELEMENTS, 3000])
-def test_a_rotary_embedding_has_torchs_bits(name: str, dtype: torch.dtype, most: int, tmp_path: Path) -> None:
-    one, function = one_kernel(name, dtype, tmp_path, most), function_of(name)
+@diagonal(("limit", [MOST_ELEMENTS, 3000]), ("dtype", DTYPES), ids=str)
+def test_a_rotary_embedding_has_torchs_bits(name: str, dtype: torch.dtype, limit: int, tmp_path: Path) -> None:
+    one, function = one_kernel(name, dtype, tmp_path, limit), function_of(name)
     for inputs in probes(function, CPU, dtype):
-        assert (len(list(one._launches((*inputs, inputs[0])))) > 1) == (most == 3000)
-        ours, theirs = unchecked(one, inputs)[0], function(*inputs)
-        assert ours.stride() == theirs.stride()
-        assert same_bits(ours, theirs)
+        assert (len(list(one._launches((*inputs, inputs[0])))) > 1) == (limit == 3000)
+        actual, expected = unchecked(one, inputs)[0], function(*inputs)
+        assert actual.stride() == expected.stride()
+        assert same_bits(actual, expected)
         shifted = [torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x) for x in inputs]  # unaligned
         assert same_bits(unchecked(one, tuple(shifted))[0], function(*shifted))
 
 
 @NEEDS_A_COMPILER
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", GATED)
+@diagonal(("name", GATED), ("dtype", DTYPES), ids=str)
 def test_gated_activations_have_torchs_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """bf16: equal bits for all but a few results, and those within an ulp; fp32: within 1e-4. C's exp and erf are not torch's.
 
     GELU of a gate below -2 is a difference of numbers near 1: one ulp of these, times the other operands, is accepted. Bits of NaN,
     of numbers near the subnormal ones and for gates whose square overflows are not compared.
     """
-    one, function = one_kernel(name, dtype, tmp_path, most=2**18), function_of(name)
+    one, function = one_kernel(name, dtype, tmp_path, limit=2**18), function_of(name)
     for n, inputs in enumerate(probes(function, CPU, dtype)):
         assert (len(list(one._launches(inputs))) > 1) == (n == 0)
-        for ours, theirs in zip(unchecked(one, inputs), several(function(*inputs)), strict=True):
-            assert ours.stride() == theirs.stride()
-            assert bool(_are_close(ours, theirs, inputs, name.startswith("geglu")).all())
+        for actual, expected in zip(unchecked(one, inputs), several(function(*inputs)), strict=True):
+            assert actual.stride() == expected.stride()
+            assert bool(_are_close(actual, expected, inputs, name.startswith("geglu")).all())
             if dtype is torch.bfloat16:
-                is_compared = ~(ours.isnan() & theirs.isnan()) & (inputs[-2].double().abs() <= 2.0**60)
-                for x in (inputs[-2], ours, theirs):
+                is_compared = ~(actual.isnan() & expected.isnan()) & (inputs[-2].double().abs() <= 2.0**60)
+                for x in (inputs[-2], actual, expected):
                     is_compared &= (x == 0) | (x.double().abs() >= 2.0**-120)
-                differs = ours.view(torch.int16) != theirs.view(torch.int16)
-                assert int((differs & is_compared).sum()) <= OTHER_SHARE * ours.numel()
+                differs = actual.view(torch.int16) != expected.view(torch.int16)
+                assert int((differs & is_compared).sum()) <= OTHER_SHARE * actual.numel()
 
 
-def _are_close(ours: torch.Tensor, theirs: torch.Tensor, inputs: tuple[torch.Tensor, ...], is_gelu: bool) -> torch.Tensor:
-    a, b = ours.double(), theirs.double()
+def _are_close(actual: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...], is_gelu: bool) -> torch.Tensor:
+    a, b = actual.double(), expected.double()
     slack, overflows = torch.full_like(a, 1e-37), torch.zeros_like(a, dtype=torch.bool)
     if is_gelu:
-        gate, others = inputs[-2].double(), [x.double().abs() for x in (*inputs[:-2], inputs[-1])]
+        gate, operands = inputs[-2].double(), [x.double().abs() for x in (*inputs[:-2], inputs[-1])]
         overflows = gate.abs() > 2.0**60  # its square or cube is infinite, and times 0 one of the two results is NaN
-        slack += 2**-20 * (1 + gate.abs().clamp(max=16)) ** 3 * torch.stack([1 + x for x in others]).prod(0)
-    relative = 2**-7 if ours.dtype is torch.bfloat16 else 1e-4
+        slack += 2**-20 * (1 + gate.abs().clamp(max=16)) ** 3 * torch.stack([1 + x for x in operands]).prod(0)
+    relative = 2**-7 if actual.dtype is torch.bfloat16 else 1e-4
     return overflows | (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= relative * b.abs() + slack)
 
 
 def test_a_kernel_is_compared_with_its_function_on_the_first_call_of_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check both ends and the cuts between launches; a kernel with one wrong number there is never used again."""
     monkeypatch.setitem(TIMES_THE_BYTES, "doubled", 1.0)
-    asked: list[int] = []
+    sizes: list[int] = []
 
     def doubled(x: torch.Tensor) -> torch.Tensor:
-        asked.append(x.numel())
+        sizes.append(x.numel())
         return 2 * x
 
     def launches_of(wrong: dict[int, int]) -> OneKernel:
@@ -119,18 +116,18 @@ def test_a_kernel_is_compared_with_its_function_on_the_first_call_of_each_shape(
     right = launches_of({})
     for _ in range(2):
         assert same_bits(right(x), 2 * x)
-    assert asked == [4096] * 6, "two windows of each launch, once"
+    assert sizes == [4096] * 6, "two windows of each launch, once"
     assert same_bits(right(x[1:]), 2 * x[1:])
-    assert len(asked) == 12, "another shape"
-    for at in (0, 9_999, -1):
-        wrong = launches_of({10_000: at})
-        said = r"^doubled .* call by call on cpu in torch.float32, .*: \d of its .* differ at shape \(25000,\)$"
-        with pytest.warns(RuntimeWarning, match=said):
+    assert len(sizes) == 12, "another shape"
+    for position in (0, 9_999, -1):
+        wrong = launches_of({10_000: position})
+        message = r"^doubled .* call by call on cpu in torch.float32, .*: \d of its .* differ at shape \(25000,\)$"
+        with pytest.warns(RuntimeWarning, match=message):
             assert same_bits(wrong(x), 2 * x)
         assert not wrong.is_in_use
-        n_asked = len(asked)
+        n_asked = len(sizes)
         assert same_bits(wrong(x), 2 * x)
-        assert asked[n_asked:] == [25_000]
+        assert sizes[n_asked:] == [25_000]
 
 
 @NEEDS_A_COMPILER
@@ -148,21 +145,21 @@ def test_operands_that_a_kernel_cannot_read_are_the_functions(tmp_path: Path) ->
         assert same_bits(rotation(*inputs), pointwise.rotate(*inputs))
 
 
-@pytest.mark.parametrize("most", [1, 7, 40, 10**6])
-def test_cuts_are_all_of_a_tensor_and_short(most: int) -> None:
+@pytest.mark.parametrize("limit", [1, 7, 40, 10**6])
+def test_cuts_are_all_of_a_tensor_and_short(limit: int) -> None:
     x = torch.arange(2 * 3 * 5 * 4).view(2, 5, 3, 4).transpose(1, 2)
     turn = torch.arange(2 * 5 * 4).view(2, 1, 5, 4).expand(x.shape)
-    parts = list(cuts([x, turn], most))
+    parts = list(cuts([x, turn], limit))
     assert sorted(torch.cat([part.flatten() for part, _ in parts]).tolist()) == list(range(x.numel()))
-    assert all(torch.equal(other, turn[index_of(part, x)]) for part, other in parts)
+    assert all(torch.equal(turned, turn[index_of(part, x)]) for part, turned in parts)
     spans = [sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True)) for part, _ in parts]
-    assert max(spans) < max(most, x.shape[-1])
+    assert max(spans) < max(limit, x.shape[-1])
 
 
-def index_of(part: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:
+def index_of(part: torch.Tensor, tensor: torch.Tensor) -> tuple[slice, ...]:
     """Return the offset of a part of `arange`."""
-    at = (whole == part[0, 0, 0, 0]).nonzero()[0].tolist()
-    return tuple(slice(first, first + n) for first, n in zip(at, part.shape, strict=True))
+    position = (tensor == part[0, 0, 0, 0]).nonzero()[0].tolist()
+    return tuple(slice(first, first + n) for first, n in zip(position, part.shape, strict=True))
 
 
 def test_without_a_compiler_functions_run_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,23 +167,23 @@ def test_without_a_compiler_functions_run_call_by_call(monkeypatch: pytest.Monke
         raise RuntimeError("no compiler\nhere")
 
     monkeypatch.setattr(pointwise, "compiled_kernel", broken)
-    said = r"^rotate runs call by call .* moves 5.0 times the bytes: .* compiled \(no compiler\\nhere\)$"
-    with pytest.warns(RuntimeWarning, match=said):
+    message = r"^rotate runs call by call .* moves 5.0 times the bytes: .* compiled \(no compiler\\nhere\)$"
+    with pytest.warns(RuntimeWarning, match=message):
         assert compiled(CPU, torch.float32, tuple(GATES)) == Pointwise()
 
 
 @NEEDS_A_COMPILER
 def test_a_kernel_whose_bits_differ_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def made(file: str, name: str, *, device: torch.device, **defined: str | int):
+    def broken_kernel(file: str, name: str, *, device: torch.device, **defined: str | int):
         kernel = by_two_threads(in_cpp(tmp_path, file, name, **defined))
         wrong = int(name == "rotate_back")
         return lambda grid, block, args: kernel(grid, block, [*args[:4], args[4] - wrong, *args[5:]])
 
-    monkeypatch.setattr(pointwise, "compiled_kernel", made)
+    monkeypatch.setattr(pointwise, "compiled_kernel", broken_kernel)
     with pytest.warns(RuntimeWarning, match=r"^rotate_back runs call by call .*differ at shape "):
-        found = compiled(CPU, torch.bfloat16, ())
-    assert found.rotate_back is pointwise.rotate_back
-    assert isinstance(found.rotate, OneKernel)
+        kernels = compiled(CPU, torch.bfloat16, ())
+    assert kernels.rotate_back is pointwise.rotate_back
+    assert isinstance(kernels.rotate, OneKernel)
 
 
 class Traffic(TorchDispatchMode):

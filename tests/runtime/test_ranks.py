@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.emulated import EmulatedRanks
 from penstock.hwprofiles.device_parts import on_network, shared_by
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.check.claim import check_origin
@@ -16,12 +17,12 @@ from penstock.planner.model.workload import build_workload
 from penstock.runtime.errors import PlanError
 from penstock.runtime.executor import AgreedStop, Stop
 from penstock.runtime.host.slabs import shared_slab, slab_of
-from penstock.runtime.machines.emulated import EmulatedRanks
 from penstock.runtime.plan import Kind, Policy, Semantics
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Block, BlockKind, Model, Parameter
 from penstock.runtime.ranks import folded
 from tests.edits import small
+from tests.lanes import mostly_slow
 from tests.rank_law import every_case, trained_alone, trained_by
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
@@ -32,15 +33,13 @@ SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "llama:pairs:2", "mistral:spil
 SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "llama:table:2:2", "llama:int8:2:2"]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("cases", "by_memory"), [(SMOKE[::2], True), (SMOKE[1::2], True), (SMOKE, False)])
+@mostly_slow(("cases", "by_memory"), [(SMOKE[::2], True), (SMOKE[1::2], True), (SMOKE, False)])
 def test_two_processes_train_to_the_bits_of_one(cases, by_memory, tmp_path):
     """Compare masters, moments, losses and norms after three steps with dropout, random delays and poisoned slots."""
     assert trained_by(2, cases, tmp_path / "found.json", by_memory=by_memory) == {case: trained_alone(case) for case in cases}
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "hosts", "by_memory", "groups", "batch"), [(4, 1, True, 4, 4), (4, 2, False, 8, 8)])
 def test_processes_train_types_to_the_bits_of_one(ranks, hosts, by_memory, groups, batch, tmp_path):
     cases = every_case(groups, batch, hosts - 1)
@@ -49,11 +48,11 @@ def test_processes_train_types_to_the_bits_of_one(ranks, hosts, by_memory, group
 
 def test_sum_groups_of_ranks_are_the_plain_loops_tree():
     """Run one process, with the norm's tiles cut like the ranks'. fp32 sums of a few bf16 numbers are exact in any order."""
-    for what in ({"compute_dtype": "fp32", "gradient_dtype": "fp32"}, {"train": Train(lora=Lora(rank=4))}):
-        semantics = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8, **what)
+    for fields in ({"compute_dtype": "fp32", "gradient_dtype": "fp32"}, {"train": Train(lora=Lora(rank=4))}):
+        semantics = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8, **fields)
         machine = trained(plan_of(tiny_config("llama"), semantics, Policy()))
         assert differences(machine) == []
-        assert "train" in what or differences(machine, plain("llama", replace(semantics, sum_groups=1))), "the order shows"
+        assert "train" in fields or differences(machine, plain("llama", replace(semantics, sum_groups=1))), "the order shows"
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(0, 4))
@@ -69,7 +68,7 @@ def test_pieces_are_equal_and_hold_each_element_once(sizes, log_pieces):
             first, last = offsets[p.name] + cut.start, offsets[p.name] + cut.stop - 1
             assert first // piece == last // piece
             assert cut.start % 128 == 0
-    assert n_pieces > 1 or all(len(of) == 1 for of in cuts.values())
+    assert n_pieces > 1 or all(len(ranges) == 1 for ranges in cuts.values())
 
 
 @given(st.integers(0, 4), st.integers(1, 40), st.integers(0, 99))
@@ -78,8 +77,8 @@ def test_partial_sums_are_folded_by_a_balanced_tree(log_n, n_elements, seed):
     n, generator = 1 << log_n, torch.Generator().manual_seed(seed)
     parts = torch.randn(n, n_elements, generator=generator) * 10.0 ** torch.randint(-3, 4, (n, 1), generator=generator)
 
-    def tree(of):
-        return of[0] if len(of) == 1 else tree(of[: len(of) // 2]) + tree(of[len(of) // 2 :])
+    def tree(rows):
+        return rows[0] if len(rows) == 1 else tree(rows[: len(rows) // 2]) + tree(rows[len(rows) // 2 :])
 
     wanted = tree(list(parts.clone()))
     assert same_bits(folded(parts.flatten(), n), wanted)
@@ -87,18 +86,18 @@ def test_partial_sums_are_folded_by_a_balanced_tree(log_n, n_elements, seed):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_share_of_a_step_says_what_the_whole_is(ranks):
-    whole = Semantics(seq_len=16, batch_size=16, micro_batch=2, sum_groups=8)
-    part = whole.shared_by(ranks)
+    step = Semantics(seq_len=16, batch_size=16, micro_batch=2, sum_groups=8)
+    part = step.shared_by(ranks)
     assert (part.n_micro_batches, part.sum_groups, part.ranks) == (8 // ranks, 8 // ranks, ranks)
-    assert part.all_ranks == whole
-    assert part.tokens_per_step == whole.tokens_per_step
+    assert part.all_ranks == step
+    assert part.tokens_per_step == step.tokens_per_step
     assert part.n_pieces == 8
-    for other in (1, 2, 4, 8):
-        assert part.shared_by(other) == whole.shared_by(other)
+    for n in (1, 2, 4, 8):
+        assert part.shared_by(n) == step.shared_by(n)
 
 
 @pytest.mark.parametrize(
-    ("of", "ranks", "said"),
+    ("semantics", "ranks", "message"),
     [
         (Semantics(16, 8, 1), 2, "cannot share 1 sum groups"),
         (Semantics(16, 8, 1, sum_groups=4), 8, "cannot share 4 sum groups"),
@@ -106,9 +105,9 @@ def test_a_share_of_a_step_says_what_the_whole_is(ranks):
         (Semantics(16, 7, 2, sum_groups=4), 2, "not equal micro-batches of 2"),
     ],
 )
-def test_ranks_that_cannot_share_a_step_are_refused(of, ranks, said):
-    with pytest.raises(PlanError, match=said):
-        of.shared_by(ranks)
+def test_ranks_that_cannot_share_a_step_are_refused(semantics, ranks, message):
+    with pytest.raises(PlanError, match=message):
+        semantics.shared_by(ranks)
 
 
 def test_weights_are_gathered_before_a_sum_is_exchanged():
@@ -128,8 +127,9 @@ def test_a_rank_holds_its_part_of_the_state_and_all_weights():
     alone = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=4)
     host, weights = [], []
     for ranks in (1, 2, 4):
-        of = alone.shared_by(ranks)
-        plan = lower(model, build_workload(model, of), of, Policy(accumulation_group=of.n_micro_batches), PROFILE)
+        semantics = alone.shared_by(ranks)
+        policy = Policy(accumulation_group=semantics.n_micro_batches)
+        plan = lower(model, build_workload(model, semantics), semantics, policy, PROFILE)
         host.append(plan.arena("state").n_bytes)
         weights.append(plan.arena("weights").n_bytes)
     assert host[0] <= 2 * host[1] <= host[0] * 1.2
@@ -152,21 +152,21 @@ def test_hosts_that_have_not_as_many_ranks_are_refused():
 def test_a_slab_is_known_by_its_name():
     """Emulate another host with the same process numbers: other memory at the same address is no slab."""
     mine, slab = shared_slab(4096)
-    other, _ = shared_slab(4096)
-    for wrong in (replace(mine, name=other.name), replace(mine, n_bytes=4097), replace(mine, descriptor=-1)):
+    second, _ = shared_slab(4096)
+    for wrong in (replace(mine, name=second.name), replace(mine, n_bytes=4097), replace(mine, descriptor=-1)):
         with pytest.raises(OSError):
             slab_of(wrong)
-    other.close()
+    second.close()
     mine.close()
     assert slab.numel() == 4096
 
 
 def test_all_ranks_end_a_step_after_they_hear_of_the_end():
-    asked = Stop()
-    agreed = AgreedStop(asked)
+    stop = Stop()
+    agreed = AgreedStop(stop)
     agreed.hear(4, False)
     assert not agreed.is_requested
-    asked.request()
+    stop.request()
     assert not agreed.is_requested, "no other rank has heard of it"
     agreed.hear(5, True)
     assert agreed.is_requested
@@ -175,9 +175,9 @@ def test_all_ranks_end_a_step_after_they_hear_of_the_end():
 
 
 def test_ranks_that_are_all_alike_share_what_one_does():
-    alike, rows, whole, received = EmulatedRanks(3), torch.zeros(3, 2, dtype=torch.float64), torch.arange(6.0), torch.zeros(6)
-    alike.share(torch.tensor([1.0, 2.0], dtype=torch.float64), rows)
+    ranks, rows, gathered, received = EmulatedRanks(3), torch.zeros(3, 2, dtype=torch.float64), torch.arange(6.0), torch.zeros(6)
+    ranks.share(torch.tensor([1.0, 2.0], dtype=torch.float64), rows)
     assert rows.tolist() == [[1.0, 2.0]] * 3
-    alike.gather(whole)
-    alike.exchange(torch.arange(6.0), received)
-    assert whole.tolist() == received.tolist() == [0.0, 1.0] * 3
+    ranks.gather(gathered)
+    ranks.exchange(torch.arange(6.0), received)
+    assert gathered.tolist() == received.tolist() == [0.0, 1.0] * 3

@@ -15,29 +15,30 @@ from hypothesis import strategies as st
 from penstock.planner.check.check import _Clocks, _legal_order, check
 from penstock.planner.lower.lower import folded_ops, unfolded_ops
 from penstock.planner.predict.event_loop import MAX_CYCLE
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
 from penstock.runtime.plan.ops import MAX_REPETITIONS
 from penstock.runtime.plan.plan import unrolled
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.timeline import is_kept
 from penstock.runtime.plan.train import Train
 from tests.edits import passes, plan_by, rewaited, set_op
+from tests.lanes import examples, mostly_slow
 from tests.mutants import ADAPTED, Mutant
 from tests.mutants import MUTATIONS as ALL_MUTATIONS
 from tests.oracle import same_training
 from tests.strategies import MODEL, Case, cases, small_workload
 
 REGION = Region(((Resource.H2D, 1.0), (Resource.DUPLEX, 1.5), (Resource.DRAM, 2.0), (Resource.CORES, 1.0)))
-law = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+law = settings(deadline=None, max_examples=examples(25), suppress_health_check=list(HealthCheck))
 
 
 @st.composite
 def folded(draw: st.DrawFn, max_layers: int = 4, max_repetitions: int = 8) -> Plan:
     """Return a folded plan of any legal policy with groups."""
-    drawn = cases(max_layers, max_micro_batches=4)
-    case = draw(drawn.filter(lambda of: of.policy.accumulation_group < 4 and of.semantics.ranks == 1))
+    strategy = cases(max_layers, max_micro_batches=4)
+    case = draw(strategy.filter(lambda c: c.policy.accumulation_group < 4 and c.semantics.ranks == 1))
     return folding(case, draw(st.integers(10, 10 + 2 * max_repetitions)), draw(st.integers(0, 2)))
 
 
@@ -49,17 +50,17 @@ def folding(case: Case, n_groups: int, n_more: int) -> Plan:
         one_group |= {"square_on_device": False, "device_blocks": ()}
     n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch has its old size
     semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing, sum_groups=1)
-    found = plan_by(folded_ops, MODEL, case.workload, semantics, replace(case.policy, **one_group))
-    assert found is not None
-    return found
+    plan = plan_by(folded_ops, MODEL, case.workload, semantics, replace(case.policy, **one_group))
+    assert plan is not None
+    return plan
 
 
 def small(n_micro_batches: int = 12, n_layers: int = 3, **policy: Any) -> Plan:
     """Return a folded plan of `small_workload`."""
     semantics, workload = Semantics(4, n_micro_batches, 1), small_workload(n_layers, tied=False)
-    found = plan_by(folded_ops, MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy))
-    assert found is not None
-    return found
+    plan = plan_by(folded_ops, MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy))
+    assert plan is not None
+    return plan
 
 
 def demands_of(data: st.DataObject, n: int) -> list[Demand]:
@@ -78,7 +79,6 @@ def written_out(plan: Plan, values: list[Any]) -> list[Any]:
     return [*values[: repeat.start], *values[repeat.start : repeat.end] * repeat.times, *values[repeat.end :]]
 
 
-@pytest.mark.drawn
 @law
 @given(plan=folded())
 def test_a_folded_plan_is_read_back_from_text_and_file(plan: Plan, tmp_path: Path) -> None:
@@ -127,7 +127,6 @@ def test_a_wait_that_cannot_be_is_refused_in_one_line() -> None:
     error_of(str(set_op(plan, cpu, replace(back, waits=(Wait(gpu, 1),)))).replace(f"^ {gpu}@1", f"^ {gpu}@1~1"))
 
 
-@pytest.mark.drawn
 @law
 @given(folded())
 def test_written_out_it_has_the_ops_of_a_plan_never_folded(plan: Plan) -> None:
@@ -137,7 +136,6 @@ def test_written_out_it_has_the_ops_of_a_plan_never_folded(plan: Plan) -> None:
     assert plan.arenas == plain.arenas
 
 
-@pytest.mark.drawn
 @law
 @given(folded(max_layers=2, max_repetitions=3))
 def test_folded_waits_order_ops_as_waits_derived_from_all_do(plan: Plan) -> None:
@@ -147,7 +145,6 @@ def test_folded_waits_order_ops_as_waits_derived_from_all_do(plan: Plan) -> None
     assert _Clocks(written, _legal_order(written)).starts == _Clocks(derived, _legal_order(derived)).starts
 
 
-@pytest.mark.drawn
 @law
 @given(folded(), st.sampled_from([None, REGION]), st.data())
 def test_a_repeating_step_takes_as_long_as_written_out(plan: Plan, region: Region | None, data: st.DataObject) -> None:
@@ -155,18 +152,18 @@ def test_a_repeating_step_takes_as_long_as_written_out(plan: Plan, region: Regio
     repeat = plan.repeat
     assert repeat is not None
     demands = demands_of(data, len(plan.ops))
-    found = simulate(plan, demands, region, 8)
+    fast = simulate(plan, demands, region, 8)
     slow = simulate(unrolled(plan), written_out(plan, demands), region, 8)
-    assert found.step_s == pytest.approx(slow.step_s, rel=1e-9)
-    assert (found.periodic, found.n_cycle_steps) == (slow.periodic, slow.n_cycle_steps)
-    assert found.timeline.step_ends_s == pytest.approx(slow.timeline.step_ends_s, rel=1e-9)
-    assert found.busy_s(plan) == pytest.approx(slow.busy_s(unrolled(plan)), rel=1e-9, abs=1e-9)
+    assert fast.step_s == pytest.approx(slow.step_s, rel=1e-9)
+    assert (fast.periodic, fast.n_cycle_steps) == (slow.periodic, slow.n_cycle_steps)
+    assert fast.timeline.step_ends_s == pytest.approx(slow.timeline.step_ends_s, rel=1e-9)
+    assert fast.busy_s(plan) == pytest.approx(slow.busy_s(unrolled(plan)), rel=1e-9, abs=1e-9)
     numbers = written_out(plan, list(range(len(plan.ops))))
     turns = [0] * repeat.start + [k for k in range(repeat.times) for _ in range(repeat.n_ops)]
     turns += [0] * (len(numbers) - len(turns))
-    kept = [s for s in slow.timeline.spans if numbers[s.op] not in repeat or is_kept(turns[s.op], repeat.times)]
-    expected = {(numbers[s.op], s.step, turns[s.op]): (s.start_s, s.end_s) for s in kept}
-    spans = {(s.op, s.step, s.repetition): (s.start_s, s.end_s) for s in found.timeline.spans}
+    retained = [s for s in slow.timeline.spans if numbers[s.op] not in repeat or is_kept(turns[s.op], repeat.times)]
+    expected = {(numbers[s.op], s.step, turns[s.op]): (s.start_s, s.end_s) for s in retained}
+    spans = {(s.op, s.step, s.repetition): (s.start_s, s.end_s) for s in fast.timeline.spans}
     assert spans.keys() == expected.keys()
     for key, times_s in spans.items():
         assert times_s == pytest.approx(expected[key], rel=1e-9, abs=1e-9)
@@ -186,12 +183,11 @@ def test_repetitions_that_settle_to_no_period_go_on_as_they_did(monkeypatch: pyt
     exact = simulate(plan, demands, None)
     monkeypatch.setattr("penstock.planner.predict.simulate.SAME_REPETITION_FRACTION", -1.0)
     monkeypatch.setattr("penstock.planner.predict.simulate.MOST_REPETITIONS", MAX_CYCLE + 1)
-    found = simulate(plan, demands, None)
-    assert (found.periodic, exact.periodic) == (False, True)
-    assert found.step_s == pytest.approx(exact.step_s, rel=1e-3)
+    result = simulate(plan, demands, None)
+    assert (result.periodic, exact.periodic) == (False, True)
+    assert result.step_s == pytest.approx(exact.step_s, rel=1e-3)
 
 
-@pytest.mark.drawn
 @law
 @given(folded())
 def test_a_folded_plan_is_right_and_so_is_what_it_means(plan: Plan) -> None:
@@ -217,8 +213,8 @@ def _misrepeat(plan: Plan) -> Iterator[Mutant]:
     repeat = plan.repeat
     assert repeat is not None
     for name in ("start", "end", "times", "micro_batches"):
-        for more in (-2, -1, 1, 2):
-            changed = replace(repeat, **{name: getattr(repeat, name) + more})
+        for delta in (-2, -1, 1, 2):
+            changed = replace(repeat, **{name: getattr(repeat, name) + delta})
             yield Mutant(str(changed), ("repeat",), partial(replace, plan, repeat=changed))
     yield Mutant("nothing repeats", ("repeat",), partial(replace, plan, repeat=None))
 
@@ -227,9 +223,9 @@ def _other_repetition(plan: Plan) -> Iterator[Mutant]:
     """Exchange waits for the previous repetition with waits for the same one or the previous step."""
     for i, op in enumerate(plan.ops):
         for n, wait in enumerate(op.waits):
-            for other in {Wait(wait.op), Wait(wait.op, 1), Wait(wait.op, 0, 1)} - {wait}:
-                changed = replace(op, waits=(*op.waits[:n], other, *op.waits[n + 1 :]))
-                yield Mutant(f"op {i}: {op} for {other}", (op.kind,), partial(set_op, plan, i, changed))
+            for changed_wait in {Wait(wait.op), Wait(wait.op, 1), Wait(wait.op, 0, 1)} - {wait}:
+                changed = replace(op, waits=(*op.waits[:n], changed_wait, *op.waits[n + 1 :]))
+                yield Mutant(f"op {i}: {op} for {changed_wait}", (op.kind,), partial(set_op, plan, i, changed))
 
 
 MUTATIONS = ALL_MUTATIONS | {"what repeats": _misrepeat, "another repetition": _other_repetition}
@@ -253,8 +249,7 @@ PLANS = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("kind", "name"), [*zip(sorted(MUTATIONS) * 2, cycle(PLANS))])
+@mostly_slow(("kind", "name"), [*zip(sorted(MUTATIONS) * 2, cycle(PLANS))])
 def test_mutants_of_a_folded_plan_are_caught_or_harmless(name: str, kind: str) -> None:
     """A plan that passes the checker is valid when unrolled, and trains the same by the slow oracle of four steps."""
     plan, rng = PLANS[name], random.Random(f"{name} {kind}")
@@ -276,8 +271,8 @@ def test_every_wait_that_repeats_is_needed() -> None:
             op = plan.ops[i]
             for n, wait in enumerate(op.waits):
                 if wait.op in repeat and wait.distance == 0:
-                    without = replace(op, waits=(*op.waits[:n], *op.waits[n + 1 :]))
+                    changed = replace(op, waits=(*op.waits[:n], *op.waits[n + 1 :]))
                     with pytest.raises(PlanError, match=f"with 2 of {repeat.times} repetitions written out: op .* a race for"):
-                        check(set_op(plan, i, without))
+                        check(set_op(plan, i, changed))
                     n_caught += 1
     assert n_caught > 50

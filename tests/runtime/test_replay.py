@@ -18,9 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
 from penstock.runtime.layers.recompute import Replay
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from penstock.runtime.plan.workload import Block, Saved, Tier
+from tests.lanes import diagonal, mostly_slow
 from tests.real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, recorded, tensors
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import machine_for, plan_of, semantics_of
@@ -52,8 +53,8 @@ class Selection(TorchDispatchMode):
         return name in STORED[self.saved] and (name not in WITH_WEIGHTS or self.n_seen[run] <= self.n_products)
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        taken = self.takes(op, "again" if context.is_recompute else "first")
-        return CheckpointPolicy.MUST_SAVE if taken else CheckpointPolicy.MUST_RECOMPUTE
+        is_saved = self.takes(op, "again" if context.is_recompute else "first")
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -120,43 +121,41 @@ def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved) 
         return layer(x, **kwargs), replay
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
+@mostly_slow("case", cases(STRUCTURES), fast=(0, 9, 10, 12, 16), ids="-".join)
 def test_a_replay_does_what_torchs_checkpointing_does(case: Case) -> None:
     """Compare bytes, calls and gradients with a plain backward and with the plan."""
-    for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
-        again = Selection(ours.saved, selection.n_products)
+    for block, tier, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
+        again = Selection(tier.saved, selection.n_products)
         wanted = gradients(checkpointed(layer, x, kwargs, selection), x, layer)
-        y, replay = replayed(layer, x, kwargs, ours.saved)
-        assert sum(t.nbytes for t in tensors([noted for noted, _ in replay.results])) == ours.saved_bytes == selection.n_bytes
+        y, replay = replayed(layer, x, kwargs, tier.saved)
+        assert sum(t.nbytes for t in tensors([noted for noted, _ in replay.results])) == tier.saved_bytes == selection.n_bytes
         assert all(map(torch.equal, wanted, gradients(y, x, layer)))
         assert all(map(torch.equal, wanted, gradients(layer(x, **kwargs), x, layer)))
         assert not replay.results
-        y, replay = replayed(layer, x, kwargs, ours.saved)
+        y, replay = replayed(layer, x, kwargs, tier.saved)
         with Work() as work:
             replay._recompute()
         assert work.calls == watched(layer, x, kwargs, again).calls, block.name
-        is_counted(case, block, ours, work)
+        is_counted(case, block, tier, work)
 
 
-def is_counted(case: Case, block: Block, ours: Tier, work: Work) -> None:
+def is_counted(case: Case, block: Block, tier: Tier, work: Work) -> None:
     """Exact for dense layers."""
     model_type, attention, *_ = case
-    assert abs(ours.n_kernels - work.calls.total()) <= 1, work.calls
-    assert ours.pointwise_bytes == pytest.approx(work.n_bytes, rel=0.07)
-    assert ours.attention == any(work.calls[name] for name in {"bmm", *FUSED})
+    assert abs(tier.n_kernels - work.calls.total()) <= 1, work.calls
+    assert tier.pointwise_bytes == pytest.approx(work.n_bytes, rel=0.07)
+    assert tier.attention == any(work.calls[name] for name in {"bmm", *FUSED})
     n_products = sum(work.calls[name] for name in WITH_WEIGHTS)
-    n_counted = sum(m.count for m in block.matmuls[: ours.n_matmuls])
+    n_counted = sum(m.count for m in block.matmuls[: tier.n_matmuls])
     assert bool(n_counted) == bool(n_products) if model_type in EXPERT_TYPES else n_counted == n_products
     if model_type not in EXPERT_TYPES:  # PyTorch counts nothing for grouped products
         a = block.attention
         assert a is not None
-        squares = 4 * a.n_sequences * a.n_heads * a.head_dim * a.seq_len**2 if attention == "eager" and ours.attention else 0
-        assert sum(m.flop for m in block.matmuls[: ours.n_matmuls]) + squares == work.flop
+        squares = 4 * a.n_sequences * a.n_heads * a.head_dim * a.seq_len**2 if attention == "eager" and tier.attention else 0
+        assert sum(m.flop for m in block.matmuls[: tier.n_matmuls]) + squares == work.flop
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
+@mostly_slow("case", cases(STRUCTURES), fast=(0, 9, 10, 12, 16), ids="-".join)
 def test_recompute_stays_within_its_transient_bytes(case: Case) -> None:
     for way in ways_of(case, SIZES[1:]):
         stays_within(way, at_most=1.5)
@@ -164,20 +163,18 @@ def test_recompute_stays_within_its_transient_bytes(case: Case) -> None:
 
 def stays_within(way: tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]], at_most: float, but_for: int = 0) -> None:
     """Check that a recomputing backward's peak, minus some bytes, is at most the plan's booking, and close to it."""
-    block, ours, selection, layer, x, kwargs = way
+    block, tier, selection, layer, x, kwargs = way
     gradient, weights = torch.randn_like(x), list(layer.parameters())
 
     def work() -> object:
         return torch.autograd.grad(checkpointed(layer, x, kwargs, selection), [x, *weights], gradient)
 
     peak = peak_bytes(work) - block.boundary_bytes  # the output, which is in an arena
-    assert peak - but_for <= ours.saved_bytes + ours.transient_bytes <= at_most * peak
-    assert ours.transient_bytes <= block.transient_bytes
+    assert peak - but_for <= tier.saved_bytes + tier.transient_bytes <= at_most * peak
+    assert tier.transient_bytes <= block.transient_bytes
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize(("dtype", "overrides"), [*zip(DTYPES, ROW_HEAVY, strict=True)], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("model_type", EXPERT_TYPES)
+@diagonal(("model_type", EXPERT_TYPES), ("dtype,overrides", [*zip(DTYPES, ROW_HEAVY, strict=True)]))
 def test_rows_of_experts_stay_within_transient_bytes(model_type: str, dtype: str, overrides: dict[str, Any]) -> None:
     """Count copies held only by a name in the module, and masked ones of older versions of transformers. Allow a few numbers per
     token."""
@@ -199,8 +196,7 @@ WAYS_OF_EXPERTS = [*product(["qwen3_moe"], ["keep", "on the host"]), *product(["
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 3}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "way"), [*product(["llama"], REMEMBERING), *WAYS_OF_EXPERTS])
+@mostly_slow(("model_type", "way"), [*product(["llama"], REMEMBERING), *WAYS_OF_EXPERTS])
 def test_a_step_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
     """Compare device memory beyond the arenas with the allocator's records, op by op."""
     policy = replace(REMEMBERING[way], accumulation_group=2)
@@ -223,7 +219,7 @@ def wide(model_type: str) -> Semantics:
 
 def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     """Run two steps op by op. Return compute's maximum allocation between ops, and its peak."""
-    machine = machine_for(plan, CpuMachine, batches)
+    machine = machine_for(plan, TorchMachine, batches)
 
     def two_steps() -> None:
         for step in range(2):
@@ -245,19 +241,18 @@ def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     return most_left, peak
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "way"), [*(("llama", way) for way in REMEMBERING), *((t, "keep") for t in ("gemma2", "qwen3_moe", "gpt_oss"))]
 )
 def test_a_long_run_holds_no_more_than_a_short_one(model_type: str, way: str) -> None:
     """No graph, tensor, result or thread outlives its step, not even by speculation."""
     policy = replace(REMEMBERING[way], accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(0, 1))
     plan = plan_of(tiny_config(model_type, num_hidden_layers=4), semantics_of(model_type), policy)
-    machine, n_threads = machine_for(plan, CpuMachine), threading.active_count()
+    machine, n_threads = machine_for(plan, TorchMachine), threading.active_count()
     execute(plan, machine, 2)
-    before = n_tensors()
+    n_before = n_tensors()
     execute(plan, machine, 6, first_step=2)
-    assert n_tensors() == before
+    assert n_tensors() == n_before
     assert machine.compute._graphs == machine.compute.losses == machine._losses == {}
     assert threading.active_count() == n_threads
     assert machine.compute.inputs.calls == {}

@@ -23,9 +23,10 @@ from penstock.runtime.host import host_state, slabs
 from penstock.runtime.host.memory import Arenas
 from penstock.runtime.host.optimizer import Master
 from penstock.runtime.host.slabs import host_slab, register_for_dma
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from penstock.runtime.units import MiB
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, streamed
@@ -39,7 +40,7 @@ POLICIES = {
 }
 
 
-class Counting(CpuMachine):
+class Counting(TorchMachine):
     """Record minor page faults of each lane after its last op of a step, and of the workers."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -56,15 +57,14 @@ class Counting(CpuMachine):
                     self.n_faults.setdefault(thread.name, {})[step] = int(stat.split()[7])
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@mostly_slow("policy", POLICIES.values(), ids=POLICIES)
 def test_no_arena_moves_and_no_page_is_faulted_in_again(policy):
     """Check most of 10 steps: a temporary tensor causes hundreds of page faults in each; Python and a busy machine cause some."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)  # tensors of 256 pages and more
     machine = machine_for(plan_of(config, semantics_of("llama", seq_len=64), policy), Counting, n_workers=2)
-    before = {name: slab.data_ptr() for name, slab in machine.arenas.slabs.items()}
+    addresses = {name: slab.data_ptr() for name, slab in machine.arenas.slabs.items()}
     execute(machine.plan, machine, 12)
-    assert {name: slab.data_ptr() for name, slab in machine.arenas.slabs.items()} == before
+    assert {name: slab.data_ptr() for name, slab in machine.arenas.slabs.items()} == addresses
     assert {"h2d", "d2h", "cpu", "worker-1"} <= machine.n_faults.keys()
     for lane, by_step in machine.n_faults.items():
         if lane is not Lane.GPU:
@@ -73,10 +73,10 @@ def test_no_arena_moves_and_no_page_is_faulted_in_again(policy):
 
 def test_every_page_of_the_arenas_is_there_before_the_first_step():
     arenas = Arenas([Arena("state", Place.HOST, (16 * MiB, 8 * MiB)), Arena("weights", Place.DEVICE, (8 * MiB,))], CPU)
-    before = resident_bytes()
+    before_bytes = resident_bytes()
     arenas.touch(2)
     touched = resident_bytes()
-    assert touched - before >= 0.98 * 32 * MiB
+    assert touched - before_bytes >= 0.98 * 32 * MiB
     for slot in (Slot("state", 0), Slot("state", 1), Slot("weights", 0)):
         assert not arenas.raw(slot).any(), "memory begins as zero"
         arenas.raw(slot).fill_(7)
@@ -89,11 +89,11 @@ def test_holes_in_the_heap_are_given_back_when_compute_begins():
     tensors = [torch.ones(MiB // 4) for _ in range(200)]
     stays = torch.ones(1000)  # at the end
     del tensors
-    before = resident_bytes()
+    before_bytes = resident_bytes()
     thread = threading.Thread(target=lambda: machine.lane(Lane.GPU).__enter__())
     thread.start()
     thread.join()
-    assert before - resident_bytes() > 150 * MiB
+    assert before_bytes - resident_bytes() > 150 * MiB
     assert stays.sum() == 1000
 
 
@@ -119,13 +119,13 @@ def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
 
 def test_a_child_process_does_not_get_the_arenas():
     """Otherwise the next write copies every page, and a device continues to read the old one."""
-    slab, kept = host_slab(4 * MiB).fill_(5), torch.full((100,), 5, dtype=torch.uint8)
+    slab, copied = host_slab(4 * MiB).fill_(5), torch.full((100,), 5, dtype=torch.uint8)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:  # must not return into the test
         try:
             faulthandler.disable()
-            os.write(writer, bytes([int(kept[0])]))
+            os.write(writer, bytes([int(copied[0])]))
             int(slab[0])  # segmentation fault: the memory does not exist
             os.write(writer, b"!")
         finally:
@@ -146,13 +146,13 @@ def test_an_arena_that_a_system_refuses_is_one_line():
 class Driver:
     """Register slabs up to a sum of sizes. Lock whole pages, each once."""
 
-    def __init__(self, most: int = 2**40) -> None:
-        self.most = most
+    def __init__(self, limit: int = 2**40) -> None:
+        self.most = limit
         self.registered: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802 its name
-        for other, n in list(self.registered.items()):  # several threads register
-            if page_of(address) <= page_of(other + n - 1) and page_of(other) <= page_of(address + n_bytes - 1):
+        for start, n in list(self.registered.items()):  # several threads register
+            if page_of(address) <= page_of(start + n - 1) and page_of(start) <= page_of(address + n_bytes - 1):
                 return 712  # cudaErrorHostMemoryAlreadyRegistered
         if sum(self.registered.values()) + n_bytes > self.most:
             return 2
@@ -207,7 +207,7 @@ def test_an_arena_of_several_slabs_trains_the_same_bits(monkeypatch):
 
 def test_memory_that_may_not_be_locked_is_one_line(monkeypatch):
     monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
-    driver = Driver(most=3 * MiB)
+    driver = Driver(limit=3 * MiB)
     with pytest.raises(PlanError, match=r"\A.*arena state.*3.15 MB of 5.24 MB.*CUDA error 2.*memlock.*ulimit -l.*\Z"):
         register_for_dma(Arenas(ARENAS[::-1], CPU).host_slabs(), driver)  # the small one first
     assert driver.registered == {}, "what was registered is given back"
@@ -246,12 +246,12 @@ def test_a_weight_set_piece_by_piece_is_the_weight(monkeypatch, compute_dtype, m
     machine = machine_for(plan_of(tiny_config("llama"), semantics, Policy()))
     host = machine.host
     for block in range(len(machine.plan.workload.blocks)):
-        given = {p.name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p.name))) for p in host.owned[block]}
+        weights = {p.name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p.name))) for p in host.owned[block]}
         large = max(host.owned[block], key=lambda p: p.n_elements)
-        given[large.name].view(-1)[[5, 301]] = torch.tensor([torch.nan, torch.inf])
-        host.set_weights(block, given)
+        weights[large.name].view(-1)[[5, 301]] = torch.tensor([torch.nan, torch.inf])
+        host.set_weights(block, weights)
         for p in host.owned[block]:
-            wide = given[p.name].reshape(-1)
+            wide = weights[p.name].reshape(-1)
             rounded = torch.empty_like(wide, dtype=torch.bfloat16)
             Master(rounded).put(slice(None), wide)
             assert same_bits(host.param_state(p).master.values(), wide if master_dtype == "fp32" else rounded), p.name
@@ -273,7 +273,7 @@ from penstock.training.inputs import load_model
 from penstock.runtime.host.slabs import give_back_freed
 from tests.checkpoints import save
 from tests.sessions import resumed
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Policy
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
@@ -310,7 +310,7 @@ class Text:  # as much of the data as a checkpoint asks for
 
 
 config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=3)
-first = machine_for(plan_of(config, semantics_of("llama"), Policy()), CpuMachine)
+first = machine_for(plan_of(config, semantics_of("llama"), Policy()), TorchMachine)
 owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned[b]]
 found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
 settings = RunSettings(DataSettings("text"), out=str(out), checkpoint=CheckpointSettings(background=False))
@@ -329,16 +329,16 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_loading_saving_and_resuming_hold_one_tensor_at_most(tmp_path):
     """In addition to the arenas."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # otherwise glibc retains up to twice its largest block
     command = [sys.executable, "-c", HOLDING, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    allowed = found["largest"] + 24 * MiB  # read buffer of a file, and inaccurate memory counters on many cores
-    assert allowed < found["model"] / 2
-    assert found["save"] < 16 * MiB, "a split master is put together in pieces, and nothing else is made"
-    for what in ("load", "resume"):
-        assert found[what] < allowed, f"{what}: {found[what] / 1e6:.0f} MB of {found['model'] / 1e6:.0f} MB"
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    growth = json.loads(process.stdout.splitlines()[-1])
+    allowed = growth["largest"] + 24 * MiB  # read buffer of a file, and inaccurate memory counters on many cores
+    assert allowed < growth["model"] / 2
+    assert growth["save"] < 16 * MiB, "a split master is put together in pieces, and nothing else is made"
+    for name in ("load", "resume"):
+        assert growth[name] < allowed, f"{name}: {growth[name] / 1e6:.0f} MB of {growth['model'] / 1e6:.0f} MB"

@@ -10,9 +10,8 @@ import torch
 
 from penstock.runtime.executor import execute
 from penstock.runtime.machines.streams import CudaStreams
-from penstock.runtime.machines.torch_machine import CudaMachine
 from penstock.runtime.plan import Kind, Lane, Policy, saves
-from tests.late_streams import Poisoned, machine_of
+from tests.late_streams import OnGpu, Poisoned, machine_of
 from tests.tiny import tiny_config
 from tests.training import N_STEPS, Remembers, differences, machine_for, plan_of, semantics_of
 
@@ -32,17 +31,17 @@ def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
 
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), haste=0.5, machine_type=Slow)
     ops, spans = machine.plan.ops, execute(machine.plan, machine, 5).spans
-    at = {(span.step, span.op): span for span in spans}
-    assert len(at) == 5 * len(ops)
+    span_of = {(span.step, span.op): span for span in spans}
+    assert len(span_of) == 5 * len(ops)
     for lane in Lane:
         mine = [span for span in spans if ops[span.op].lane is lane]
         assert all(b.start_s >= a.end_s - 1e-6 for a, b in itertools.pairwise(mine))
-    for (step, number), span in at.items():
+    for (step, number), span in span_of.items():
         assert span.end_s - span.start_s >= (slow_s if is_slow(ops[number]) else 0)
         for wait in ops[number].waits:
-            before = at.get((step - wait.distance, wait.op))
-            if before is not None and Lane.CPU not in (ops[number].lane, ops[wait.op].lane):
-                assert span.start_s >= before.end_s - 1e-6
+            earlier = span_of.get((step - wait.distance, wait.op))
+            if earlier is not None and Lane.CPU not in (ops[number].lane, ops[wait.op].lane):
+                assert span.start_s >= earlier.end_s - 1e-6
 
 
 class Stub:
@@ -104,7 +103,7 @@ def test_torch_is_asked_for_events_ranges_and_locked_slabs(stub):
     """Check blocking events, ranges named after ops, and backward on the lane's own thread."""
     threads = set()
 
-    class Watched(Remembers, CudaMachine):
+    class Watched(Remembers, OnGpu):
         def work(self, index, op, step):
             if op.lane is not Lane.CPU:
                 threads.add((op.lane, torch._C._is_multithreading_enabled(), torch.is_grad_enabled(), len(stub.current) > 0))

@@ -13,6 +13,7 @@ from penstock.checkpoint.dequantised import Dequantised
 from penstock.checkpoint.tensor_files import Shards
 from tests.checkpoints import refused
 from tests.every_type import tiny
+from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
 from tests.running import SIZES, UNSEARCHED, penstock, succeeded, train, weights_sha
 
@@ -96,8 +97,7 @@ def published(home, model_type: str) -> None:
         (home / folder / "config.json").write_text(json.dumps(config | quantization))
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+@mostly_slow("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_weights_in_few_bits_train_as_a_bf16_copy_of_them(home, model_type):
     published(home, model_type)
     for folder in ("few", "bf16"):

@@ -1,15 +1,15 @@
 """Answers packed into shared sequences: same losses as with one sequence per answer, less padding."""
 
-import pytest
 import torch
 
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.workload import Model
 from penstock.settings import DataSettings
 from tests.bytes_of_files import write_lines
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.training import semantics_of
 
@@ -30,9 +30,8 @@ def read(tmp_path, loss, **how):
     """Return all rows in one batch; with `by_document` they share sequences."""
     objective = parse_objective(loss)
     path = write_lines(tmp_path / "a.jsonl", ROWS.get(loss, PAIRS))
-    load = lambda n: read_data(  # noqa: E731
-        DataSettings(str(path), shuffle=False), None, 272, SEQ_LEN, n, 0, tmp_path / "run" / "t", objective=objective, **how
-    )
+    settings, cache = DataSettings(str(path), shuffle=False), tmp_path / "run" / "t"
+    load = lambda n: read_data(DataRequest(settings, None, 272, SEQ_LEN, n, 0, cache, objective=objective, **how))  # noqa: E731
     return load(load(objective.rows_each).n_sequences * objective.rows_each)
 
 
@@ -47,9 +46,10 @@ def by_text(batch, value):
     return groups
 
 
-@pytest.mark.soak_cases("ipo", "orpo", "simpo", "dapo", "dr-grpo")
-@pytest.mark.parametrize(
-    "loss", ["dpo", "ipo", "orpo", "simpo", "kto:group=3", "grpo", "dapo", "dr-grpo", "reward:center=0.1", "classify"]
+@mostly_slow(
+    "loss",
+    ["dpo", "ipo", "orpo", "simpo", "kto:group=3", "grpo", "dapo", "dr-grpo", "reward:center=0.1", "classify"],
+    fast=(0, 4, 5, 8, 9),
 )
 def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
     """Sums over one answer are bitwise identical; fewer sequences, none longer than the plan's."""

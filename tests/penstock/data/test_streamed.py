@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from penstock.data import documents
 from penstock.data import files as room
-from penstock.data.data import RunData, read_data
+from penstock.data.data import DataRequest, RunData, read_data
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.settings import DataSettings
 from tests.bytes_of_files import END, read, same, write_lines
 from tests.chats import write_talker
+from tests.lanes import examples
 
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+few = settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 files = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
 
@@ -60,7 +61,6 @@ def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:
     raise AssertionError
 
 
-@pytest.mark.drawn
 @few
 @given(ns=files, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
 def test_every_epoch_holds_every_document_once(tmp_path_factory, ns, seed, shuffle):
@@ -80,7 +80,6 @@ def test_epochs_and_seeds_have_orders_and_sequences_of_their_own(tmp_path):
     assert epochs_of(stream(path, 2**40, batch_size=1, seq_len=12), 1) != epochs[:1]
 
 
-@pytest.mark.drawn
 @few
 @given(
     ns=files,
@@ -129,7 +128,7 @@ def test_conversations_in_several_documents_are_resumed_within(tmp_path):
     size = write_talker(tmp_path / "model", "qwen 3")
 
     def chats() -> RunData:
-        return read_data(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True)
+        return read_data(DataRequest(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True))
 
     unbroken = chats()
     batches = [unbroken.batch(step) for step in range(30)]

@@ -14,22 +14,22 @@ from penstock.planner.model.workload import build_workload
 from penstock.runtime.compute.head import OutputHead
 from penstock.runtime.errors import DataError
 from penstock.runtime.executor import OpError, Stop, execute
-from penstock.runtime.machines.torch_machine import Abandoned, CpuMachine
+from penstock.runtime.machines.torch_machine import Abandoned, TorchMachine
 from penstock.runtime.plan import Kind, Lane, Policy, saves
 from penstock.runtime.plan.workload import Model
 from penstock.training.validation import evaluate
 from tests.forwards import POLICIES, LateForBoth, exact, machine_of, resident, sequences, sequences_of, watch_forwards
+from tests.lanes import diagonal, examples, mostly_slow
 from tests.late_streams import LateStreams
 from tests.real_layers import peak_bytes
 from tests.strategies import policies
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import EVERYTHING, N_STEPS, batches_of, clip_some_steps, differences, plain, same_bits, semantics_of, state_of
 
-LAW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+LAW = settings(max_examples=examples(6), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", STRUCTURES)
+@mostly_slow("model_type", STRUCTURES)
 def test_the_loss_is_that_of_transformers_without_dropout(model_type):
     """Nine sequences in arenas for two micro-batches of two: one is half padding, another is padding only."""
     semantics, config = exact(model_type, micro_batch=2), tiny_config(model_type, attention_dropout=0.5)
@@ -45,11 +45,10 @@ def test_the_loss_is_that_of_transformers_without_dropout(model_type):
     assert evaluated["eval_s"] > 0
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
-def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, policy):
+@diagonal(("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"]), ("name", POLICIES))
+def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, name):
     """Bitwise identical, with tiled MLPs, too."""
+    policy = POLICIES[name]
     if model_type == "gpt_oss" and policy.device_blocks:
         pytest.skip("parameters of four elements, whose state stays on the host")
     tiles = {"mlp_tile_tokens": 5} if model_type == "llama" else {}
@@ -61,9 +60,7 @@ def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, policy):
     assert (loss["eval_loss"], loss["eval_tokens"]) == (machine.results[0].loss, batch.n_supervised)
 
 
-@pytest.mark.drawn
-@pytest.mark.soak_cases("gemma2", "mixtral")
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral"])
+@mostly_slow("model_type", ["llama", "gemma2", "mixtral"])
 @LAW
 @given(data=st.data())
 def test_evaluations_between_steps_change_no_bit_of_training(model_type, data):
@@ -96,8 +93,7 @@ def test_dropout_draws_the_same_with_evaluations_in_between(policy):
         assert all(same_bits(x[name], y[name]) for name in x)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@mostly_slow("model_type", ["llama", "qwen3_moe"])
 def test_late_streams_evaluate_and_train_the_same(model_type):
     semantics, key = semantics_of(model_type), (("num_hidden_layers", 4),)
     config = tiny_config(model_type, **dict(key))
@@ -153,7 +149,7 @@ def test_weights_are_loaded_once_for_as_many_sequences_as_fit():
     semantics, config = semantics_of("llama", micro_batch=1), tiny_config("llama", num_hidden_layers=4)
     counts = {}
     for n in (4, 8, 9):
-        machine = machine_of(config, semantics, Policy(accumulation_group=2), CpuMachine)
+        machine = machine_of(config, semantics, Policy(accumulation_group=2), TorchMachine)
         assert most_micro_batches(machine.plan) == 5
         performed = []
         watch_forwards(machine, lambda op, step, performed=performed: performed.append(op))
@@ -194,7 +190,7 @@ def test_a_forward_needs_no_more_of_the_device_than_a_step(model_type):
     """Compares allocator memory without arenas. Extra arguments of layers exist in training, too."""
     semantics = exact(model_type, seq_len=96, micro_batch=2, loss_tile_tokens=64)
     config = tiny_config(model_type, hidden_size=128, intermediate_size=352)
-    machine = machine_of(config, semantics, Policy(), CpuMachine)
+    machine = machine_of(config, semantics, Policy(), TorchMachine)
     plan = forward_plan(machine.plan, 1)
     batch, losses = sequences(config["vocab_size"], 2, 96), []
 

@@ -6,18 +6,19 @@ import time
 import pytest
 import torch
 
+from penstock.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.executor import execute
-from penstock.runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Policy, Semantics
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.workload import Model, has_towers
+from tests.lanes import mostly_slow
 from tests.tiny import MODEL_TYPES
 from tests.training import machine_for
 
@@ -73,11 +74,11 @@ def test_an_emulated_step_takes_what_the_simulator_says():
     config = stand_in_config(read_model("qwen2.5-0.5b").config) | {"num_hidden_layers": 4}
     small = Semantics(seq_len=16, batch_size=2, micro_batch=1)
     large, real = read_model("qwen2.5-0.5b").config | {"num_hidden_layers": 4}, Semantics(seq_len=4096, batch_size=8, micro_batch=4)
-    setups = [(Model(of), build_workload(Model(of), how), how) for of, how in ((config, small), (large, real))]
+    setups = [(Model(fields), build_workload(Model(fields), how), how) for fields, how in ((config, small), (large, real))]
     plan, planned = (lower(*setup, Policy(accumulation_group=2), profile.to_json()) for setup in setups)
     assert [str(op) for op in plan.ops] == [str(op) for op in planned.ops], "the stand-in's plan has the planned model's ops"
     demands, region = costs(planned, profile), region_of(profile)
-    store = machine_for(plan, CpuMachine)
+    store = machine_for(plan, TorchMachine)
     machine = EmulatedMachine(store, demands, region, time_scale_for(demands))
     timeline = execute(plan, machine, 3)
     measured_s = sorted(timeline.step_times_s)[1] / machine.time_scale
@@ -90,18 +91,17 @@ def test_an_emulated_step_takes_what_the_simulator_says():
 
 
 CONFIGS = {name: read_model(name).config for name in shipped_models()}
-SHIPPED = [name for name, of in CONFIGS.items() if of["model_type"] in MODEL_TYPES or has_towers(of)]
+SHIPPED = [name for name, fields in CONFIGS.items() if fields["model_type"] in MODEL_TYPES or has_towers(fields)]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("name", SHIPPED)
+@mostly_slow("name", SHIPPED)
 def test_every_shipped_model_has_a_stand_in_of_as_many_blocks(name):
     model = read_model(name)
     semantics = stand_in_semantics(Semantics(4096, 8, 4, attention=supported_attention(model)[0]))
     small = Model(stand_in_config(model.config))
     workload = build_workload(small, semantics)
-    whole = build_workload(model, Semantics(4096, 8, 4, attention=semantics.attention))
-    assert [b.kind for b in workload.blocks] == [b.kind for b in whole.blocks]
-    assert workload.tied == whole.tied
+    planned = build_workload(model, Semantics(4096, 8, 4, attention=semantics.attention))
+    assert [b.kind for b in workload.blocks] == [b.kind for b in planned.blocks]
+    assert workload.tied == planned.tied
     assert workload.n_params < 2 * 10**6
     Templates(small.config, workload, semantics)  # constructor parameters in transformers
