@@ -8,39 +8,33 @@ from html.parser import HTMLParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from click.testing import CliRunner
-
-from penstock.cli.main import cli
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.show.facts import Facts
 from penstock.planner.show.page import page
 from penstock.run_files import read_logged_run
 from penstock.runtime.plan import PlanFile
+from tests.running import penstock, succeeded
 from tests.strategies import predicted
 
 SLOWER = 1.1  # time of the synthetic run over the prediction
 MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-desktop", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4")
 TOKENS_PER_STEP = 2048
-
-
-def make_plan(path: Path) -> Path:
-    """Write a small plan of the planner."""
-    path.write_bytes(_chosen())
-    return path
+FOLDER = TemporaryDirectory()  # removed at exit
 
 
 @cache
-def _chosen() -> bytes:
-    with TemporaryDirectory() as folder:
-        result = CliRunner().invoke(cli, ["plan", *MODEL, "-o", f"{folder}/plan.json"])
-        assert result.exit_code == 0, result.output
-        return (Path(folder) / "plan.json").read_bytes()
+def planned() -> Path:
+    """Write a small plan of the planner."""
+    succeeded(penstock("plan", *MODEL, "-o", Path(FOLDER.name) / "plan.json"))
+    return Path(FOLDER.name) / "plan.json"
 
 
-def make_run(folder: Path, plan_file: Path) -> Path:
+@cache
+def ran() -> Path:
     """Write the folder of a run of the plan: a timeline, and a log with evaluations and one nonfinite loss."""
-    folder.mkdir(exist_ok=True)
-    plan = PlanFile.read(plan_file).plan
+    folder = Path(FOLDER.name) / "run"
+    folder.mkdir()
+    plan = PlanFile.read(planned()).plan
     prediction = predicted(plan, Profile.from_json(plan.profile))
     last = len(prediction.timeline.step_ends_s) - 1
     spans = [

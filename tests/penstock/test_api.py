@@ -47,7 +47,6 @@ def planned(home: Path, policy: dict[str, Any] | None = DEFERRED) -> "penstock.r
 
 
 def train_new(plan: Any, data: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Train random weights on bytes."""
     return penstock.train(plan, data, from_scratch=True, settings={"tokenizer": "bytes"} | (settings or {}), **options)
 
 

@@ -25,7 +25,6 @@ def refused_by_the_first(outcomes, line, code=2):
 
 @mostly_slow("case", ["settings", "plan", "version"])
 def test_unlike_ranks_are_refused_in_a_line_of_the_first(case, home):
-    """Includes a plan for another number of ranks."""
     second = words(home, planned(home, 4 if case == "plan" else 2), *(["--seed", "7"] if case == "settings" else []))
     older = command_with("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
     outcomes = by_hand([words(home, planned(home, 2)), second], commands=[COMMAND, older if case == "version" else COMMAND])
@@ -40,7 +39,6 @@ def changed(path, old, new):
 
 
 def trained_apart(path):
-    """Change one weight by the smallest amount."""
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int16)[-1, -1] ^= 1
     save_file(tensors, path, metadata={"format": "pt"})
@@ -92,7 +90,6 @@ def test_a_rank_that_reads_something_else_is_named(case, alike, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path):
-    """Control for the rejections above."""
     home = shutil.copytree(alike, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
     outcomes = in_folders(home)
     assert [code for _, code in outcomes] == [0, 0], outcomes

@@ -26,25 +26,15 @@ from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, PlanFile, Semantics
 from penstock.runtime.plan.timeline import Span, Timeline
 from tests.browser import browse, chromium, run_in
-from tests.report_cases import Page, line, make_plan, make_run, page_of, written
+from tests.report_cases import Page, line, page_of, planned, ran, written
 from tests.running import penstock, succeeded
 from tests.strategies import plans, predicted
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\"'&&lt;{{ 7 * 7 }}\u2028\u202e"
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory):
-    return make_plan(tmp_path_factory.mktemp("plan") / "plan.json")
-
-
-@pytest.fixture(scope="module")
-def ran(planned, tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("run"), planned)
-
-
-def test_the_page_has_the_numbers_of_the_claim_and_of_the_run(planned, ran):
-    page, claim = page_of(planned, ran), PlanFile.read(planned).claim
+def test_the_page_has_the_numbers_of_the_claim_and_of_the_run():
+    page, claim = page_of(planned(), ran()), PlanFile.read(planned()).claim
     step_s, p90_s = claim["prediction"]["step_s"], claim["prediction"]["p90_step_s"]
     for seconds in (step_s, claim["prediction"]["p10_step_s"], p90_s, claim["certificate"]["policy_bound_s"], 1.1 * step_s):
         assert f"{seconds * 1e3:.4g} ms" in page.text
@@ -58,8 +48,8 @@ def test_the_page_has_the_numbers_of_the_claim_and_of_the_run(planned, ran):
     assert (training["values"][11], held_out["steps"]) == (None, [10, 20, 30])
 
 
-def test_a_claim_is_shown_if_simulating_confirms_it(planned):
-    file = PlanFile.read(planned)
+def test_a_claim_is_shown_if_simulating_confirms_it():
+    file = PlanFile.read(planned())
     assert "no schedule we can express" not in Page(written(PlanFile(file.plan, None))).text.partition("Terms on this page")[0]
     claim = json.loads(json.dumps(file.claim))
     claim["prediction"]["step_s"] /= 2
@@ -114,9 +104,9 @@ def test_every_kind_of_op_and_every_arena_has_a_colour():
     assert {name for name in held if not re.search(rf'(?<!\w)"?{name}"?: \[', series)} == set()
 
 
-def test_no_name_in_a_file_becomes_a_tag_or_a_script(planned, ran):
-    file = PlanFile.read(planned)
-    run = read_logged_run(ran, file.plan)
+def test_no_name_in_a_file_becomes_a_tag_or_a_script():
+    file = PlanFile.read(planned())
+    run = read_logged_run(ran(), file.plan)
     good = Page(written(file, run))
     claim = json.loads(json.dumps(file.claim))
     claim["certificate"]["binding"] = HOSTILE[:80]
@@ -134,9 +124,9 @@ def test_no_name_in_a_file_becomes_a_tag_or_a_script(planned, ran):
     assert not any(name.startswith("on") or name in ("style", "src", "href") for name in bad.attributes)
 
 
-def test_the_page_asks_for_nothing_and_names_its_only_script(planned, ran):
-    file = PlanFile.read(planned)
-    text = written(file, read_logged_run(ran, file.plan))
+def test_the_page_asks_for_nothing_and_names_its_only_script():
+    file = PlanFile.read(planned())
+    text = written(file, read_logged_run(ran(), file.plan))
     assert not re.findall(r"https?://|//cdn|@import|url\(|\bsrc\s*=|\bhref\s*=|innerHTML|outerHTML|document\.write|eval\(", text)
     page = Page(text)
     policy = next(m["content"] for m in page.meta if m.get("http-equiv") == "Content-Security-Policy")
@@ -149,11 +139,11 @@ def test_the_page_asks_for_nothing_and_names_its_only_script(planned, ran):
 
 
 @pytest.mark.parametrize("value", [0, -1.0, 1e308, 1e-308])
-def test_a_log_of_impossible_numbers_makes_a_page(planned, value):
+def test_a_log_of_impossible_numbers_makes_a_page(value):
     of_step = dict.fromkeys(("loss", "lr", "step_s", "tokens_per_s"), value) | {"tokens": 2048}
     lines = [line({"step": n, **of_step}) for n in range(9)] + [line({"step": 9, "eval_loss": value})]
     run = LoggedRun(Timeline(tuple(Span(0, n, 1.0, 1.0) for n in range(4))), read_log(text.encode() for text in lines))
-    assert "Training" in Page(written(PlanFile.read(planned), run)).text
+    assert "Training" in Page(written(PlanFile.read(planned()), run)).text
 
 
 LONGEST = "tracks[0].rows.get('gpu').pieces.reduce((a, b) => b.to - b.from > a.to - a.from ? b : a)"
@@ -188,9 +178,9 @@ return found;
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
-def test_in_a_browser_every_picture_is_drawn_and_answers(planned, ran, tmp_path):
+def test_in_a_browser_every_picture_is_drawn_and_answers(tmp_path):
     page = tmp_path / "report.html"
-    succeeded(penstock("report", planned, ran, "-o", page))
+    succeeded(penstock("report", planned(), ran(), "-o", page))
     state, problems = run_in(page, USE, width=500)
     assert problems == []
     assert state["fits"]
