@@ -8,7 +8,7 @@ PY_OLDEST := .venv-oldest/bin/python
 # Modules are compiled once, not by each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test soak all test-oldest lint types unit both format tour clean
+.PHONY: demo test all test-oldest lint types unit both format tour clean
 
 demo: .venv/stamp
 	$(PY) demo/demo.py
@@ -24,25 +24,24 @@ lint: .venv/stamp
 types: .venv/stamp
 	$(PY) -m mypy
 
-# One compute thread per worker: the laws are stated for one thread, and two workers fill two cores.
+# One compute thread per worker: bits depend on the number of threads, and two workers fill two cores.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
+THOROUGH = -m "" --hypothesis-profile=thorough
+
 unit: .venv/stamp
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not soak"
+	$(PYTEST)
 
-# What takes long: whole searches, kills by the dozen, and all examples and combinations of which `make test` takes a part.
-soak: .venv/stamp
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m soak
-
-# Both lanes in one run: what their tests share is made once, no test draws a share of its examples first, and no core waits between.
+# All tests, also the slow ones, with all examples of properties.
 all: lint
 	$(MAKE) --no-print-directory -j2 types both
 
 both: .venv/stamp
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
+	$(PYTEST) $(THOROUGH)
 
 # The same tests, the long ones too, with the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Not part of `test`:
 # the usual torch for Linux carries the CUDA libraries, gigabytes to fetch; point pip at an index of CPU builds to avoid it.
 test-oldest: .venv-oldest/stamp
-	OMP_NUM_THREADS=1 $(PY_OLDEST) -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PY_OLDEST) -m pytest -q -n 2 --dist worksteal $(THOROUGH)
 
 format: .venv/stamp
 	$(PY) -m ruff check --fix .

@@ -10,7 +10,7 @@ from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.memory import frame
 from penstock.planner.predict.scaled_profile import Group, faster
-from penstock.planner.search.space import smallest_plans
+from penstock.planner.search.policies import smallest_plans
 from penstock.runtime.plan import Kind, Op, Policy, Semantics
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Model, Workload

@@ -22,7 +22,7 @@ from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
-from penstock.planner.search import choices, evaluate, greedy, neighbours, relax, space
+from penstock.planner.search import choices, evaluation, greedy, neighbours, policies, relax
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.search import search
 from penstock.runtime.errors import DoesNotFitError
@@ -68,25 +68,25 @@ def step_s(cell: Cell, knob: str) -> float | None:
     semantics = Semantics(cell.seq_len, cell.n_tokens // cell.seq_len, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     with ExitStack() as stack:
         if knob:
-            fits, is_made = evaluate.Evaluator.fits, KNOBS[knob]
+            fits, is_made = evaluation.Evaluator.fits, KNOBS[knob]
             stack.enter_context(
-                patch.object(evaluate.Evaluator, "fits", lambda self, policy: not is_made(policy) and fits(self, policy))
+                patch.object(evaluation.Evaluator, "fits", lambda self, policy: not is_made(policy) and fits(self, policy))
             )
         if knob == "boundary_stride":
-            stack.enter_context(patch.object(space, "STRIDES", (1,)))
+            stack.enter_context(patch.object(policies, "STRIDES", (1,)))
         if knob == "save: attention":
             recompute = Block.recompute
             without_attention = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
             stack.enter_context(patch.object(Block, "recompute", without_attention))
         if knob == "offload_blocks":
-            ways_of = space.ways_of
+            ways_of = policies.ways_of
             stay = lambda block, stride: [way for way in ways_of(block, stride) if not way.away]  # noqa: E731
             for room in (relax, choices):
                 stack.enter_context(patch.object(room, "ways_of", stay))
             stack.enter_context(patch.object(neighbours, "WAYS", tuple(way for way in neighbours.WAYS if not way.away)))
             stack.enter_context(patch.object(greedy.Greedy, "_leaving", lambda self, saved: {}))
         if knob == "device_blocks":
-            for room in (relax, choices, neighbours, space):
+            for room in (relax, choices, neighbours, policies):
                 stack.enter_context(patch.object(room, "places_to_stay", lambda plan, profile: []))
         sizes = sizes_of(model, with_kernels(model, semantics, profile), profile)
         try:
@@ -107,8 +107,8 @@ def tight() -> Iterator[Cell]:
         semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
         semantics = with_kernels(model, semantics, profile)
         workload = build_workload(model, semantics)
-        lean = list(space.smallest_plans(model, workload, semantics, profile))
-        for strides in ([1], space.STRIDES):
+        lean = list(policies.smallest_plans(model, workload, semantics, profile))
+        for strides in ([1], policies.STRIDES):
             needs = [n.host_peak_bytes for plan, n in lean if n.fits and plan.policy.boundary_stride in strides]
             if needs:
                 yield Cell(model_name, machine, seq_len, seq_len, round(min(needs) * ENOUGH))

@@ -218,9 +218,6 @@ class Disk(Part):
 
     read_bytes_per_s: Quantity  # alone
     under_copies_bytes_per_s: Quantity | None = None  # while host memory and link are busy; None: as alone
-    # A run writes nothing. These serve the estimate of master weights on a disk.
-    write_bytes_per_s: Quantity | None = None  # sustained, with full caches
-    endurance_bytes: Quantity | None = None  # rated endurance
 
 
 class Price(Part):
@@ -321,14 +318,10 @@ class Profile(Part):
             ((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in stated.items()), author
         )
 
-    def with_disk(self, read: float | None, write: float | None = None, endurance: float | None = None) -> "Profile":
-        """Return the profile with a disk of these rates in bytes/s and this endurance in bytes; None: unchanged."""
-        if read is None and (write or endurance) and self.disk is None:
-            raise ProfileError(f"{self.name}: its profile has no disk; say how fast it is read with --disk-read, too")
-        stated = {"read_bytes_per_s": read, "write_bytes_per_s": write, "endurance_bytes": endurance}
-        base = self if read is None else self.model_copy(update={"disk": None})
-        changes = [("disk", key, n, f"a disk's {key}: {show_bytes(n)}") for key, n in stated.items() if n is not None]
-        return base._stated(changes) if changes else self
+    def with_disk(self, read_bytes_per_s: float) -> "Profile":
+        """Return the profile with a disk of this read rate in place of its own."""
+        key, diskless = "read_bytes_per_s", self.model_copy(update={"disk": None})
+        return diskless._stated([("disk", key, read_bytes_per_s, f"a disk's {key}: {show_bytes(read_bytes_per_s)}")])
 
     def with_prices(self, **prices: float | None) -> "Profile":
         """Return the profile with these prices, by the keys of `Price`; None: unchanged. `usd` is the price of the machine."""

@@ -82,8 +82,6 @@ def plan(
     host_memory_bytes: int | None = None,
     device_memory_bytes: int | None = None,
     disk_read_bytes_per_s: float | None = None,
-    disk_write_bytes_per_s: float | None = None,
-    disk_endurance_bytes: float | None = None,
     kernels: Kernel | None = None,
     deterministic: bool = False,
     clipped_fraction: float | None = None,
@@ -100,8 +98,7 @@ def plan(
     Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
     `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
     `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
-    The other two disk rates estimate master weights on that disk. `loss`: a value of `--loss`, or a function (docs/losses.md).
-    DoesNotFitError names the smallest changes that would fit.
+    `loss`: a value of `--loss`, or a function (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import search_machine
@@ -110,7 +107,8 @@ def plan(
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
     requested = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes)
-    requested = requested.with_disk(disk_read_bytes_per_s, disk_write_bytes_per_s, disk_endurance_bytes)
+    if disk_read_bytes_per_s is not None:
+        requested = requested.with_disk(disk_read_bytes_per_s)
     profile = part_of(requested, gpus, hosts, network_gbit)
     described = read_model(str(model))
     fields = {name: value for name, value in semantics.items() if value is not None}
@@ -167,7 +165,7 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
 
 def _policy(policy: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
     """Return a policy, the name of a baseline system, or None to search."""
-    from penstock.planner.search.space import BASELINES
+    from penstock.planner.search.policies import BASELINES
 
     if isinstance(policy, str) and policy not in BASELINES:
         near = get_close_matches(policy, ["search", *BASELINES], n=1)
@@ -372,7 +370,7 @@ def _data(
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or an object with one")
     from penstock.data.user_batches import UserBatches
-    from penstock.runtime.layers.document_isolation import supports_documents
+    from penstock.model_checks.document_isolation import supports_documents
 
     semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     reason, objective = supports_documents(plan.model.config, semantics), semantics.objective

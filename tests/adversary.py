@@ -23,9 +23,8 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import Footprint, footprint, frame
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.policy_cost import PolicyCost
-from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.space import (
+from penstock.planner.search.evaluation import Evaluator
+from penstock.planner.search.policies import (
     LEAST_SAVED_SLOTS,
     WAYS,
     eager_is_legal,
@@ -35,6 +34,7 @@ from penstock.planner.search.space import (
     staying,
     with_ways,
 )
+from penstock.planner.search.relax import Relaxation
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import refuse_illegal
@@ -389,7 +389,7 @@ def held(case: Cell, policy: Policy, relaxation: Relaxation | None = None) -> li
 
 
 def relaxation_of(case: Cell) -> Relaxation:
-    return Relaxation(PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile)), case.clipped_fraction)
+    return Relaxation(Evaluator(case.model, case.workload, case.semantics, case.profile, case.clipped_fraction))
 
 
 def hill_climb(rng: random.Random, case: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:

@@ -74,8 +74,8 @@ def unread_names(config: dict[str, Any]) -> list[str]:
 
 def meeting(model_type: str) -> str | None:
     """Return the reason why models of this type cannot isolate documents of a packed sequence; None if they can."""
+    from penstock.model_checks.document_isolation import supports_documents
     from penstock.planner.model.workload import supported_attention
-    from penstock.runtime.layers.document_isolation import supports_documents
     from penstock.runtime.plan.workload import Model
     from tests.training import semantics_of
 

@@ -10,7 +10,7 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.predict.cost import costs, region_of
 from penstock.planner.predict.simulate import Prediction, simulate
-from penstock.planner.search.space import Way, with_ways
+from penstock.planner.search.policies import Way, with_ways
 from penstock.runtime.plan import Plan, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_read, can_stay
 from penstock.runtime.plan.optimizer import Optimizer

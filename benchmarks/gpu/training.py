@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.planner.predict.steady_state import WARM_UP_STEPS
+from penstock.planner.predict.abridged import WARM_UP_STEPS
 from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.executor import Execution, execute
 from penstock.runtime.host.memory import DTYPE
@@ -70,7 +70,7 @@ def planned(request: Request, note: Note) -> None:
     timeline = steps.timeline
     times_s = timeline.step_times_s[WARM_UP_STEPS - 1 :]
     step_s = median(times_s)
-    with gzip.open(request.plans / f"{request.stage}.spans.json.gz", "wt") as file:  # for `planner.predict.recalibrate`
+    with gzip.open(request.plans / f"{request.stage}.spans.json.gz", "wt") as file:
         json.dump([astuple(span) for span in timeline.spans], file)
     is_probed, flop = ".probed." in path.name, predicted["model_flop_per_s"] * predicted["step_s"]
     note(

@@ -91,8 +91,8 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 
 def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
     """Return the vocabulary size of a model, and True if it supports document isolation."""
+    from penstock.model_checks.document_isolation import supports_documents
     from penstock.planner.model.config import outlines, read_model, supported_attention
-    from penstock.runtime.layers.document_isolation import supports_documents
     from penstock.runtime.plan import Semantics
 
     if folder is None or not (folder / "config.json").exists():

@@ -58,13 +58,6 @@ class _Plan(Command):
     "[default: the profile's]",
 )
 @click.option(
-    "--disk-write",
-    "disk_write_bytes_per_s",
-    type=BYTES,
-    help="Sustained write rate of the disk in bytes per second: estimates master weights on it.",
-)
-@click.option("--disk-endurance", "disk_endurance_bytes", type=BYTES, help="Rated write endurance of the disk in bytes: 600TB.")
-@click.option(
     "--policy",
     default="search",
     show_default=True,

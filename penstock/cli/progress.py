@@ -8,8 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -19,16 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from penstock.run_config import RunConfigError
-from penstock.runtime.errors import PlanError
 from penstock.runtime.plan.footprint import host_needs, planned_device_needs
 from penstock.runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
-from .outputs import beyond_positions, check_output, json_text, show_table, write_output
+from .outputs import beyond_positions, show_table
 
 if TYPE_CHECKING:
     from penstock.planner.show.facts import Measured
-    from penstock.runtime.plan import Plan
     from penstock.runtime.plan.timeline import Timeline
     from penstock.training.session import Session
     from penstock.training.trainer import Metrics
@@ -173,8 +168,8 @@ class Progress(Bar):
 # -- outcome ---------------------------------------------------------------------------------------------------------
 
 
-def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
-    """Print the final table (predicted, measured, error) and notes. `recalibrate`: file for a corrected profile."""
+def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float]) -> None:
+    """Print the final table (predicted, measured, error) and notes."""
     from penstock.planner.show.facts import measured
 
     measurement = measured(timeline, times_s)
@@ -188,10 +183,8 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
         spread = f"{show_seconds(measurement.p10_step_s)} to {show_seconds(measurement.p90_step_s)}"
         click.echo(f"step: median of {measurement.n_steps} after warm-up, P10 to P90 {spread}")
     error = measurement.step_s / run.prediction.step_s - 1 if run.is_comparable and measurement.n_steps else 0.0
-    for line in _notes(run, error, recalibrate is not None):
+    for line in _notes(run, error):
         click.echo(line)
-    if recalibrate is not None:
-        _recalibrate(run, timeline, recalibrate)
 
 
 def _figures(run: "Session", measurement: "Measured") -> Iterator[Figure]:
@@ -214,16 +207,15 @@ def _figures(run: "Session", measurement: "Measured") -> Iterator[Figure]:
     yield "process, peak", on_host, peak_bytes, show_bytes
 
 
-def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
+def _notes(run: "Session", error: float) -> Iterator[str]:
     """Yield notes on the error of the prediction, on a plan for another machine, and on the files."""
     from penstock.checkpoint.checkpoint import latest
 
     profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
     if abs(error) > REPLAN_ERROR:
         yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
-        if not recalibrates and run.device != "emulated":
-            corrected = f"penstock run {plan} ... --recalibrate profile.json, then penstock plan ... --machine profile.json"
-            yield f"to plan for the machine as it is: {corrected}"
+        if run.device != "emulated":
+            yield "to plan for the machine as it is: penstock probe -o profile.json, then penstock plan ... --machine profile.json"
     if run.device == "emulated":
         yield (
             f"emulated {profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
@@ -237,30 +229,3 @@ def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
     if run.saves:
         yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
     yield f"log: {folder}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"
-
-
-def refuse_to_recalibrate(path: Path, plan_file: Path, plan: "Plan", device: str) -> None:
-    """Reject, before the run, a profile that could not be written or that this machine cannot correct."""
-    if device != "emulated" and plan.profile["device"]["kind"] != device:
-        name = plan.profile["name"]
-        raise RunConfigError(f"--recalibrate corrects the profile of {name}, and this run is on another kind; leave it out")
-    if path.exists() and path.samefile(plan_file):
-        raise RunConfigError(f"--recalibrate {path}: the plan itself would be overwritten; choose another file")
-    check_output(path)
-
-
-def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
-    """Write the profile, corrected by the run, and print the changes."""
-    from penstock.planner.predict.recalibrate import recalibrate
-
-    day = datetime.now(UTC).date().isoformat()
-    try:
-        recalibrated = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.store.device_name())
-    except PlanError as error:  # the run itself is over and saved
-        click.echo(f"no profile written: {on_one_line(str(error))}", err=True)
-        return
-    for line in recalibrated.words():
-        click.echo(line)
-    write_output(path, json_text(recalibrated.profile.to_json()))
-    name = on_one_line(str(path))
-    click.echo(f"profile: {name}   plan with it: penstock plan MODEL --machine {name}")

@@ -19,12 +19,18 @@ from penstock.settings import RunSettings
 from penstock.signals import handled
 
 from .options import PATH, RunCommand, above_0, given_settings, setting_flags
-from .progress import Preparing, Progress, overview, refuse_to_recalibrate, show_outcome, show_overview
+from .progress import Preparing, Progress, overview, show_outcome, show_overview
 
 if TYPE_CHECKING:
     from penstock.training.session import Session
 
 STATES = "checkpoint-*/trainer_state.json"
+
+
+def _refuse_to_recalibrate(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    if path is not None:
+        measure = f"measure the machine with penstock probe -o {on_one_line(str(path))}"
+        raise click.UsageError(f"--recalibrate is no longer available: rates fitted to one run predicted others worse; {measure}")
 
 
 @click.command("run", cls=RunCommand)
@@ -33,7 +39,7 @@ STATES = "checkpoint-*/trainer_state.json"
 @setting_flags
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint in --out.")
 @click.option("--resume-from", metavar="CHECKPOINT", help="Resume from this one, as checkpoint-20.")
-@click.option("--recalibrate", type=PATH, metavar="FILE.json", help="Write the machine's profile, corrected by this run.")
+@click.option("--recalibrate", type=PATH, metavar="FILE.json", hidden=True, expose_value=False, callback=_refuse_to_recalibrate)
 @click.option(
     "--time-scale",
     type=above_0(1e6),
@@ -47,7 +53,6 @@ def run(
     config: Path | None,
     resume: bool,
     resume_from: str | None,
-    recalibrate: Path | None,
     time_scale: float | None,
     **flags: Any,
 ) -> None:
@@ -66,11 +71,11 @@ def run(
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
             raise click.UsageError(f"no checkpoint in {settings.out}, but some next to {config}; give --out {config.parent}")
         session_options = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
-        code = _run(settings, session_options, recalibrate, report)
+        code = _run(settings, session_options, report)
     ctx.exit(code)
 
 
-def _run(settings: RunSettings, session_options: dict[str, Any], recalibrate: Path | None, report: Preparing) -> int:
+def _run(settings: RunSettings, session_options: dict[str, Any], report: Preparing) -> int:
     """Start the ranks of a run, or run as one rank. Return the exit code."""
     path = settings.plan or ""
     try:
@@ -85,18 +90,16 @@ def _run(settings: RunSettings, session_options: dict[str, Any], recalibrate: Pa
             assign_device_and_cores(settings.device)
         from penstock.training.device import device_of
         from penstock.training.follower import follow  # imports torch, so only after the plan is read and a GPU is chosen
-        from penstock.training.session import checked, open_session
+        from penstock.training.session import open_session
 
         device = device_of(settings.device)
         with joined(settings, file.plan, device) as ranks:
             if ranks is not None and ranks.rank > 0:
                 report.stop()
                 return follow(settings, file, device, ranks)
-            if recalibrate is not None:
-                refuse_to_recalibrate(recalibrate, Path(path), checked(file, path).plan, device)
             with open_session(settings, file, path, report=report, ranks=ranks, **session_options) as session:
                 report.stop()
-                return _train(session, settings, file, recalibrate)
+                return _train(session, settings, file)
     except GoneError as error:
         return error.exit_code
     except RanksError:
@@ -105,7 +108,7 @@ def _run(settings: RunSettings, session_options: dict[str, Any], recalibrate: Pa
         raise
 
 
-def _train(session: "Session", run_settings: RunSettings, file: PlanFile, recalibrate: Path | None) -> int:
+def _train(session: "Session", run_settings: RunSettings, file: PlanFile) -> int:
     """Perform the steps and show the outcome. Return the exit code. Settings are written as given, without the defaults of the
     plan's optimizer, so that a resume with another optimizer gets its default rate."""
     from penstock.training.run_folder import write_settings
@@ -130,7 +133,7 @@ def _train(session: "Session", run_settings: RunSettings, file: PlanFile, recali
         click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
         return 128 + signal.SIGINT if signal.SIGINT in received else 0  # after SIGTERM or SIGHUP, saving is success
     if session.first_step < n_steps:
-        show_outcome(session, timeline, times_s, recalibrate)
+        show_outcome(session, timeline, times_s)
     return 0
 
 

@@ -15,12 +15,12 @@ from penstock.checkpoint.packed_base import packed_base
 from penstock.data.data import Report, RunData, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
+from penstock.model_checks.document_isolation import supports_documents
 from penstock.planner.model.config import download
 from penstock.planner.model.workload import read_model
 from penstock.run_config import RunConfigError
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
 from penstock.runtime.host.slabs import give_back_freed
-from penstock.runtime.layers.document_isolation import supports_documents
 from penstock.runtime.layers.meta_models import difference
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan

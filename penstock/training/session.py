@@ -17,6 +17,7 @@ from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, no_report, required_format
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
+from penstock.model_checks.self_test import self_test
 from penstock.planner.check.check import check
 from penstock.planner.check.claim import check_origin
 from penstock.planner.lower.lower import lower
@@ -49,7 +50,6 @@ from .rank0 import Leader, begin, wait_for_others
 from .references import attach_base_reference, attach_reference, sets_with_reference, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import Rates, learning_rates
-from .self_test import self_test
 
 
 @dataclass(frozen=True, slots=True)

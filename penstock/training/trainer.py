@@ -13,7 +13,7 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Saver
-from penstock.planner.predict.steady_state import WARM_UP_STEPS
+from penstock.planner.predict.abridged import WARM_UP_STEPS
 from penstock.run_config import RunConfigError
 from penstock.runtime.errors import CheckpointError, PenstockError
 from penstock.runtime.executor import Execution, OpError, Step, Stop

@@ -31,7 +31,7 @@ class Bound:
 
 def places_to_stay(plan: Setup, profile: Profile) -> list[int]:
     """Blocks that may keep their state on the device. Empty if device and host share one memory, if the host sums gradients, or if
-    weights are frozen: the policy family then fixes the choice (`space.py`)."""
+    weights are frozen: the policy family then fixes the choice (`policies.py`)."""
     is_free = plan.reduced and plan.workload.trains_all
     return can_stay(plan.workload, plan.semantics) if is_free and not shares_memory(profile) else []
 

@@ -17,11 +17,11 @@ from penstock.planner.lower.arenas import arenas_of
 from penstock.planner.model.config import shipped_model, shipped_models
 from penstock.planner.model.workload import build_workload
 from penstock.planner.search.claim import SAME_FRACTION, Claim
-from penstock.planner.search.evaluate import Evaluator
+from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.micro_batch import sizes_of
+from penstock.planner.search.policies import families
 from penstock.planner.search.result import Bounds, SearchResult, result_of
 from penstock.planner.search.search import search
-from penstock.planner.search.space import families
 from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.plan import Plan
 from penstock.runtime.units import on_one_line

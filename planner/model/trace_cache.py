@@ -17,7 +17,7 @@ from penstock.runtime.files import read_whole, write_whole
 
 MAX_BYTES = 64 * 2**20
 folder: ContextVar[Path | None] = ContextVar("folder", default=None)  # None: no cache
-_ROOMS = ("planner/model", "planner/lower", "training", "runtime")  # folders of the package that affect traces
+_ROOMS = ("planner/model", "planner/lower", "model_checks", "runtime")  # folders of the package that affect traces
 OUTLINES = frozenset({"attention", "outlines"})  # as the files of `planner/outlines`
 
 

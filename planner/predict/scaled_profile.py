@@ -59,7 +59,7 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "latency between devices": (Group.LAUNCH, ("peers.latency_s",)),
     "exchange between hosts": (Group.NETWORK, ("network.bytes_per_s",)),
     "latency between hosts": (Group.LAUNCH, ("network.latency_s",)),
-    "reads from a disk": (Group.DISK, tuple(f"disk.{mode}_bytes_per_s" for mode in ("read", "under_copies", "write"))),
+    "reads from a disk": (Group.DISK, tuple(f"disk.{mode}_bytes_per_s" for mode in ("read", "under_copies"))),
 }
 
 

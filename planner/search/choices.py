@@ -20,9 +20,9 @@ from penstock.runtime.plan.legality import can_square
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import BlockKind, Saved
 
+from .evaluation import Evaluator, Numbers
 from .neighbours import Omission
-from .policy_cost import Numbers, PolicyCost
-from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
+from .policies import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
 
@@ -64,22 +64,21 @@ def _squared(policy: Policy, blocks: Sequence[int]) -> Policy:
 
 
 class Choices:
-    """Variables of the program. The objective is the mean step: a share `clipped_fraction` of steps repeats its early updates."""
+    """Variables of the program. The objective is the mean step: the share `clipped_fraction` of steps repeats its early updates."""
 
     def __init__(
         self,
-        costs: PolicyCost,
+        evaluator: Evaluator,
         smallest: Policy,
         family: Family,
         prefetch_depth: int | None,
         saved_slots: int | None,
-        clipped_fraction: float | None,
     ) -> None:
-        self.costs, self.smallest, self.plan, self.group = costs, smallest, costs.plan(smallest), family.groups[-1]
-        self.workload, self.classes = costs.workload, costs.workload.classes
-        self.n_groups = -(-costs.semantics.n_micro_batches // family.accumulation_group)
+        self.evaluator, self.smallest, self.plan, self.group = evaluator, smallest, evaluator.setup(smallest), family.groups[-1]
+        self.workload, self.classes = evaluator.workload, evaluator.workload.classes
+        self.n_groups = -(-evaluator.semantics.n_micro_batches // family.accumulation_group)
         self.layers = [i for i, b in enumerate(self.classes) if self.workload.blocks[b[0]].kind is BlockKind.LAYER]
-        p, n_layers, often = Program(), self.workload.n_layers, clipped_fraction
+        p, n_layers, often = Program(), self.workload.n_layers, evaluator.clipped_fraction
         self.program = p
         self.step = p.variable(0, inf, integer=False, cost=1 - (often or 0.0))
         self.clipped_step = p.variable(0, inf, integer=False, cost=often or 0.0)
@@ -98,8 +97,8 @@ class Choices:
         self.resident, self.spilled, self.early_updated, self.squared, self.staying = [dict[int, Choice]() for _ in range(5)]
         self.on_disk, self.read_once = dict[int, Choice](), dict[int, Choice]()
         trains_all, deferred = self.workload.trains_all, family.update is Update.DEFERRED
-        may_square = can_square(self.workload, costs.semantics) if self.plan.reduced and trains_all else range(0)
-        self.may_stay = places_to_stay(self.plan, costs.cost.profile) if deferred else []
+        may_square = can_square(self.workload, evaluator.semantics) if self.plan.reduced and trains_all else range(0)
+        self.may_stay = places_to_stay(self.plan, evaluator.profile) if deferred else []
         spills = can_spill(self.workload) if family.boundary_stride == 1 else ()
         for i, blocks in enumerate(self.classes):
             b = blocks[0]
@@ -108,9 +107,9 @@ class Choices:
                 for way in ways if b >= self.workload.first_trained else ways[:1]:
                     self.saving[i, way] = self._choice(blocks, _saving(way))
             self.resident[i] = self._choice(blocks, _added("resident_blocks"))
-            if b in disk_layers(costs.semantics, self.workload, costs.profile):
+            if b in disk_layers(evaluator.semantics, self.workload, evaluator.profile):
                 self.on_disk[i] = self._choice(blocks, _added("disk_blocks"))
-                if costs.plan(_read_once(smallest, (b,))).stays_loaded(b):
+                if evaluator.setup(_read_once(smallest, (b,))).stays_loaded(b):
                     self.read_once[i] = self._choice(blocks, _read_once)
             if can := [b for b in blocks if b in spills]:
                 self.spilled[i] = self._choice(can, _added("spill_blocks"))
@@ -190,7 +189,7 @@ class Choices:
 
     def within_memory(self) -> None:
         """Add one memory constraint for the device and one for the host, in shares of capacity."""
-        p, blocks, needs = self.program, self.workload.blocks, self.costs.needs(self.smallest)
+        p, blocks, needs = self.program, self.workload.blocks, self.evaluator.needs(self.smallest)
         capacities = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
         rows: tuple[dict[int, float], dict[int, float]] = ({}, {})
 
@@ -221,7 +220,7 @@ class Choices:
             for number in [self.more_slots[saved] for saved, leaving in self.leaving.items() if leaving is group and slots]:
                 add(number, (min(n_bytes for _, n_bytes in slots) / self.smallest.saved_slots, 0.0))
         staying_one = [(choice.used, choice.treated(self.smallest, choice.blocks[:1])) for choice in self.staying.values()]
-        transients = [(used, float(self.costs.plan(policy).other_transient_bytes)) for used, policy in staying_one]
+        transients = [(used, float(self.evaluator.setup(policy).other_transient_bytes)) for used, policy in staying_one]
         for (i, way), choice in self.saving.items():
             again = blocks[self.classes[i][0]].recompute(way.saved)
             assert again is not None, "the block has this way of saving"
@@ -234,7 +233,7 @@ class Choices:
 
     def _bytes(self) -> list[list[list[int]]]:
         """Result of `_asked_bytes`, interpolated: memory is affine in the group size if the step has several groups."""
-        smallest, known, n = replace(self.smallest, gradient_slots=1), self.costs.asked_bytes, self.smallest.accumulation_group
+        smallest, known, n = replace(self.smallest, gradient_slots=1), self.evaluator.asked_bytes, self.smallest.accumulation_group
         sizes = (n,) if n < 3 or self.plan.reduced else (1, 2)
         of_sizes = [replace(smallest, accumulation_group=size) for size in sizes]
         for policy in of_sizes:
@@ -248,10 +247,10 @@ class Choices:
         choices that share slots, two rows per choice: bytes of one more block, and of the first block."""
 
         def difference(policy: Policy, than: Policy) -> list[int]:
-            return [b - a for a, b in zip(self.costs.peaks(than), self.costs.peaks(policy), strict=True)]
+            return [b - a for a, b in zip(self.evaluator.peaks(than), self.evaluator.peaks(policy), strict=True)]
 
         per_slot = difference(replace(smallest, prefetch_depth=smallest.prefetch_depth + 1), smallest)
-        result = [[[*self.costs.peaks(smallest)], per_slot, difference(_squared(smallest, ()), smallest)]]
+        result = [[[*self.evaluator.peaks(smallest)], per_slot, difference(_squared(smallest, ()), smallest)]]
         for group in self.sharing:
             of_group = list[list[int]]()
             for choice in group:

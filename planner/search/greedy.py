@@ -14,8 +14,19 @@ from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
 from penstock.runtime.plan.footprint import device_needs
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
-from .policy_cost import PolicyCost
-from .space import Way, can_spill, disk_layers, eager_is_legal, evenly, fill_device, max_fitting, mixed_options, staying, with_ways
+from .evaluation import Evaluator
+from .policies import (
+    Way,
+    can_spill,
+    disk_layers,
+    eager_is_legal,
+    evenly,
+    fill_device,
+    max_fitting,
+    mixed_options,
+    staying,
+    with_ways,
+)
 
 BUFFERS = ((2, 2), (1, 1))  # (prefetch depth, gradient slots); the first that fit
 # Largest group that offloads saved activations: with more micro-batches, one layer fills the slots and others wait.
@@ -36,9 +47,9 @@ class _Upgrade:
 class Greedy:
     """Greedy policies of one workload."""
 
-    def __init__(self, costs: PolicyCost) -> None:
-        self.costs, self.workload, self.semantics, self.profile = costs, costs.workload, costs.semantics, costs.profile
-        self.cost = costs.cost
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator, self.workload, self.cost = evaluator, evaluator.workload, evaluator.cost
+        self.semantics, self.profile = evaluator.semantics, evaluator.profile
 
     def policies(self) -> list[Policy]:
         """Return the greedy policies that fit."""
@@ -65,7 +76,7 @@ class Greedy:
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
                 result[one_by_one] = None
         # State of the first blocks on the device, as many as fit next to the smallest policy
-        one_group = self.costs.plan(Policy(accumulation_group=n, update=Update.DEFERRED))
+        one_group = self.evaluator.setup(Policy(accumulation_group=n, update=Update.DEFERRED))
         stay = fill_device(one_group, self.profile)[0].policy.device_blocks
         if stay and (with_state := self._filled(n, spills=False, stay=stay)[0]) is not None:
             result[with_state] = None
@@ -77,7 +88,9 @@ class Greedy:
         block, layers = self.workload.blocks[first], range(first, self.workload.n_layers + 1)
         if not layers or any(self.workload.blocks[b].recompute(saved) is None for b in layers):
             return {}
-        plan = self.costs.plan(with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)}))
+        plan = self.evaluator.setup(
+            with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)})
+        )
         offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, first, 0)).uncontended_s
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
@@ -104,12 +117,12 @@ class Greedy:
         of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
         of_group = staying(of_group, stay) if stay else of_group
         bases = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in BUFFERS)
-        base = next((base for base in bases if self.costs.needs(base).fits), None)
+        base = next((base for base in bases if self.evaluator.needs(base).fits), None)
         if base is None:
             return None, False
         blocks.sort(key=lambda b: b not in base.disk_blocks)  # disk blocks first: resident ones are read only once
         blocks = [b for b in blocks if b not in base.disk_blocks or mixed]
-        framed = self.costs.plan(base)
+        framed = self.evaluator.setup(base)
         of_others = (upgrade for upgrade in self._upgrades(base) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
         n = max_fitting(len(upgrades) + len(blocks), lambda n: self._fits(framed, _upgraded(base, upgrades, blocks, n)))
@@ -117,7 +130,7 @@ class Greedy:
 
     def _with_disk(self, policy: Policy) -> Policy:
         """Place the fewest layers on the disk that make the host memory sufficient; unchanged without a disk."""
-        may_read, needs = disk_layers(self.semantics, self.workload, self.profile), self.costs.needs
+        may_read, needs = disk_layers(self.semantics, self.workload, self.profile), self.evaluator.needs
         if not may_read or not needs(policy).short_host_bytes:
             return policy
         several = range(1, len(may_read))

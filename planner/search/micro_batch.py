@@ -13,7 +13,7 @@ from penstock.runtime.plan.workload import Model, Workload
 from penstock.runtime.units import GB
 
 from .claim import CUT
-from .space import families, smallest_plans
+from .policies import families, smallest_plans
 
 LEAST_FRACTION = 0.6  # of device memory; if one sequence needs more, tiles are used
 MUCH_FRACTION = 0.02  # of device memory: logits above it justify a smaller tile

@@ -16,7 +16,18 @@ from penstock.runtime.plan.legality import can_read, refuse_illegal
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Saved
 
-from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, equivalent_sizes, evenly, speculated, staying, with_ways
+from .policies import (
+    LEAST_SAVED_SLOTS,
+    WAYS,
+    Way,
+    can_spill,
+    eager_is_legal,
+    equivalent_sizes,
+    evenly,
+    speculated,
+    staying,
+    with_ways,
+)
 
 STEPS, SAVED_STEPS = (1, -1, 2, -2, 4), (1, -1, 2)  # slots to add or remove
 EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks to add or remove, and shares of all blocks

@@ -16,13 +16,12 @@ from penstock.planner.bounds.facets import Array, Facets
 from penstock.planner.bounds.integer import Rows
 from penstock.planner.bounds.reasons import Subject, reasons
 from penstock.planner.bounds.work import Buffers, Groups, Work, WorkCache, least_slots, n_passing, until_each_block_s
-from penstock.planner.predict.cost import CostModel
 from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
 from .choices import Choices
+from .evaluation import Evaluator
 from .neighbours import Omission
-from .policy_cost import PolicyCost
-from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
+from .policies import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
@@ -45,10 +44,8 @@ class Relaxation:
     The largest usual prefetch depth and number of gradient slots also represent all larger values.
     """
 
-    def __init__(self, costs: PolicyCost, clipped_fraction: float | None) -> None:
-        self.clipped_fraction = clipped_fraction
-        self._costs = costs
-        self._clipped_works = WorkCache(CostModel(costs.profile, clipped=True))
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator, self._clipped_works = evaluator, WorkCache(evaluator.clipped_cost)
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
         self.known: dict[_Part, Relaxed | None] = {}
         self._programs: dict[_Part, tuple[Choices, float]] = {}  # programs with only a linear bound so far
@@ -81,9 +78,9 @@ class Relaxation:
         nothing else, so compute is equal except for unpacking, of which resident layers have the least. If the host sums
         micro-batches, no choice reduces the work on gradients."""
         smallest = family.policy()
-        plan, facets = self._costs.bare_plan(smallest), self._facets_of(smallest)
-        staying = self._costs.bare_plan(replace(smallest, resident_blocks=tuple(range(len(plan.workload.blocks)))))
-        computing_s = busy_s(staying, self._costs.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
+        plan, facets = self._evaluator.bare_setup(smallest), self._facets_of(smallest)
+        staying = self._evaluator.bare_setup(replace(smallest, resident_blocks=tuple(range(len(plan.workload.blocks)))))
+        computing_s = busy_s(staying, self._evaluator.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
         if plan.reduced:
             return computing_s
         groups, equal_blocks = Groups.from_plan(plan, family.groups), plan.blocks_alike.items()
@@ -107,12 +104,12 @@ class Relaxation:
     ) -> tuple[Choices, float]:
         """Build the program. Return its choices and the seconds of its time unit."""
         smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
-        choices = Choices(self._costs, smallest, family, prefetch_depth, saved_slots, self.clipped_fraction)
+        choices = Choices(self._evaluator, smallest, family, prefetch_depth, saved_slots)
         facets, groups = self._facets_of(smallest), Groups.from_plan(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
         width = 1 + len(choices.program.cost) + n_longest
-        of_family = self._costs.family_work
+        of_family = self._evaluator.family_work
         if family not in of_family:  # consecutive calls usually differ in buffers only
             of_family.clear()
             of_family[family] = [self._work(smallest, choices, groups, width, step == choices.clipped_step) for step in steps]
@@ -127,24 +124,24 @@ class Relaxation:
 
     def _facets_of(self, smallest: Policy) -> Facets:
         """Facets valid for every policy that sums gradients on the same side and trains the same blocks on the device."""
-        plan = self._costs.plan(smallest)
+        plan = self._evaluator.setup(smallest)
         key = (plan.reduced, smallest.device_blocks)
         if key not in self._facets:
-            self._facets[key] = self._costs.works.facets((plan, *self._variants(plan)))
+            self._facets[key] = self._evaluator.works.facets((plan, *self._variants(plan)))
         return self._facets[key]
 
     def _variants(self, plan: Setup) -> Iterator[Setup]:
         """Yield policies with ops that `plan` lacks, or with other demands on shared resources."""
-        plan_of, smallest = self._costs.plan, replace(plan.policy, boundary_stride=1)
+        plan_of, smallest = self._evaluator.setup, replace(plan.policy, boundary_stride=1)
         if plan.workload.n_layers > 1:
             yield plan_of(replace(smallest, spill_blocks=can_spill(plan.workload)))
             yield plan_of(replace(smallest, boundary_stride=2))
         if plan.reduced and plan.workload.trains_all:
             yield plan_of(replace(smallest, square_on_device=True))
-            yield plan_of(staying(smallest, places_to_stay(plan, self._costs.profile)))
-        if blocks := disk_layers(plan.semantics, plan.workload, self._costs.profile):
+            yield plan_of(staying(smallest, places_to_stay(plan, self._evaluator.profile)))
+        if blocks := disk_layers(plan.semantics, plan.workload, self._evaluator.profile):
             yield plan_of(replace(smallest, disk_blocks=blocks))
-        of_cpu = self._costs.profile.device.kind == "cpu"
+        of_cpu = self._evaluator.profile.device.kind == "cpu"
         for b, *_ in plan.workload.classes:
             for way in ways_of(plan.workload.blocks[b], 1) if 0 < b <= plan.workload.n_layers else ():
                 if way.away or of_cpu:
@@ -168,14 +165,14 @@ class Relaxation:
         return total
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
-        works = self._clipped_works if clipped else self._costs.works
-        return works.of_block(self._costs.bare_plan(policy), facets, block, groups)
+        works = self._clipped_works if clipped else self._evaluator.works
+        return works.of_block(self._evaluator.bare_setup(policy), facets, block, groups)
 
     def _subject(
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
     ) -> Subject:
         plan, smallest = choices.plan, choices.smallest
-        n_slots = plan.workload.n_layers * self._costs.semantics.n_micro_batches  # one slot per gradient
+        n_slots = plan.workload.n_layers * self._evaluator.semantics.n_micro_batches  # one slot per gradient
         if gradient_slots is not None and gradient_slots < max(GRADIENT_SLOTS):
             n_slots = gradient_slots
         n_loads, n_staying = rows.variable(choices.depth), np.zeros(rows.width)
@@ -196,7 +193,7 @@ class Relaxation:
         of_class = [(blocks, self._of_block(smallest, blocks[0], groups, facets, False)) for blocks in choices.classes]
         of_block = {b: work for blocks, work in of_class for b in blocks}
         if family.update is Update.DEFERRED:
-            for seconds in until_each_block_s(plan, self._costs.cost, of_block, choices.may_stay):
+            for seconds in until_each_block_s(plan, self._evaluator.cost, of_block, choices.may_stay):
                 one_block.append(sooner.copy())
                 one_block[-1][0] = seconds
         passing = n_passing(family.groups[-1], n_saved)

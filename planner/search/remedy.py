@@ -19,10 +19,10 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import ITEM_BYTES, Model, Workload
 from penstock.runtime.units import GB
 
-from .evaluate import Evaluator
+from .evaluation import Evaluator
 from .greedy import Greedy
 from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
-from .space import policy_of, smallest_plans
+from .policies import policy_of, smallest_plans
 
 # Optimizers in order of decreasing state
 _MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
@@ -80,8 +80,8 @@ class Request:
         if (fixed := policy_of(self.fixed, self.semantics, workload)) is not None:
             return self.semantics.tokens_per_step / evaluator.step_s(fixed)
         smallest = (plan.policy for plan, needs in smallest_plans(self.model, workload, self.semantics, self.profile) if needs.fits)
-        policies = Greedy(evaluator.costs).policies() or list(smallest)
-        return self.semantics.tokens_per_step / evaluator.step_s(min(policies, key=evaluator.costs.bound_s))
+        policies = Greedy(evaluator).policies() or list(smallest)
+        return self.semantics.tokens_per_step / evaluator.step_s(min(policies, key=evaluator.bound_s))
 
     def needs(self) -> Iterator[Footprint]:
         """Yield the memory needs of the fixed policy, or of each smallest one; nothing if it is illegal or its plan too long."""

@@ -16,7 +16,7 @@ from penstock.runtime.plan.region import Resource
 from penstock.runtime.plan.workload import Block
 
 from .claim import Certificate, Claim, Predicted, arithmetic
-from .evaluate import MAX_STEPS, Evaluator
+from .evaluation import MAX_STEPS, Evaluator
 
 ROUNDING = 1 - 1e-9  # tolerance for sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource that is busy for this share of the step is the bottleneck

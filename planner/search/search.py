@@ -1,7 +1,7 @@
 """Search over sizes and policies: the fastest plan found, and a lower bound on all others.
 
 Every free size (micro-batch and tiles) is bounded, first for any schedule (`planner/bounds/machine.py`), then by the relaxations of
-its families. A few policies are simulated for sizes that can still win. The most promising sizes are searched (`branch.py`); the
+its families. A few policies are simulated for sizes that can still win. The most promising sizes are searched (`tree.py`); the
 others keep their bounds.
 """
 
@@ -16,14 +16,14 @@ from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.legality import refuse_illegal
 from penstock.runtime.plan.workload import Model
 
-from .branch import CLOSE_FRACTION, Tree
 from .claim import CUT
-from .evaluate import Evaluator, without_collection
+from .evaluation import Evaluator, without_collection
 from .greedy import Greedy
 from .micro_batch import Size, cuts, sizes_of, uncut
+from .policies import BASELINES, baseline, eager_is_legal, family_of, policy_of, smallest_plans
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
 from .result import ROUNDING, Bounds, SearchResult, result_of
-from .space import BASELINES, baseline, eager_is_legal, family_of, policy_of, smallest_plans
+from .tree import CLOSE_FRACTION, Tree
 
 STARTS = 3  # number of greedy starting policies, by lowest bound
 MOST_SEARCHED = 2  # number of sizes to search in addition to the one with the lowest bound; others only if none of these fits
@@ -95,7 +95,7 @@ class _Sizes:
 
     def __init__(self, evaluators: Sequence[Evaluator]) -> None:
         self.evaluators = evaluators
-        self.machine_s = [machine_bound(evaluator.costs.plan(Policy()), evaluator.cost).seconds for evaluator in evaluators]
+        self.machine_s = [machine_bound(evaluator.setup(Policy()), evaluator.cost).seconds for evaluator in evaluators]
         self.bounds_s = dict.fromkeys(range(len(evaluators)), inf)
         self.trees: dict[int, Tree] = {}
         self.first_s: dict[int, float] = {}  # step times of the first policies
@@ -163,7 +163,7 @@ def _of_any_cut_s(evaluator: Evaluator, free: frozenset[str]) -> float:
         for sized, workload in sizes_of(evaluator.model, evaluator.semantics, unsplit, free)
     ]
     trees = [Tree(evaluator) for evaluator in evaluators]
-    ready = [(machine_bound(e.costs.plan(Policy()), e.cost).seconds, 0, i) for i, e in enumerate(evaluators)]
+    ready = [(machine_bound(e.setup(Policy()), e.cost).seconds, 0, i) for i, e in enumerate(evaluators)]
     heapq.heapify(ready)
     while ready[0][1] < 2:
         bound_s, n_relaxed, i = ready[0]
@@ -180,8 +180,8 @@ def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | No
 def _starts(evaluator: Evaluator) -> list[Policy]:
     """Starting policies: schedules of other systems, and greedy ones."""
     baselines = [baseline(name, evaluator.semantics, evaluator.workload) for name in BASELINES]
-    likely = [policy for policy in Greedy(evaluator.costs).policies() if not evaluator.is_too_long(policy)]
-    return [*sorted(likely, key=evaluator.costs.bound_s)[:STARTS], *filter(evaluator.fits, baselines)]
+    likely = [policy for policy in Greedy(evaluator).policies() if not evaluator.is_too_long(policy)]
+    return [*sorted(likely, key=evaluator.bound_s)[:STARTS], *filter(evaluator.fits, baselines)]
 
 
 def _assert_bounded(tree: Tree, best: Policy) -> None:
@@ -212,8 +212,8 @@ def _fixed_policy(evaluators: Sequence[Evaluator], fixed: Policy | str, free: fr
     if not policies:
         assert refused is not None
         raise refused
-    needs = {i: evaluators[i].costs.needs(policy) for i, policy in policies.items()}
-    bounds_s = {i: evaluators[i].costs.bound_s(policy) for i, policy in policies.items() if needs[i].fits}
+    needs = {i: evaluators[i].needs(policy) for i, policy in policies.items()}
+    bounds_s = {i: evaluators[i].bound_s(policy) for i, policy in policies.items() if needs[i].fits}
     if not bounds_s:
         last = evaluators[-1]
         raise does_not_fit(Request(last.model, last.semantics, last.profile, fixed, free), [*needs.values()][-1:])

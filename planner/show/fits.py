@@ -18,10 +18,10 @@ from penstock.planner.bounds.bounds import busy_s
 from penstock.planner.model.config import library_kernels, shipped_models
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
-from penstock.planner.search.evaluate import Evaluator, without_collection
+from penstock.planner.search.evaluation import Evaluator, without_collection
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import Size, possible_sizes
-from penstock.planner.search.space import smallest_plans
+from penstock.planner.search.policies import smallest_plans
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
@@ -147,27 +147,27 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
         best = candidate(model, profile, semantics).speed
         assert best is not None, f"{model.name} fits {profile.name}"
         return best.predicted.tokens_per_s, best.predicted.host_peak_bytes * profile.n_hosts // semantics.ranks
-    evaluators = [Evaluator(model, workload, sized, profile, None) for sized, workload in sizes]
+    evaluators = [Evaluator(model, workload, sized, profile) for sized, workload in sizes]
     # The smallest tiles of each micro-batch except the largest: they cost little and save the most memory
     by_size = {e.semantics.micro_batch: e for e in evaluators[:N_ESTIMATED]}
-    likely = [(e, policy) for e in dict.fromkeys([evaluators[0], *by_size.values()]) for policy in Greedy(e.costs).policies()]
+    likely = [(e, policy) for e in dict.fromkeys([evaluators[0], *by_size.values()]) for policy in Greedy(e).policies()]
     if not likely:  # only the smallest policies fit
         smallest = ((e, smallest_plans(model, e.workload, e.semantics, profile)) for e in evaluators)
         likely = [(e, plan.policy) for e, plans in smallest for plan, needs in plans if needs.fits]
     evaluator, policy = lowest(likely)
-    return semantics.tokens_per_step / evaluator.step_s(policy), evaluator.costs.needs(policy).host_peak_bytes
+    return semantics.tokens_per_step / evaluator.step_s(policy), evaluator.needs(policy).host_peak_bytes
 
 
 def lowest(likely: Sequence[tuple[Evaluator, Policy]]) -> tuple[Evaluator, Policy]:
     """Policy with the lowest bound. Bounds are slow, so they are only computed for policies with a busiest lane below the best
     bound."""
-    busy = [(max(busy_s(e.costs.plan(policy), e.cost).values()), i) for i, (e, policy) in enumerate(likely)]
+    busy = [(max(busy_s(e.setup(policy), e.cost).values()), i) for i, (e, policy) in enumerate(likely)]
     best_s, best = inf, 0
     for floor_s, i in sorted(busy):
         if floor_s > best_s:
             break
         evaluator, policy = likely[i]
-        best_s, best = min((best_s, best), (evaluator.costs.bound_s(policy), i))
+        best_s, best = min((best_s, best), (evaluator.bound_s(policy), i))
     return likely[best]
 
 

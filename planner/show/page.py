@@ -16,9 +16,9 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from penstock.planner.predict.abridged import N_KEPT, abridged, abridged_plan
 from penstock.planner.predict.cost import region_of
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.predict.steady_state import N_KEPT, abridged, abridged_plan
 from penstock.runtime.units import show_bytes, show_count, show_duration, show_rate
 
 from . import report_lines

@@ -6,10 +6,9 @@ from textwrap import shorten
 from typing import NamedTuple
 
 from penstock.hwprofiles.quantity import BASES
-from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.provenance import Provenance
 from penstock.planner.search.claim import CUT, Claim, Predicted
-from penstock.runtime.plan import Lane, Plan
+from penstock.runtime.plan import Lane
 from penstock.runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
@@ -109,8 +108,6 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
             "forward",
             f"a pass that writes log-probabilities: {forward.n_sequences:,} sequences in {pace}, {rate:,.0f} tokens/s; {bound}",
         )
-    if (masters := on_disk(f.plan, f.profile, f.step_s)) is not None:
-        yield "masters", masters
     if f.n_tokens is not None:
         yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
@@ -127,22 +124,6 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
         yield "note", "the steps reach no steady state: the prediction is the mean of the last simulated ones"
     if f.plan.semantics.ranks > 1 and f.profile.peers is None:
         yield "GPUs", ALONE
-
-
-def on_disk(plan: Plan, profile: Profile, step_s: float) -> str | None:
-    """Estimate masters and moments on a disk, which no run supports: bytes, time and wear. None if the profile has no write rate
-    and no endurance."""
-    n_bytes, disk = plan.semantics.state_bytes * plan.workload.n_trained, profile.disk
-    if disk is None or not (disk.write_bytes_per_s or disk.endurance_bytes):
-        return None
-    texts = [f"in memory: on the disk, {show_bytes(n_bytes)} would be read and written in every step"]
-    if disk.write_bytes_per_s is not None:
-        both_s = n_bytes / profile.read_bytes_per_s + n_bytes / disk.write_bytes_per_s.value
-        texts.append(f"{exact(both_s)} at its rates, {both_s / step_s:.3g} times this step")
-    if disk.endurance_bytes is not None:
-        n = disk.endurance_bytes.value / n_bytes
-        texts.append(f"its {show_bytes(disk.endurance_bytes.value)} rated were written after {n:,.0f} steps")
-    return "; ".join(texts)
 
 
 def short_report(f: Facts) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from penstock.planner.predict.steady_state import WARM_UP_STEPS
+from penstock.planner.predict.abridged import WARM_UP_STEPS
 from penstock.runtime.files import fields_of
 from penstock.runtime.plan.timeline import Timeline
 

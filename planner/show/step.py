@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from penstock.planner.predict.abridged import WARM_UP_STEPS
 from penstock.planner.predict.simulate import Prediction
-from penstock.planner.predict.steady_state import WARM_UP_STEPS
 from penstock.runtime.plan import Lane, Plan
 from penstock.runtime.plan.timeline import Span, Timeline
 

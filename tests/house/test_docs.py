@@ -18,6 +18,7 @@ import pytest
 from penstock.cli.main import cli
 from penstock.planner.search.search import search_machine
 from tests.chats import write_talker
+from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
 from tests.tiny import tiny_config
 from tests.tour import ROOT
@@ -99,9 +100,7 @@ def what_readers_have(folder: Path) -> None:
     shutil.copy(ROOT / "benchmarks" / "published_runs.json", folder)
 
 
-@pytest.mark.long
-@pytest.mark.soak_cases(*PAGES)
-@pytest.mark.parametrize(("page", "part"), [*_WHOLE_PAGES, pytest.param(PAGES[2], slice(3, 6), id="by hand")])
+@mostly_slow(("page", "part"), [pytest.param(PAGES[2], slice(3, 6), id="by hand"), *_WHOLE_PAGES])
 def test_every_command_of_a_page_prints_what_the_page_shows(page, part, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "132")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))

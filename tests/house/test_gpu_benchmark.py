@@ -37,8 +37,7 @@ DECIDED = {
 }  # fmt: skip
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path, monkeypatch):
     """Stages are forked; a retry starts new processes."""
     results = tmp_path / "results"
@@ -104,7 +103,7 @@ exec(STAGES_OF_CODE, _names)
 harness_of: Callable[[Path, dict[str, str]], tuple[Harness, list[Stage]]] = _names["harness_of"]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_stage_over_its_limit_is_killed_with_its_children(tmp_path):
     child = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); note('slow', 'child', pid=p.pid); time.sleep(60)"
     harness, stages = harness_of(tmp_path, {"slow": child, "next": "note('next', 'measured', x=1)"})
@@ -174,7 +173,7 @@ def test_every_expected_figure_is_of_a_line_of_a_stage():
     assert all(figure and decision for figure, decision in EXPECTED.values())
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_policy_that_changes_a_bit_fails_the_smoke(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.smoke.POLICIES", dict(list(POLICIES.items())[:2]))
     original = import_module("benchmarks.gpu.smoke")._trained

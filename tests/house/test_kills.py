@@ -11,6 +11,7 @@ import pytest
 from benchmarks.killing import PHASES, lines
 from benchmarks.kills import POLICIES, Trial, differences, page, perform, prepared, read_stories, results_of, undisturbed
 from tests.forks import Forked
+from tests.lanes import mostly_slow
 
 N_STEPS = 14
 # Fake run that trains an integer. The name of its plan selects a fault, e.g. `forgets` changes the state on resume.
@@ -81,8 +82,7 @@ def numbers(tmp_path):
     return trial_of
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 def test_training_killed_three_times_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     """Same as the benchmark with a hundred kills, but with forked processes."""
     monkeypatch.setattr("benchmarks.killing.subprocess", SimpleNamespace(Popen=Forked, PIPE=PIPE, DEVNULL=DEVNULL))
@@ -117,8 +117,7 @@ SINS = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("sin", SINS)
+@mostly_slow("sin", SINS)
 def test_a_run_that_does_not_go_on_as_it_should_is_found_out(numbers, sin):
     stories = perform(numbers(sin), 4, seed=2, n_jobs=1)
     for words in SINS[sin]:

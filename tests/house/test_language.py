@@ -23,6 +23,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "penstock/checkpoint": (2, 0.1),
     "penstock/cli": (1, 0.1),
     "penstock/data": (2, 0.1),
+    "penstock/model_checks": (2, 0.1),
     "penstock/training": (2, 0.1),
     "planner": (1, 0.1),
     "planner/bounds": (1, 0.1),

@@ -10,7 +10,7 @@ from tests.running import make_home
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, no_fsync: None) -> Path:
     """A tiny model and some text."""
     return make_home(tmp_path)
 

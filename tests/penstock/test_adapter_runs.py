@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.runtime.plan.train import TARGETS
 from tests.every_type import tiny
+from tests.lanes import mostly_slow
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.real_layers import hf_model
 from tests.running import lines_of, make_home, one_line, penstock, plan_in, succeeded, train, weights_in
@@ -66,8 +67,7 @@ def test_adapters_have_a_default_learning_rate_of_their_own(home, trains, lr):
     assert [line["lr"] for line in lines_of(home, "out")] == [lr]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("base", ["bf16", "nf4"])
+@mostly_slow("base", ["bf16", "nf4"])
 def test_an_adapter_resumes_to_the_same_bits_and_merges(home, base):
     plan = plan_in(home, *LORA, "--base", base)
     unbroken = resumed_alike(home, plan)

@@ -13,6 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from penstock.checkpoint.conversion import Conversion
 from penstock.runtime.units import show_bytes
 from tests.every_type import every_type, tiny, verdict
+from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
 from tests.running import SIZES, UNSEARCHED, make_home, one_line, penstock, plan_in, succeeded, train, weights_sha
 
@@ -37,8 +38,7 @@ def loader(config):
     return AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", TYPES)
+@mostly_slow("model_type", TYPES)
 def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_type):
     home = make_home(tmp_path)
     initial = published(home, model_type)
@@ -62,7 +62,7 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_t
     assert len(changed) > 0.8 * len(initial.keys() - frozen)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_adapters_of_the_text_leave_towers_alone(tmp_path, model_type):
     """Projections of towers have the same names; PEFT finds only those of the decoder."""
     home = make_home(tmp_path)
@@ -93,8 +93,7 @@ def test_what_is_not_there_for_towers_is_refused_in_one_line(tmp_path):
     one_line(train(home, plan_in(home, model="vl")), 2, "--from-scratch: this model's vision tower has no random weights")
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     "model_type",
     [
         *("llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon", "nanochat", "qwen3_vl", "bloom"),
@@ -111,8 +110,7 @@ def test_a_type_that_is_not_read_as_it_is_saved_is_not_accepted():
     assert "saved under a name that is not read as that weight" in verdict("shieldgemma2")
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral", "jamba", "nemotron_h", "kimi_linear", "gpt_oss"])
+@mostly_slow("model_type", ["deepseek_v3", "mixtral", "jamba", "nemotron_h", "kimi_linear", "gpt_oss"])
 def test_weights_named_one_by_one_are_the_files_of_transformers(model_type):
     """Checkpoints are read back; types with several weights of a module in one tensor are not written."""
     config = tiny(model_type)

@@ -21,6 +21,7 @@ from penstock.run_config import RunConfigError
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
 from penstock.settings import DataSettings
+from tests.lanes import mostly_slow
 from tests.running import SIZES as FLAGS
 from tests.running import UNSEARCHED, succeeded, train, weights_sha
 from tests.running import penstock as command
@@ -137,8 +138,7 @@ def test_a_command_goes_on_with_a_programs_run(home: Path) -> None:
     assert (home / "out" / "run-plan.json").read_text() == "mine"
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("batches", "message"),
     [
         (Batches(300), "the model has ids 0 to 271"),

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from penstock.planner.check.check import check
-from penstock.planner.search.space import BASELINES
+from penstock.planner.search.policies import BASELINES
 from penstock.runtime.plan import PlanFile
 from tests.running import one_line
 from tests.running import penstock as invoke

@@ -18,6 +18,7 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.forward_pass import forward_pass
 from penstock.runtime.plan import PlanFile
 from penstock.settings import DataSettings
+from tests.lanes import mostly_slow
 from tests.rank_runs import contents, run_to_end
 from tests.rank_runs import words as run_words
 from tests.running import lines_of, make_home, one_line, plan_in, succeeded, train, weights_sha
@@ -92,8 +93,7 @@ def plain_divergence(student, teacher, targets, beta, temperature):
     return beta * kl(p, m) + (1 - beta) * kl(q, m)
 
 
-@pytest.mark.soak_cases("0", "1")
-@pytest.mark.parametrize("beta", [0, 0.4, 1])
+@mostly_slow("beta", [0, 0.4, 1], fast=(1,))
 def test_a_student_of_all_logits_learns_as_by_a_plain_loop(school, beta):
     """Loss, gradient norm and held-out divergence, from transformers' full logits; the tolerance covers the file's fp16."""
     loss = ("--loss", f"distill:k=272,temperature=0.25,beta={beta}", "--compute", "fp32", "--master", "fp32", "--clip-norm", "none")

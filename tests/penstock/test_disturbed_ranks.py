@@ -32,7 +32,7 @@ def test_a_full_disk_ends_all_ranks_in_one_line(home):
     assert is_that_of_one(home, n)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_ranks_that_are_told_to_end_leave_a_long_evaluation(home):
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune. " * 5_000)
     (home / "many.yaml").write_text("evaluation: {max_sequences: 100000, first: false}\n")
@@ -47,7 +47,7 @@ def test_ranks_that_are_told_to_end_leave_a_long_evaluation(home):
     assert "evaluation after" not in outputs, "not to its end"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
     """Pause one rank at a time; the others wait for it."""
     rng, n_stops = random.Random(3), 0
@@ -69,7 +69,7 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
     assert is_that_of_one(home, 12, *looks)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_half_a_checkpoint_of_two_ranks_is_not_resumed(home):
     """The run is killed during the write."""
     out = home / "out"

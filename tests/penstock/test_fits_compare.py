@@ -63,7 +63,7 @@ def test_results_of_processes_come_in_the_order_of_the_tasks() -> None:
     assert [*swept(divmod, [(7, 2), (9, 4), (8, 8)], "divisions")] == [(3, 1), (2, 1), (1, 0)]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> None:
     """Prices from the command line are stored in the plan."""
     plan, page = tmp_path / "plan.json", tmp_path / "plan.html"

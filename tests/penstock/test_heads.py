@@ -15,6 +15,7 @@ from penstock.runtime.errors import DataError
 from penstock.runtime.plan.objective import parse_objective
 from penstock.settings import DataSettings
 from tests.bytes_of_files import write_lines
+from tests.lanes import mostly_slow
 from tests.rank_runs import contents
 from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
@@ -30,8 +31,7 @@ def loaded(folder):
     return model.eval()
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("loss", "rows"), [("classify", TEXTS), ("reward:center=0.01", PAIRS), ("reward:mean=1", PAIRS)])
+@mostly_slow(("loss", "rows"), [("classify", TEXTS), ("reward:center=0.01", PAIRS), ("reward:mean=1", PAIRS)])
 def test_transformers_loads_a_head_and_scores_as_the_run_does(home, loss, rows):
     shutil.rmtree(home / "data")
     write_lines(home / "data" / "rows.jsonl", rows)
@@ -105,8 +105,7 @@ def test_a_plan_that_trains_no_head_is_refused(home):
     one_line(penstock(*arguments), 2, "nothing would train its new head")
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("base", ["bf16", "nf4"])
+@mostly_slow("base", ["bf16", "nf4"])
 def test_peft_loads_adapters_with_a_head_and_scores_alike(home, base):
     succeeded(train(home, plan_in(home, name="tokens.json"), out="base", steps=1))
     shutil.rmtree(home / "data")

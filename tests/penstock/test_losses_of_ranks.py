@@ -4,9 +4,8 @@ import os
 import shutil
 import signal
 
-import pytest
-
 from tests.bytes_of_files import write_lines
+from tests.lanes import mostly_slow
 from tests.rank_runs import begun, contents, pid_of, run_to_end, said_by, step_of, wait_for, words
 from tests.running import penstock, plan_in, succeeded
 
@@ -20,8 +19,7 @@ CASES = [("classify", TEXTS, ()), ("reward", PAIRS, LORA), ("kto:group=2", ANSWE
 CASES += [("dpo", PAIRS, ()), ("orpo", PAIRS, LORA), ("z-loss", TEXTS, ())]
 
 
-@pytest.mark.soak_cases(*(loss for loss, _, _ in CASES[1:]))
-@pytest.mark.parametrize(("loss", "rows", "extra"), CASES, ids=[loss for loss, _, _ in CASES])
+@mostly_slow(("loss", "rows", "extra"), CASES, ids=[loss for loss, _, _ in CASES])
 def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, extra):
     shutil.rmtree(home / "data")
     write_lines(home / "data" / "rows.jsonl", rows)

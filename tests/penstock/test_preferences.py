@@ -25,6 +25,7 @@ from penstock.runtime.plan.objective import LossUnit, parse_objective
 from penstock.settings import DataSettings
 from penstock.user_loss import function_in, planned_loss, user_loss
 from tests.bytes_of_files import write_lines
+from tests.lanes import mostly_slow
 from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train
 from tests.running import penstock as command
 
@@ -245,8 +246,7 @@ def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
     assert (tea / "ref").read_bytes() == (tea / "out" / "reference.safetensors").read_bytes()
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("loss", ["dpo", "orpo", "reward"])
+@mostly_slow("loss", ["dpo", "orpo", "reward"])
 def test_pairs_that_share_sequences_are_the_same_pairs(tea, loss):
     """One step over all pairs has equal means and gradients with and without shared sequences."""
     lines = {}

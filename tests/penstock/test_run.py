@@ -6,12 +6,12 @@ import shlex
 import subprocess
 import sys
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.chats import write_talker
 from tests.forks import Forked
+from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
 from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 from tests.tiny import tiny_config
@@ -55,8 +55,7 @@ finally:
 LION = "lion:moments=bf16"
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("optimizer", "numba", "value"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
+@mostly_slow(("optimizer", "numba", "value"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
 def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, value):
     """The mode is printed in one line."""
     plan = plan_in(home, "--optimizer", optimizer)

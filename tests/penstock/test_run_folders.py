@@ -69,13 +69,6 @@ def test_files_that_a_user_wrote_are_not_replaced(home):
     succeeded(train(home, plan, "--resume", steps=6))
 
 
-def test_no_profile_is_written_over_the_plan(home):
-    plan = plan_in(home)
-    content = plan.read_bytes()
-    one_line(train(home, plan, "--recalibrate", plan), 2, "the plan itself")
-    assert plan.read_bytes() == content
-
-
 def test_a_moved_folder_resumes_where_it_was(home, monkeypatch):
     """Resume from another working directory, without the plan file, bitwise identical to an unbroken run."""
     monkeypatch.chdir(home)
@@ -94,7 +87,7 @@ def test_a_moved_folder_resumes_where_it_was(home, monkeypatch):
     assert not (home / "part").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_checkpoint_is_a_model_to_begin_from(home):
     plan = plan_in(home)
     succeeded(train(home, plan))

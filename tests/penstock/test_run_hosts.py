@@ -20,7 +20,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_two_hosts_leave_the_files_of_one_process(home):
     """One rank per host, started by torchrun."""
     arguments = words(home, plan_in(home, "--policy", "megatrain", *BATCH, "--gpus", 1, *HOSTS[2:], name="hosts.json"))
@@ -42,7 +42,7 @@ def test_two_hosts_leave_the_files_of_one_process(home):
     assert is_that_of_one(home, 4)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_hosts_with_different_numbers_of_ranks_are_refused(home):
     """One on the first, three on the second."""
     outcomes = by_hand([words(home, planned(home, 4))] * 4, LOCAL_RANK=[*"0012"], LOCAL_WORLD_SIZE=[*"1333"])
@@ -63,7 +63,7 @@ def test_a_plan_for_several_hosts_is_not_started_on_one(home):
     assert "give their number with --hosts" in alone.output
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_hosts_are_emulated_by_one_of_their_ranks(home):
     plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
     result = succeeded(penstock(*words(home, plan, "--device", "emulated", steps=3)))

@@ -9,6 +9,7 @@ import pytest
 from penstock.cli.progress import Progress
 from penstock.training import trainer
 from penstock.training.trainer import Metrics
+from tests.lanes import mostly_slow
 from tests.running import lines_of, one_line, plan_in, succeeded, train
 
 
@@ -27,8 +28,7 @@ def test_progress_shows_the_predictions_error_from_step_two_on(capsys):
     assert "left 4 s" in line
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("ends", [True, False])
+@mostly_slow("ends", [True, False])
 @pytest.mark.parametrize(
     ("losses", "norms", "words"),
     [

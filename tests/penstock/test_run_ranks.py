@@ -20,6 +20,7 @@ from penstock.runtime.plan.footprint import host_needs
 from tests import rank_runs
 from tests.bytes_of_files import write_lines
 from tests.forks import Forked
+from tests.lanes import mostly_slow
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.rank_runs import begun, by_hand, contents, is_that_of_one, pid_of, planned, run_to_end, said_by, step_of, wait_for, words
 from tests.running import lines_of, penstock, plan_in, succeeded
@@ -31,8 +32,7 @@ def logged(home, out):
     return [{key: line[key] for key in keys if key in line} for line in lines_of(home, out)]
 
 
-@pytest.mark.soak_cases("started anew")
-@pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "started anew"])
+@mostly_slow("is_forked", [True, False], ids=["forked", "started anew"])
 def test_another_number_of_ranks_goes_on_to_the_same_bytes(home, is_forked):
     """Evaluate, sample and save during the run; two ranks, then one."""
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
@@ -47,7 +47,7 @@ def test_another_number_of_ranks_goes_on_to_the_same_bytes(home, is_forked):
     assert (home / "out" / "samples.jsonl").read_text() == (home / "alone" / "samples.jsonl").read_text()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
     rng = random.Random(5)
     plan, last = planned(home, 2), 0
@@ -84,8 +84,7 @@ print("the loop is over")
 """
 
 
-@pytest.mark.soak_cases("all")
-@pytest.mark.parametrize("train", ["all", "lora:r=4"])
+@mostly_slow("train", ["all", "lora:r=4"], fast=(1,))
 def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
     """Pairs, with a reference computed by rank 0 from all ranks' weights; and a loop that abandons its run."""
     shutil.rmtree(home / "data")
@@ -110,7 +109,7 @@ def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
     assert "or a program with torchrun --nproc-per-node 2" in alone.communicate(timeout=60)[1]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_signal_ends_the_step_of_all_ranks(home):
     running = begun(words(home, planned(home, 2), "--save-every", 2, "--keep", 1, out="long", steps=10**6))
     wait_for(lambda: step_of(home / "long"), running)
@@ -131,7 +130,7 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
     assert time.monotonic() - began_s < 20
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_ranks_share_a_packed_base_and_a_kill_costs_no_bit(home):
     """Adapters of attention and of published MXFP4 experts: two ranks, one of them killed, then one process."""
     published(home, "gpt_oss")

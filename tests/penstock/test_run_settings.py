@@ -14,7 +14,8 @@ from penstock.runtime.plan import PlanFile
 from penstock.settings import DataSettings, EvaluationSettings, RunSettings
 from penstock.training.inputs import prompts_of
 from penstock.training.session import steps_of
-from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
+from tests.lanes import mostly_slow
+from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 FILE = """
 plan: {home}/plan.json
@@ -90,8 +91,7 @@ def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
     assert len(lines_of(home, "out", "samples.jsonl")) == 1
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("row", "heard"), [({"text": "a"}, "Why?"), ({"instruction": "a", "output": "b"}, "<|user|>\nWhy?<|assistant|>\n")], ids=str
 )
 def test_prompts_are_turns_where_conversations_are_learned(home, row, heard):
@@ -129,14 +129,13 @@ def test_decay_spares_named_parameters_that_there_are(home):
     one_line(train(home, plan, "--config", home / "b.yaml", out="o"), 2, "no_such_weight", "optimizer.no_decay")
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("flags", "words"),
     [
         (["--steps", "2", "--epochs", "1"], ("steps and epochs",)),
         (["--warmup-steps", "4"], ("warm-up takes 4 steps", "the run has 4")),
         (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "it holds: ")),
-        (["--recalibrate", "none/profile.json"], ("none/profile.json", "cannot be written")),
+        (["--recalibrate", "here.json"], ("--recalibrate is no longer available", "penstock probe -o here.json")),
         (["--device", "emulated", "--save-minutes", "5"], ("an emulated run trains a stand-in and saves nothing",)),
         (["--prompt", "x" * 40], ("prompt 1 has 40 tokens", "32")),
     ],
@@ -174,12 +173,3 @@ def test_streamed_data_need_a_number_of_steps(home):
 def test_epochs_are_rounded_up_to_steps_exactly(epochs, of_an_epoch, n_steps):
     run = RunSettings(DataSettings("corpus"), epochs=epochs)
     assert steps_of(run, SimpleNamespace(n_steps=of_an_epoch)) == n_steps
-
-
-@pytest.mark.soak
-def test_a_recalibrated_profile_can_be_planned_with(home):
-    plan = plan_in(home)
-    result = succeeded(train(home, plan, "--recalibrate", home / "here.json", steps=8))
-    assert "with the corrected profile" in result.stdout
-    succeeded(penstock("plan", home / "model", "--machine", home / "here.json", *SIZES[2:], "-o", home / "again.json"))
-    assert "recalibrated" in (home / "here.json").read_text()

@@ -3,11 +3,10 @@
 import re
 import signal
 
-import pytest
-
 from penstock.cli.progress import Progress
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.training import session
+from tests.lanes import mostly_slow
 from tests.running import lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 SIGNALS = [(signal.SIGTERM, 0, "terminated"), (signal.SIGINT, 130, "interrupted"), (signal.SIGHUP, 0, "hung up")]
@@ -29,8 +28,7 @@ def signalled_after(monkeypatch, step, *numbers):
     monkeypatch.setattr(Progress, "step", show)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("number", "code", "word"), SIGNALS)
+@mostly_slow(("number", "code", "word"), SIGNALS)
 def test_a_signal_finishes_the_step_and_saves(home, monkeypatch, number, code, word):
     """The next run resumes, bitwise identical."""
     plan = plan_in(home)
@@ -53,8 +51,7 @@ def test_a_signal_finishes_the_step_and_saves(home, monkeypatch, number, code, w
     assert weights_sha(home / "whole" / f"checkpoint-{N_STEPS}") == weights_sha(home / "broken" / f"checkpoint-{N_STEPS}") != {}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@mostly_slow(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_at_once(home, monkeypatch, number, code):
     plan = plan_in(home)
     with monkeypatch.context() as patched:
@@ -71,8 +68,7 @@ def test_a_signal_before_the_first_step_ends_at_once(home, monkeypatch):
     assert not (home / "o").exists()
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("looks_by", ["evaluate", "_next_logits"])
+@mostly_slow("looks_by", ["evaluate", "_next_logits"])
 def test_a_signal_in_a_validation_leaves_it_for_the_next_run(home, monkeypatch, looks_by):
     """Training is already saved; the resumed run makes up for missing validations."""
     plan, saved, forward = plan_in(home), list[bool](), TorchMachine.forward

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.footprint import host_needs, planned_device_needs
 from penstock.runtime.units import show_bytes
+from tests.lanes import mostly_slow
 from tests.rank_runs import COMMAND, by_hand, command_with, planned, words
 from tests.running import make_home, plan_in, succeeded, train, weights_in
 
@@ -22,8 +23,7 @@ def refused_by_the_first(outcomes, line, code=2):
     assert all(code in (1, 2) and "rror" not in output[1] for output, code in followers), followers
 
 
-@pytest.mark.soak_cases("plan", "version")
-@pytest.mark.parametrize("case", ["settings", "plan", "version"])
+@mostly_slow("case", ["settings", "plan", "version"])
 def test_unlike_ranks_are_refused_in_a_line_of_the_first(case, home):
     """Includes a plan for another number of ranks."""
     second = words(home, planned(home, 4 if case == "plan" else 2), *(["--seed", "7"] if case == "settings" else []))
@@ -80,7 +80,7 @@ def in_folders(home):
     return by_hand([run, run], [home / "0", home / "1"])
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("case", UNLIKE)
 def test_a_rank_that_reads_something_else_is_named(case, alike, tmp_path):
     home = shutil.copytree(alike, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
@@ -90,7 +90,7 @@ def test_a_rank_that_reads_something_else_is_named(case, alike, tmp_path):
     assert not (home / "out").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path):
     """Control for the rejections above."""
     home = shutil.copytree(alike, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
@@ -99,7 +99,7 @@ def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path)
     assert (home / "out" / "checkpoint-2").is_dir()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_rank_without_a_gpu_of_its_own_is_refused(home):
     plan = planned(home, 2)
     run_words = words(home, plan, "--device", "cuda")
@@ -112,7 +112,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(home):
     assert not (home / "out").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(home):
     path = planned(home, 2)
     plan = PlanFile.read(path).plan

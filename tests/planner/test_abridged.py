@@ -1,16 +1,15 @@
 """Abridged plans and timelines: first and last repetitions of a long step, with unchanged op order and durations."""
 
 import math
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.planner.predict.cost import costs, region_of
-from penstock.planner.predict.recalibrate import recalibrate
+from penstock.planner.predict.abridged import N_KEPT, abridged, abridged_plan, short_plan
+from penstock.planner.predict.cost import costs
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.predict.steady_state import N_KEPT, abridged, abridged_plan, short_plan
 from penstock.planner.predict.uncertainty import interval
 from penstock.planner.show.step import measured_stretch
 from penstock.planner.show.waterfall import gains, waterfall
@@ -18,6 +17,7 @@ from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Plan, Update
 from penstock.runtime.plan.plan import unrolled
 from penstock.runtime.plan.timeline import Span, Timeline
+from tests.lanes import mostly_slow
 from tests.runtime.test_repetition import REGION, demands_of, folded, small
 from tests.strategies import MADE_UP
 
@@ -68,8 +68,7 @@ PLANS = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@mostly_slow("plan", PLANS.values(), ids=PLANS)
 def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     written = unrolled(plan)
     a, b = waterfall(plan, MADE_UP), waterfall(written, MADE_UP)
@@ -78,13 +77,3 @@ def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     assert step_s_by_resource == pytest.approx(expected, rel=1e-9)
     intervals = [interval(one, MADE_UP, n_draws=4) for one in (plan, written)]
     assert intervals[0].p50_step_s == pytest.approx(intervals[1].p50_step_s, rel=1e-9)
-
-
-def test_a_run_of_a_long_step_corrects_its_profile() -> None:
-    """GPU ops take twice their predicted time; the recalibrated profile predicts the measured step."""
-    plan = small(40)
-    priced = zip(plan.ops, costs(plan, MADE_UP), strict=True)
-    slow = [replace(d, alone_s=2 * d.alone_s) if op.lane is Lane.GPU else d for op, d in priced]
-    run = simulate(plan, slow, region_of(MADE_UP), max_steps=8)
-    correction = recalibrate(plan, run.timeline, "a test", "2026-11-22")
-    assert abs(math.log(correction.step_after_s / run.step_s)) < abs(math.log(correction.step_before_s / run.step_s)) / 4

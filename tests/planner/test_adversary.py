@@ -12,11 +12,12 @@ from penstock.planner.bounds import work as work_module
 from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.search.policy_cost import PolicyCost
+from penstock.planner.search.evaluation import Evaluator
+from penstock.planner.search.policies import Family, families, family_of
 from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.space import Family, families, family_of
 from penstock.runtime.plan import Policy, Semantics, Update
 from tests.adversary import PLENTY_BYTES, Cell, cell, held, hill_climb, relaxation_of, start_of, with_state_on_device
+from tests.lanes import mostly_slow
 
 N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are compared with their bounds
 # Regressions: (cell, policy seed) with a bound above a simulated step in an earlier version
@@ -47,28 +48,25 @@ def broken(case: Cell, seed: int, n_tries: int) -> list[str]:
     return [f"cell {case.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in checks if h.is_broken]
 
 
-@pytest.mark.soak_cases("0", "10", "20", "30", "50", "60", "70", "80", "90")
-@pytest.mark.parametrize("first", range(0, N_CELLS, N_PER_TEST))
+@mostly_slow("first", range(0, N_CELLS, N_PER_TEST), fast=(4,))
 def test_no_plan_is_faster_than_a_bound(first):
     assert [message for number in range(first, first + N_PER_TEST) for message in broken(cell(number), number, N_TRIES)] == []
 
 
-@pytest.mark.soak_cases("10", "20", "30")
-@pytest.mark.parametrize("first", range(0, 4 * N_PER_TEST, N_PER_TEST))
+@mostly_slow("first", range(0, 4 * N_PER_TEST, N_PER_TEST))
 def test_no_plan_is_faster_than_a_bound_in_hard_cells(first):
     assert [message for number in range(first, first + N_PER_TEST) for message in broken(hard_cell(number), number, N_TRIES)] == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("number", range(900_000, 900_008))
+@mostly_slow("number", range(900_000, 900_008))
 def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
     """Cached block work leaves bounds unchanged; family minimum <= linear relaxation <= integer relaxation."""
     case, rng = cell(number), random.Random(number)
-    costs = PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile))
+    evaluator = Evaluator(case.model, case.workload, case.semantics, case.profile, case.clipped_fraction)
     for policy in [start for _ in range(12) if (start := start_of(rng, case)) is not None]:
-        plan = costs.plan(policy)
-        assert costs.bound_s(policy) == policy_bound(plan, CostModel(case.profile)).seconds
-        relaxation, family = Relaxation(costs, case.clipped_fraction), family_of(policy, case.semantics)
+        plan = evaluator.setup(policy)
+        assert evaluator.bound_s(policy) == policy_bound(plan, CostModel(case.profile)).seconds
+        relaxation, family = Relaxation(evaluator), family_of(policy, case.semantics)
         relaxed = relaxation.solve(family)
         linear_s = relaxation.linear_bound_s(family)
         assert relaxed is None or linear_s <= relaxed.bound_s * (1 + 1e-6)
@@ -80,8 +78,7 @@ def test_bounds_hold_in_cells_where_they_once_did_not(number, seed):
     assert broken(cell(number), seed, N_TRIES) == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("number", CAUGHT_HARD)
+@mostly_slow("number", CAUGHT_HARD)
 def test_bounds_hold_in_hard_cells_where_they_once_did_not(number):
     assert broken(hard_cell(number), ~number, N_TRIES) == []
 
@@ -105,11 +102,10 @@ def grouped(model: str, machine: str, seq_len: int, n_sequences: int) -> Cell:
     return Cell(0, read, build_workload(read, s), s, profile, None)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model", "machine", "seq_len", "n_sequences", "sizes"), GROUPED)
+@mostly_slow(("model", "machine", "seq_len", "n_sequences", "sizes"), GROUPED)
 def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, n_sequences, sizes):
     case = grouped(model, machine, seq_len, n_sequences)
-    relaxation = Relaxation(PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile)), None)
+    relaxation = Relaxation(Evaluator(case.model, case.workload, case.semantics, case.profile))
     for size in sizes:
         smallest = Family(Update.DEFERRED, size, size, 1).policy()
         for depth, n_slots in ((1, 1), (3, 2), (1, 8)):

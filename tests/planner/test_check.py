@@ -19,6 +19,7 @@ from penstock.runtime.plan.footprint import host_needs
 from penstock.runtime.plan.workload import Block, Parameter, Saved, Tier
 from tests import edits
 from tests.edits import error_of, index, passes, reordered, sizes_of, small, under, with_op, with_profile, with_sizes, with_slots
+from tests.lanes import examples
 from tests.mutants import MUTATIONS, NORMS, tally
 from tests.oracle import needed_bytes, race, same_training, unrolled
 from tests.strategies import MODEL, PROFILE, plans, small_workload, with_smaller
@@ -29,7 +30,6 @@ law = settings(deadline=None)  # independent of machine load
 # -- correct plans pass --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn
 @law
 @given(plans())
 def test_every_plan_of_the_planner_passes(plan: Plan) -> None:
@@ -37,7 +37,6 @@ def test_every_plan_of_the_planner_passes(plan: Plan) -> None:
     assert "\n" not in summary(plan)
 
 
-@pytest.mark.drawn
 @law
 @given(plans(max_layers=3, max_micro_batches=3))
 def test_the_oracle_finds_no_race_in_them(plan: Plan) -> None:
@@ -56,8 +55,7 @@ def test_squares_of_forty_weights_take_more_than_one_unit() -> None:
 # -- wrong plans fail ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(plans(max_layers=3, max_micro_batches=3), st.sampled_from(sorted(MUTATIONS)), st.randoms(use_true_random=False))
 def test_a_mutant_that_passes_trains_as_the_original(plan: Plan, kind: str, rng: Any) -> None:
     mutants = list(MUTATIONS[kind](plan))
@@ -68,7 +66,7 @@ def test_a_mutant_that_passes_trains_as_the_original(plan: Plan, kind: str, rng:
             assert same_training(plan, changed) is None
 
 
-@pytest.mark.parametrize("max_mutants", [pytest.param(3, id="few"), pytest.param(20, id="many", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("max_mutants", [pytest.param(3, id="few"), pytest.param(20, id="many", marks=pytest.mark.slow)])
 def test_no_harmful_mutant_of_the_samples_passes(max_mutants: int) -> None:
     """Most kinds of mutation have no surviving mutant: every dropped, weakened or redirected element was necessary."""
     result = tally(max_mutants)
@@ -82,7 +80,6 @@ def test_no_harmful_mutant_of_the_samples_passes(max_mutants: int) -> None:
     assert operands - result.rows["redirect an operand"] <= alone
 
 
-@pytest.mark.drawn
 @law
 @given(plans(), st.data())
 def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.DataObject) -> None:
@@ -102,7 +99,6 @@ def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.Da
 # -- vector clocks against paths ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn
 @law
 @given(plans(max_layers=3, max_micro_batches=2), st.data())
 def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.DataObject) -> None:
@@ -193,7 +189,6 @@ def test_barrier_waits_for_updates_on_host_and_device() -> None:
 # -- memory ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn
 @law
 @given(plans())
 def test_memory_is_enough_at_the_peak_and_not_one_byte_below(plan: Plan) -> None:
@@ -264,7 +259,6 @@ def test_a_smaller_last_micro_batch_fits_the_slots_of_others() -> None:
     assert "saved[0] has 1024 bytes, but needs 5512" in error_of(replace(plan, workload=replace(workload, smaller=undersized)))
 
 
-@pytest.mark.drawn
 @law
 @given(
     plans(max_layers=2, max_micro_batches=2),

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from penstock.planner.bounds.integer import Program
-from penstock.planner.predict.cost import CostModel
 from penstock.planner.search.choices import Choices
-from penstock.planner.search.policy_cost import PolicyCost
+from penstock.planner.search.evaluation import Evaluator
 from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, family_of, sample_policy
+from tests.lanes import mostly_slow
 
 CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_200), 20, 4
 WITHIN_FRACTION = 5e-6  # of machine memory: solver tolerance, and squared norms of gradients kept on the device
@@ -22,8 +22,8 @@ def choices_of(case: Cell, policy: Policy) -> Choices | None:
     family, group = family_of(policy, case.semantics), policy.accumulation_group
     family = replace(family, accumulation_group=group, largest_group=group)
     smallest = replace(family.policy(), gradient_slots=policy.gradient_slots, saved_slots=policy.saved_slots)
-    costs = PolicyCost(case.model, case.workload, case.semantics, CostModel(case.profile))
-    choices = Choices(costs, smallest, family, policy.prefetch_depth, policy.saved_slots, case.clipped_fraction)
+    evaluator = Evaluator(case.model, case.workload, case.semantics, case.profile, case.clipped_fraction)
+    choices = Choices(evaluator, smallest, family, policy.prefetch_depth, policy.saved_slots)
     may_stay = {*smallest.device_blocks}.union(*(choice.blocks for choice in choices.staying.values()))
     can_be_early = case.clipped_fraction is not None or not policy.speculate_blocks
     return choices if may_stay.issuperset(policy.device_blocks) and can_be_early else None
@@ -67,8 +67,7 @@ def peaks(choices: Choices, policy: Policy) -> list[float]:
     return shares
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("first", CELLS[::N_PER_TEST])
+@mostly_slow("first", CELLS[::N_PER_TEST])
 def test_memory_rows_are_the_footprint(first):
     n_held = 0
     for number in range(first, first + N_PER_TEST):

@@ -13,6 +13,7 @@ from penstock.planner.check.claim import check_claim, check_origin, check_search
 from penstock.planner.search.claim import claimed
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Plan, PlanFile
+from tests.lanes import mostly_slow
 
 OPTIONS = {"machine": "rtx4090-desktop", "seq_len": 512, "batch_size": 4}
 WAYS = {
@@ -37,8 +38,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> PlanFile:
     return planned(tmp_path_factory.mktemp("plan") / "plan.json", **OPTIONS)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("way", WAYS)
+@mostly_slow("way", WAYS)
 def test_an_honest_claim_holds_search_and_all(way: str, honest: PlanFile, tmp_path: Path) -> None:
     file = planned(tmp_path / "plan.json", **(OPTIONS | WAYS[way])) if WAYS[way] else honest
     claim = claimed(file.claim, "plan.json")

@@ -12,6 +12,7 @@ from penstock.planner.show.compare import Candidate, candidate, cheapest, notes
 from penstock.planner.show.fits import Fit
 from penstock.planner.show.price import hourly, prices_in_words
 from penstock.runtime.plan import Policy, Semantics, Update
+from tests.lanes import mostly_slow
 
 MODEL = read_model("qwen2.5-0.5b")
 SEMANTICS = Semantics(seq_len=256, batch_size=2, micro_batch=1)
@@ -34,8 +35,7 @@ def alone(profile, **options):
     return compared(profile, **options)[0]
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_machine_is_ranked_by_its_own_plan():
     names = ("h200-pcie5", "rtx4090-server")
     candidates = compared(*map(read_profile, names), fixed=None)
@@ -58,8 +58,7 @@ def test_ranks_do_not_depend_on_the_order_of_the_question():
     assert rankings[0][0].speed.predicted.tokens_per_s == pytest.approx(2 * rankings[0][1].speed.predicted.tokens_per_s, rel=5e-3)
 
 
-@pytest.mark.soak_cases("None-free0")
-@pytest.mark.parametrize(("policy", "free"), [(None, SIZES), (DEFERRED, SIZES)])
+@mostly_slow(("policy", "free"), [(None, SIZES), (DEFERRED, SIZES)], fast=(1,))
 def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     least = alone(H200, fixed=policy, free=free).smallest_host_bytes
     exact, short = (alone(H200.with_memory(None, least - n), fixed=policy, free=free) for n in (0, 1))

@@ -190,7 +190,6 @@ def test_a_smaller_last_micro_batch_costs_what_its_size_costs(profile):
     assert model_flop(uneven) * 64 == model_flop(plan_of(semantics=replace(SEMANTICS, batch_size=64, micro_batch=16))) * 67
 
 
-@pytest.mark.drawn
 @settings(deadline=None)
 @given(plans())
 def test_blocks_that_differ_in_names_alone_cost_the_same(plan: Plan) -> None:

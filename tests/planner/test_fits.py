@@ -10,7 +10,7 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model import config
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, shipped_models
-from penstock.planner.search.evaluate import Evaluator
+from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import sizes_of
 from penstock.planner.search.search import search
@@ -121,8 +121,8 @@ def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
 
 def test_the_lowest_bound_is_found_without_asking_all():
     model, larger = read_model("qwen3-1.7b"), replace(SEMANTICS, seq_len=4096, batch_size=16)
-    evaluators = [Evaluator(model, workload, s, DESKTOP, None) for s, workload in fitting_sizes(model, larger, DESKTOP)]
-    likely = [(evaluator, policy) for evaluator in evaluators for policy in Greedy(evaluator.costs).policies()]
-    best, least = lowest(likely), min(likely, key=lambda pair: pair[0].costs.bound_s(pair[1]))
-    assert len({evaluator.costs.bound_s(policy) for evaluator, policy in likely}) > 5
+    evaluators = [Evaluator(model, workload, s, DESKTOP) for s, workload in fitting_sizes(model, larger, DESKTOP)]
+    likely = [(evaluator, policy) for evaluator in evaluators for policy in Greedy(evaluator).policies()]
+    best, least = lowest(likely), min(likely, key=lambda pair: pair[0].bound_s(pair[1]))
+    assert len({evaluator.bound_s(policy) for evaluator, policy in likely}) > 5
     assert best is likely[likely.index(least)]

@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import networkx as nx
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.planner.lower.forward import forward_plan
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Slot
+from tests.lanes import examples
 from tests.oracle import race, unrolled
 from tests.strategies import plans
 
-LAW = settings(max_examples=30, deadline=None)
+LAW = settings(max_examples=examples(30), deadline=None)
 COUNTS = st.integers(1, 9)
 
 
@@ -47,7 +47,6 @@ def wrong_value(plan: Plan, order) -> str | None:
     return None
 
 
-@pytest.mark.drawn
 @given(plan=plans(), n=COUNTS)
 @LAW
 def test_every_forward_finds_its_values_whatever_the_timing(plan, n):
@@ -60,7 +59,6 @@ def test_every_forward_finds_its_values_whatever_the_timing(plan, n):
     assert sorted(computed) == [(b, m) for b in range(len(plan.workload.blocks)) for m in range(n)]
 
 
-@pytest.mark.drawn
 @given(plan=plans(), data=st.data())
 @LAW
 def test_no_wait_can_be_left_out(plan, data):
@@ -72,7 +70,6 @@ def test_no_wait_can_be_left_out(plan, data):
     assert race(unsafe, unrolled(unsafe)) is not None
 
 
-@pytest.mark.drawn
 @given(plan=plans(), n=COUNTS)
 @LAW
 def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):
@@ -94,7 +91,6 @@ def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):
     assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | {lane for lane, has in optional_lanes.items() if has}
 
 
-@pytest.mark.drawn
 @given(plan=plans(), n=COUNTS)
 @LAW
 def test_a_forward_plan_fits_the_arenas_of_training(plan, n):

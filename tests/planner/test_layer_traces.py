@@ -18,6 +18,7 @@ from penstock.runtime.layers.kernels import gate_of, is_rotary_call
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import Model, Workload
 from tests.every_type import tiny
+from tests.lanes import mostly_slow
 from tests.outlines import FOLDER
 from tests.tiny import tiny_config
 
@@ -72,8 +73,7 @@ def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytes
     trace_cache.folder.reset(token)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("name", SHIPPED)
+@mostly_slow("name", SHIPPED)
 def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
     """This includes sizes outside those of the polynomial fit."""
     model = shipped_model(name)

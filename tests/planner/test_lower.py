@@ -37,7 +37,6 @@ law = settings(deadline=None)
 PACKED = ADAPTED | {"base": "int8", "device_blocks": (1, 2, 3)}
 
 
-@pytest.mark.drawn
 @law
 @given(cases())
 def test_waits_of_the_second_step_are_those_of_every_later_one(case: Case) -> None:
@@ -78,7 +77,6 @@ PASSES = [  # pass, kinds of ops that it adds, operands that it adds to existing
 ]
 
 
-@pytest.mark.drawn
 @law
 @given(cases())
 def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
@@ -92,7 +90,6 @@ def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
     assert builder.build(extra_waits=partial(barrier, case.plan)).ops() == case.plan.ops
 
 
-@pytest.mark.drawn
 @law
 @given(cases())
 def test_a_plan_has_as_many_ops_as_the_table_says(case: Case) -> None:
@@ -109,7 +106,6 @@ def test_a_plan_has_as_many_ops_as_the_table_says(case: Case) -> None:
                 assert counts[kind, b] == n
 
 
-@pytest.mark.drawn
 @law
 @given(cases())
 def test_dtypes_decide_sizes_of_slots_and_never_the_ops(case: Case) -> None:
@@ -189,7 +185,6 @@ def test_slots_have_the_size_of_what_is_trained_or_uploaded() -> None:
     assert sizes_of(on_host, "host_gradients") == (0, *(2 * n for n in trained), 0)
 
 
-@pytest.mark.drawn
 @law
 @given(cases().filter(lambda case: not case.workload.trains_all and case.semantics.train.lora is None))
 def test_freezing_asks_for_no_more_memory_and_no_more_ops(case: Case) -> None:

@@ -14,12 +14,11 @@ from penstock.planner.check.check import check
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
-from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.cost import region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search import search as search_module
-from penstock.planner.search.branch import Tree
-from penstock.planner.search.evaluate import Evaluator
+from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import (
     LEAST_LOSS_TILE,
@@ -31,12 +30,13 @@ from penstock.planner.search.micro_batch import (
     sizes_of,
 )
 from penstock.planner.search.micro_batch import LOSS_TILE as LOSS_TILES
-from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.remedy import Request
 from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import NEAR_FRACTION, search
+from penstock.planner.search.tree import Tree
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 
 GB, GIB = 10**9, 2**30
@@ -80,7 +80,7 @@ def alone(cell: int, semantics: Semantics) -> SearchResult | None:
         return None
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", SEARCHED_CELLS)
 def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
     """Search every size in full, including sizes between the candidates."""
@@ -94,8 +94,7 @@ def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
     assert answer.step_s <= best_s * 1.005
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("cell", SEARCHED_CELLS)
+@mostly_slow("cell", SEARCHED_CELLS)
 def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.MonkeyPatch, cell: int) -> None:
     """The certified bound is the minimum over all sizes, including sizes without a search."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
@@ -124,15 +123,14 @@ def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.Mon
     assert search(SMALL, sizes, profile).plan.semantics == last
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("host_bytes", [512 * GB, 2000 * GB])
+@mostly_slow("host_bytes", [512 * GB, 2000 * GB])
 def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -> None:
     """24 GB of device memory, limited by activations: compare greedy policies of each size with the chosen plan."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx4090-server").with_memory(24 * GB, host_bytes)
     answer = fastest(model, profile, start(model, profile, 4096, 4))
     for semantics, workload in sizes_of(model, start(model, profile, 4096, 4), profile):
-        evaluator = Evaluator(model, workload, semantics, profile, None)
-        steps_s = [evaluator.step_s(policy) for policy in Greedy(evaluator.costs).policies()]
+        evaluator = Evaluator(model, workload, semantics, profile)
+        steps_s = [evaluator.step_s(policy) for policy in Greedy(evaluator).policies()]
         assert answer.step_s <= min(steps_s, default=float("inf")) * (1 + NEAR_FRACTION)
         assert answer.certificate.policy_bound_s <= min(steps_s, default=float("inf"))
 
@@ -148,7 +146,7 @@ def test_candidates_are_few_and_cut_a_batch_into_equal_parts(batch: int) -> None
     assert sizes[-1] == 1
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_more_memory_never_makes_a_step_slower_than_its_gap() -> None:
     model, seq_len, batch = SMALL, 2048, 24
     fastest_s = float("inf")
@@ -172,14 +170,13 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
 # -- greedy plans ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("cell", range(len(CELLS)))
+@mostly_slow("cell", range(len(CELLS)))
 def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> None:
     model, machine, device_bytes, seq_len, _ = CELLS[cell]
     profile = machine_with(machine, device_bytes)
     semantics = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 micro-batches and a smaller one
     workload = build_workload(model, semantics)
-    greedy = Greedy(PolicyCost(model, workload, semantics, CostModel(profile)))
+    greedy = Greedy(Evaluator(model, workload, semantics, profile))
     policies = greedy.policies()
     assert {1} < {policy.accumulation_group for policy in policies}
     for policy in policies:
@@ -187,8 +184,8 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
         check(plan)
         demands = greedy.cost.demands(plan)
         step_s = simulate(plan, demands, region_of(profile)).step_s
-        lanes_s = busy_s(greedy.costs.plan(policy), greedy.cost).values()
-        assert max(lanes_s) <= greedy.costs.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
+        lanes_s = busy_s(greedy.evaluator.setup(policy), greedy.cost).values()
+        assert max(lanes_s) <= greedy.evaluator.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1
         if larger < len(workload.blocks) and policy.save == (Saved.ALL,) * workload.n_layers and not policy.device_blocks:
             extended = replace(policy, resident_blocks=tuple(range(larger + 1)))
@@ -198,8 +195,7 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
 # -- user-specified sizes, and tiles --------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("seq_len", [2**17, 2**15, 4096])
+@mostly_slow("seq_len", [2**17, 2**15, 4096])
 def test_sizes_that_were_named_stay_and_others_are_chosen_anew(seq_len: int) -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
     semantics = start(model, profile, seq_len, 4)

@@ -18,7 +18,7 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower import arenas
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
-from penstock.planner.search.space import baseline
+from penstock.planner.search.policies import baseline
 from penstock.planner.show import memory
 from penstock.planner.show import page as page_file
 from penstock.planner.show.run_log import Log, LoggedRun, read_log
@@ -91,7 +91,7 @@ def test_the_data_of_a_page_are_the_step_of_its_plan(plan):
         assert length_s == pytest.approx(pieces[key].end_s - pieces[key].start_s, abs=2 * track["tick_s"])
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_page_of_ten_thousand_ops_is_below_two_megabytes():
     model, s, profile = read_model("qwen2.5-32b"), Semantics(seq_len=1024, batch_size=64, micro_batch=1), read_profile("gh200")
     workload = build_workload(model, s)

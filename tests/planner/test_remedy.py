@@ -11,12 +11,13 @@ from penstock.planner.lower.lower import lower, plan_ops
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.policies import baseline, smallest_plans
 from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _bitwise_identical, _changes, _with_memory, does_not_fit, most_ops
-from penstock.planner.search.space import baseline, smallest_plans
 from penstock.runtime.plan import MAX_REPETITIONS, Policy, Semantics
 from penstock.runtime.plan.optimizer import optimizing
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.units import GB, MB, parse_bytes
+from tests.lanes import mostly_slow
 from tests.strategies import MODEL as SYNTHETIC
 from tests.strategies import cases, small_workload
 
@@ -46,8 +47,7 @@ def sizes_in(change):
     return {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", change)}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("device", "host"), MEMORY)
+@mostly_slow(("device", "host"), MEMORY)
 @pytest.mark.parametrize("fixed", [None, Policy(spill_blocks=tuple(range(23)))])
 def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     profile = DESKTOP.with_memory(device, host)
@@ -66,8 +66,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     assert refusal(DESKTOP.with_memory(named.get("device", device), named.get("host", host)), fixed=fixed) is None
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("host_memory", "optimizer", "suggestion"),
     [
         (100 * GB, "adamw", "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding: docs/optimizers.md)"),
@@ -119,8 +118,7 @@ def test_no_change_makes_a_plan_too_long_to_write():
     assert "no change that was tried" in error.smallest_change
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("named", [SIZES, frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}])
+@mostly_slow("named", [SIZES, frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}])
 def test_no_change_resets_a_size_that_the_user_named(named):
     """With fp32 gradients and 3 GB of device memory every kind of change is tried, fitting or not."""
     model = read_model("qwen2.5-7b")
@@ -147,7 +145,7 @@ def test_no_change_makes_the_policy_that_was_named_illegal():
     assert not replace(request, semantics=replace(semantics, micro_batch=32)).fits()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     """More host memory changes the fastest sizes, and this policy would not fit the device with them."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
@@ -164,7 +162,7 @@ def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     assert any(footprint(frame(model, workload, size, fixed), larger).fits for size, workload in several)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @given(cases())
 @settings(deadline=None)
 def test_no_plan_has_more_ops_than_the_count_in_refusals(case):

@@ -15,6 +15,7 @@ from penstock.planner.predict.resident import resident, resident_in_parts
 from penstock.planner.search.search import search
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Model, Saved
+from tests.lanes import mostly_slow
 from tests.strategies import MADE_UP, MODEL, semantics, workloads
 from tests.tiny import tiny_config
 
@@ -55,7 +56,6 @@ def test_with_memory_for_all_a_step_is_that_computed_by_hand(name, batch, micro_
     assert estimate(profile, model, semantics).step_s == pytest.approx(by_hand_s, rel=SOME_PERCENT)
 
 
-@pytest.mark.drawn
 @given(st.data())
 @settings(deadline=None)
 def test_it_fits_at_the_byte_and_more_memory_is_never_slower(data):
@@ -101,8 +101,7 @@ def test_on_several_devices_it_is_what_fsdp2_keeps():
     assert (resident(plan, cost).step_s is None, resident_in_parts(plan, cost).step_s is None) == (True, False)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("machine", ["gb10", "cpu-2core"])
+@mostly_slow("machine", ["gb10", "cpu-2core"])
 def test_one_memory_for_host_and_device_has_no_estimate(machine):
     semantics, model, profile = Semantics(128, 2, 2), Model(tiny_config("llama")), read_profile(machine)
     assert estimate(profile, model, semantics) is None

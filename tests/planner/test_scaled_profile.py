@@ -40,7 +40,6 @@ def test_a_machine_that_is_no_faster_is_the_same():
     assert faster(faster(MADE_UP, {Group.DRAM: 2.0}), {Group.DRAM: 0.5}) == MADE_UP
 
 
-@pytest.mark.drawn
 @given(cases(), st.sampled_from([0.5, 2.0, 8.0]))
 @settings(deadline=None)
 def test_a_machine_twice_as_fast_takes_half_as_long(case, factor):

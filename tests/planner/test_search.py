@@ -27,14 +27,11 @@ from penstock.planner.predict.resident import resident as all_resident
 from penstock.planner.predict.resident import shares_memory
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.branch import Tree
 from penstock.planner.search.claim import CUT
+from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, sizes_of
-from penstock.planner.search.policy_cost import PolicyCost
-from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.search import search, search_machine
-from penstock.planner.search.space import (
+from penstock.planner.search.policies import (
     BASELINES,
     GRADIENT_SLOTS,
     Family,
@@ -45,6 +42,9 @@ from penstock.planner.search.space import (
     staying,
     with_ways,
 )
+from penstock.planner.search.relax import Relaxation
+from penstock.planner.search.search import search, search_machine
+from penstock.planner.search.tree import Tree
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_stay
@@ -52,6 +52,7 @@ from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Model, Saved
 from penstock.runtime.units import GB
 from tests.adversary import cell, sample_policy, sample_workload
+from tests.lanes import examples, mostly_slow
 from tests.strategies import MODEL as NOBODY
 from tests.tiny import tiny_config
 
@@ -108,15 +109,14 @@ def semantics(draw):
     )
 
 
-@pytest.mark.drawn
 @given(st.integers(0, 10**6))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_bounds_count_no_more_ops_than_the_plan_has(number):
     case = cell(number)
     hold_counts(case.model, case.workload, case.semantics, sample_policy(random.Random(number), case), case.profile)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_bounds_count_no_more_ops_of_layers_packed_unlike():
     """The layers with most weights are not the slowest to unpack in a model with full and linear attention."""
     model, s = shipped_model("qwen3.5-35b-a3b"), Semantics(4096, 16, 8, train=parse_train("lora"), base="nf4")
@@ -140,9 +140,8 @@ def hold_counts(model, workload, semantics, policy, profile):
         assert s <= 1e-9 * total_s or kind in (Kind.READ, Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE)
 
 
-@pytest.mark.drawn
 @given(semantics(), st.data())
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=examples(8))
 def test_the_search_finds_what_brute_force_finds(s, data):
     """The tolerance is one percent."""
     workload = data.draw(workloads(s, most_layers=2))
@@ -151,7 +150,7 @@ def test_the_search_finds_what_brute_force_finds(s, data):
     hold_against_brute_force(workload, s, profile, every_policy(s, workload, profile, STAYING))
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=3)
 def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
@@ -211,7 +210,7 @@ def test_the_machine_bound_names_what_is_slow():
     assert named == links | {"slow memory": "host DRAM", "slow reduction": "host cores"}
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_answer_is_never_worse_than_a_static_candidate():
     for name, clip in (("rtx4090-server", None), ("gh200", 1.0)):
         model, profile = read_model("qwen2.5-7b"), read_profile(name)
@@ -227,14 +226,13 @@ def test_the_answer_is_never_worse_than_a_static_candidate():
         assert fixed.prediction.step_s == fixed.baselines[name]["step_s"]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("opens", [False, True])
+@mostly_slow("opens", [False, True])
 def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     """The result is the best baseline; the certificate has the lowest family bound, recomputed here."""
     monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
     if not opens:
-        monkeypatch.setattr("penstock.planner.search.branch.MAX_SEARCHED_OPS", 0)
-        monkeypatch.setattr("penstock.planner.search.branch.MOST_RELAXED", 0)
+        monkeypatch.setattr("penstock.planner.search.tree.MAX_SEARCHED_OPS", 0)
+        monkeypatch.setattr("penstock.planner.search.tree.MOST_RELAXED", 0)
     for name in ("_climb_all", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
     monkeypatch.setattr(Greedy, "policies", lambda self: [])
@@ -246,7 +244,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     assert answer.step_s == min(baselines_s)
     assert answer.certificate.n_simulated == len(baselines_s)
 
-    relaxation = Relaxation(PolicyCost(model, workload, s, CostModel(profile)), None)
+    relaxation = Relaxation(Evaluator(model, workload, s, profile))
     below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
     lowest_s = min(below_s.values())
     if opens:  # branch on group sizes and slot counts
@@ -260,7 +258,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     assert answer.certificate.gap_fraction > 0.05, "this machine gains from what no baseline does"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_cut_of_one_memory_is_searched():
     """Other splits of the memory pool gain at most half a percent and respect the certified bound."""
     fields, model, semantics = read_profile("gb10").to_json(), read_model("qwen2.5-0.5b"), Semantics(512, 8, 1)
@@ -280,14 +278,14 @@ def test_the_cut_of_one_memory_is_searched():
     assert answer.step_s <= 1.005 * min(steps.values())
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     """If host memory fits only the gradients of one group, a long plan is returned or rejected with one line."""
     model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
     unlimited = search(model, [(s, workload)], machine)
-    monkeypatch.setattr("penstock.planner.search.evaluate.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("penstock.planner.search.evaluation.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
     limited = search(model, [(s, workload)], machine)
     assert limited.certificate.policy_bound_s <= min(unlimited.step_s, limited.step_s) * (1 + 1e-9)
     assert limited.certificate.n_simulated < unlimited.certificate.n_simulated
@@ -313,7 +311,7 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
         assert len(set(space)) == len(space)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "machine", "device", "host", "batch"),
     [("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16), ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8)],
@@ -355,8 +353,7 @@ def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
     search(model, [(semantics, workload)], DESKTOP, policy)  # asserts the same
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("train", ["names:model.norm.weight", "names:lm_head.weight", "layers:7"])
+@mostly_slow("train", ["names:model.norm.weight", "names:lm_head.weight", "layers:7"])
 def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     setup = setup_of("llama", train, n_layers=8, seq_len=128, batch_size=8, micro_batch=4)
     strided, spread = (footprint(frame(*setup, Policy(boundary_stride=n)), DESKTOP).device_peak_bytes for n in (4, 1))

@@ -128,7 +128,6 @@ def test_contention_ends_no_op_sooner_and_conserves_work(case):
     assert prediction.step_s >= busiest_s or not prediction.periodic
 
 
-@pytest.mark.drawn
 @given(demanded(), st.data())
 def test_slowing_any_ops_never_finishes_sooner(case, data):
     """Scale ops by random factors. Without contention only: a slower op can free a shared resource."""

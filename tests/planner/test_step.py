@@ -13,12 +13,13 @@ from penstock.hwprofiles.schema import read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint
-from penstock.planner.search.space import baseline
+from penstock.planner.search.policies import baseline
 from penstock.planner.show import memory
 from penstock.planner.show.memory import occupancy
 from penstock.planner.show.step import measured_stretch, predicted_stretch
 from penstock.runtime.plan import Lane, Semantics, Slot
 from penstock.runtime.plan.timeline import Span, Timeline
+from tests.lanes import examples
 from tests.strategies import MADE_UP, plans, predicted
 
 fractions = st.lists(st.floats(0, 0.999), min_size=5, max_size=5)
@@ -31,8 +32,7 @@ def lowered():
     return lower(model, workload, s, baseline("megatrain-plus", s, workload), read_profile("rtx4090-server").to_json())
 
 
-@pytest.mark.drawn
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plans())
 def test_the_drawn_step_holds_every_op_once(plan):
     """In a steady state the stretch has exactly the work of one step, even if lanes run ahead."""
@@ -85,8 +85,7 @@ def obviously_held(plan, spans, at_s):
     return live_bytes
 
 
-@pytest.mark.drawn
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plans(max_layers=4, max_micro_batches=3), fractions)
 def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
     stretch = predicted_stretch(plan, predicted(plan, MADE_UP))
@@ -102,8 +101,7 @@ def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
                     assert one.series[arena.name][index] == expected[arena.name], (arena.name, at_s)
 
 
-@pytest.mark.drawn
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(plans())
 def test_no_more_is_held_than_is_reserved(plan):
     stretch, needs = predicted_stretch(plan, predicted(plan, MADE_UP)), footprint(plan, MADE_UP)

@@ -19,6 +19,7 @@ from penstock.planner.show.waterfall import RESOURCES
 from penstock.runtime.host import slabs
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
+from tests.lanes import examples
 from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
 from tests.tiny import tiny_config
@@ -43,9 +44,8 @@ def small_plan(machine="h200-pcie5", update="deferred", pointwise="eager"):
     return lower(model, build_workload(model, semantics), semantics, Policy(update=update), profile.to_json()), profile
 
 
-@pytest.mark.drawn
 @given(cases(), st.integers(1, 8), st.integers(0, 100))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, seed):
     result = interval(case.plan, MADE_UP, n_draws, seed)
     assert result.p10_step_s <= result.p50_step_s <= result.p90_step_s
@@ -53,26 +53,23 @@ def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, see
     assert (result.n_draws, result.seed) == (n_draws, seed)
 
 
-@pytest.mark.drawn
 @given(cases())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_without_spreads_the_interval_is_the_prediction(case):
     result = interval(case.plan, spread(MADE_UP, 0.0), MANY)
     assert width_s(result) == 0
     assert result.p50_step_s == pytest.approx(predicted(case.plan).step_s, rel=1e-9)
 
 
-@pytest.mark.drawn
 @given(cases())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_wider_spreads_make_a_wider_interval(case):
     widths_s = [width_s(interval(case.plan, spread(MADE_UP, f), 12)) for f in (0.01, 0.05, 0.25, 1.0)]
     assert widths_s == sorted(set(widths_s))
 
 
-@pytest.mark.drawn
 @given(cases(), st.sampled_from([0.02, 0.1, 0.5]), st.sampled_from([3, MANY, 15]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
     """Only compute takes time and all rates scale together: p10 and p90 differ from p50 by the spread."""
     free_groups = (RESOURCES[name] for name in ("link", "disk", "host DRAM", "optimizer"))
@@ -161,7 +158,7 @@ def test_beyond_a_shipped_grid_a_product_is_off_by_over_a_tenth(machine):
     assert 1.1 < off_by(read_profile(machine), "bf16", None) < 3
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_interval_is_that_of_plain_sampling():
     """Compare with independent samples of the profile, each built from JSON."""
     plan, profile = small_plan()

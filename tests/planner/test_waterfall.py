@@ -15,13 +15,14 @@ from penstock.planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, gains, w
 from penstock.runtime.plan import Policy, Semantics, Update, saves
 from penstock.runtime.plan.train import Train
 from penstock.runtime.plan.workload import Saved
+from tests.lanes import examples
 from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
 
 COMPUTE, LINK, DISK, DRAM, OPTIMIZER, LAUNCH = RESOURCES.values()
 NEGLIGIBLE = 1e-8  # fraction of a step
 SHARED = (Group.DUPLEX, Group.DRAM)  # sources of contention between ops
 KEEPING = Policy(save=saves(all=tuple(range(1, 7))), update=Update.DEFERRED)
-examples = settings(deadline=None, max_examples=40)
+examples = settings(deadline=None, max_examples=examples(40))
 
 
 def without(profile, *burdens):
@@ -51,7 +52,6 @@ def test_the_parts_are_the_predicted_step_and_none_is_negative(case, machine):
     assert all(part_s >= 0 for part_s in asdict(parts).values())
 
 
-@pytest.mark.drawn
 @examples
 @given(cases().filter(lambda case: case.semantics.ranks == 1), machines())
 def test_what_is_free_has_no_part_in_the_step(case, machine):
@@ -65,7 +65,6 @@ def test_what_is_free_has_no_part_in_the_step(case, machine):
     assert parts.ideal_compute_s + parts.recompute_s == pytest.approx(step_s(case.plan, alone), rel=NEGLIGIBLE)
 
 
-@pytest.mark.drawn
 @examples
 @given(cases(), machines())
 def test_recompute_is_what_is_computed_a_second_time(case, machine):
@@ -119,7 +118,6 @@ def test_a_shortage_of_host_memory_rate_is_a_part_of_its_own():
     assert short.link_s == pytest.approx(plenty.link_s)
 
 
-@pytest.mark.drawn
 @examples
 @given(cases(), machines())
 def test_a_gain_is_the_plan_simulated_again_with_a_tenth_more(case, machine):

@@ -16,6 +16,7 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model
 from tests import real_layers
 from tests.every_type import tiny
+from tests.lanes import diagonal, mostly_slow
 from tests.real_layers import DTYPES, MANY, Traffic, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
 from tests.training import fused
@@ -53,14 +54,12 @@ def parameters_agree(config: dict[str, Any]) -> None:
     assert head.shape == workload.blocks[0].parameters[0].shape
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "overrides"), [variant for variant in VARIANTS if variant[0] in MODEL_TYPES])
+@mostly_slow(("model_type", "overrides"), [variant for variant in VARIANTS if variant[0] in MODEL_TYPES])
 def test_weights_have_the_names_shapes_and_order_of_transformers(model_type: str, overrides: dict[str, Any]) -> None:
     parameters_agree({k: v for k, v in tiny_config(model_type, **overrides).items() if v is not ...})
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("name", [name for name in shipped_models() if read_model(name).config["model_type"] in MODEL_TYPES])
+@mostly_slow("name", [name for name in shipped_models() if read_model(name).config["model_type"] in MODEL_TYPES])
 def test_every_shipped_model_has_the_weights_of_the_real_one(name: str) -> None:
     parameters_agree(read_model(name).config)
 
@@ -68,8 +67,7 @@ def test_every_shipped_model_has_the_weights_of_the_real_one(name: str) -> None:
 # ---- work
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@mostly_slow("model_type", MODEL_TYPES)
 def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
     """Eager attention computes all seq_len x seq_len scores; plans count the causal half within the window."""
     config, batch, seq_len = tiny_config(model_type), 3, 21
@@ -86,8 +84,7 @@ def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
     assert sum(m.flop for b in blocks for m in b.matmuls) + sum(squares) == counter.get_total_flops() - sum(tables)
 
 
-@pytest.mark.fast("pairs")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "overrides"),
     [
         *((t, {}) for t in MODEL_TYPES),
@@ -101,6 +98,7 @@ def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 1]}),
     ],
+    fast=(0, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20),
 )
 def test_attention_counts_the_pairs_that_the_models_mask_admits(model_type: str, overrides: dict[str, Any]) -> None:
     config, seq_len = tiny_config(model_type, **overrides), 24
@@ -125,8 +123,7 @@ def test_experts_share_rows_evenly_and_lose_none() -> None:
 # ---- traffic and saved bytes of a forward
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+@mostly_slow("case", cases(MODEL_TYPES), fast=(0, 9, 10, 12, 14, 16, 18, 22), ids="-".join)
 def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> None:
     """Kernel calls and traffic match the layer; the backward peak is at most `transient_bytes` and at least two thirds of it."""
     for size in real_layers.SIZES:
@@ -159,8 +156,7 @@ def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
     return [*ways, ways[0] | fused(case[0])]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
+@mostly_slow("case", cases(STRUCTURES), ids="-".join)
 def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, str, str, str]) -> None:
     for how in partly(case):
         for block, layer, x, kwargs in layers_of(case, *real_layers.SIZES[0], kernels=how):
@@ -171,10 +167,7 @@ def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, st
             assert peak * 0.996 <= block.transient_bytes <= 1.6 * peak, (how, block.name, peak, block.transient_bytes)
 
 
-@pytest.mark.fast("pairs")
-@pytest.mark.parametrize("overrides", real_layers.ROW_HEAVY, ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model_type", EXPERT_TYPES)
+@diagonal(("model_type", EXPERT_TYPES), ("dtype", DTYPES), ("overrides", real_layers.ROW_HEAVY))
 def test_rows_of_experts_keep_what_autograd_saves_of_them(model_type: str, dtype: str, overrides: dict[str, Any]) -> None:
     """Exact up to row counters, and up to the row mask that only some versions of transformers save."""
     case = (model_type, attention_of(model_type), dtype, "grouped_mm")
@@ -199,9 +192,8 @@ def test_the_bound_holds_at_a_width_of_real_models() -> None:
 # ---- vocabulary blocks
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model_type", ["llama", "gemma", "gemma2"])
+@mostly_slow("dtype", DTYPES)
+@mostly_slow("model_type", ["llama", "gemma", "gemma2"])
 def test_an_embedding_keeps_indices_alone(model_type: str, dtype: str) -> None:
     config = tiny_config(model_type, **real_layers.WIDER, vocab_size=1000)
     block = build_workload(Model(config), semantics(2, 48, dtype, attention="eager")).blocks[0]
@@ -245,10 +237,9 @@ def tiled_loss(head, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: 
 WEIGHT_SUM = torch.zeros(3000 * 128)  # replaces the fp32 sum in an arena
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-@pytest.mark.parametrize("tile", [32, 500])
+@mostly_slow("dtype", DTYPES)
+@mostly_slow("model_type", ["llama", "gemma2"])
+@mostly_slow("tile", [32, 500])
 def test_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: str, dtype: str, tile: int) -> None:
     config = tiny_config(model_type, **real_layers.WIDER, vocab_size=3000)
     how = semantics(2, 64, dtype, attention="eager", loss_tile_tokens=tile)

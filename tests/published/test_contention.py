@@ -99,7 +99,6 @@ def replay(timeline, demands, region):
     return done_s, peaks
 
 
-@pytest.mark.drawn
 @given(demanded())
 def test_work_is_conserved_at_every_moment(case):
     """An op has done exactly its work when it ends, and use of a resource never exceeds its capacity."""

@@ -23,8 +23,7 @@ def test_no_law_is_fitted_to_rows_of_the_test_or_distrusted_rows():
     assert all(row.trust < 3 for row in rows_to_fit())
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 def test_every_number_that_names_rows_names_rows_of_the_fit(monkeypatch):
     """A source contains a digest of its rows, which must be the digest of a group of today. Values fitted to the rows are tested by
     the next test; products are fitted here, because rates depend on them."""
@@ -64,8 +63,7 @@ def chance_of(n_held, n):
     return sum(math.comb(n, i) * COVERED**i * (1 - COVERED) ** (n - i) for i in range(n_held + 1))
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 def test_shipped_profiles_are_what_the_fit_gives_today():
     """Fit all laws again. Values fitted to runs are tested with the ledger of runs."""
     for machine, fields in profiles():

@@ -89,7 +89,7 @@ def test_rows_of_the_test_are_predicted_as_well_as_was_wanted(ledger):
     assert TEST_COVERAGE[0] <= Errors.from_ops(of_the_test).coverage_fraction <= TEST_COVERAGE[1]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_page_is_that_of_today_and_explains_every_miss(ledger):
     lines = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in "\n".join(page(OpLedger(ledger.ops))).splitlines() if line.startswith("|")]

@@ -12,6 +12,7 @@ from benchmarks.published.validate import Row, read_runs, validate, with_interva
 from benchmarks.run_fit import SOFTWARE, STAGES, Constant, fit
 from penstock.hwprofiles.schema import shipped_profiles
 from penstock.planner.model.workload import shipped_models
+from tests.lanes import mostly_slow
 from tests.tour import ROOT
 
 RUNS = ROOT / "benchmarks" / "published_runs.json"
@@ -40,7 +41,7 @@ def test_published_runs_are_predicted_within_the_targets(ledger):
     assert {name for name, _ in misses(ledger)} == set(EXPLANATIONS), "every error beyond a tenth is explained"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_run_left_out_of_the_fit_is_within_the_target(published, monkeypatch):
     """Leave-one-out for two runs of the fit, with the stages of their machine; the page has all runs."""
     stages = {name: stage for name, stage in STAGES.items() if name in ("serial tail", "eager modules", "mi355x compute")}
@@ -100,8 +101,7 @@ def test_no_constant_belongs_to_a_run_or_a_model(published):
     assert used < {p.name for p in published}, "all runs are used by the fit"
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("checked", ["serial tail", "eager modules", "mi355x compute", "process memory"])
+@mostly_slow("checked", ["serial tail", "eager modules", "mi355x compute", "process memory"])
 def test_the_shipped_constants_are_those_that_the_fit_finds(published, checked):
     """Check each stage with the shipped constants of earlier stages. Only fast stages are checked."""
     fitter = Fitter({p.name: p for p in published})

@@ -31,6 +31,7 @@ from penstock.runtime.plan.workload import Model, Saved
 from penstock.training.validation import evaluate
 from tests import training
 from tests.forwards import HostileToBoth, sequences_of
+from tests.lanes import mostly_slow
 from tests.real_layers import DTYPES, SIZES, Work, cases, hf_model, layers_of, tensors
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, Remembering, frozen_of, initial_masters, machine_for, plan_of, same_bits, semantics_of, streamed
@@ -188,8 +189,7 @@ def test_a_layer_leaves_nothing_with_its_partners() -> None:
     assert [part.ready for part in layer.modules() if isinstance(part, AdaptedLinear)] == [None] * 4
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@mostly_slow("model_type", MODEL_TYPES)
 def test_what_is_computed_together_is_what_the_plan_counts(model_type: str) -> None:
     """Compare stacked products of A in the modules of a run and in its plan, by width."""
     for targets in (TARGETS, ("q_proj", "v_proj", "up_proj")):
@@ -258,8 +258,7 @@ def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
             Templates(config, replace(workload, blocks=blocks), semantics)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("case", cases(("llama", "gemma2", "qwen3_moe", "gpt_oss")), ids="-".join)
+@mostly_slow("case", cases(("llama", "gemma2", "qwen3_moe", "gpt_oss")), ids="-".join)
 def test_a_replay_of_adapters_saves_what_the_plan_says(case: Case) -> None:
     of_experts = replace(LORA, rank=8, targets=("q_proj", "experts"))
     loras = [of_experts] if case[0] in EXPERT_TYPES else [replace(LORA, dropout=0.3, targets=TARGETS[:4]), LORA]
@@ -332,8 +331,7 @@ def trained_by_peft(
     return {name: p.detach() for name, p in trained.items()}, losses
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "dtype", "of_loss", "of_way"), [*((t, "fp32", 1e-6, 1e-4) for t in DENSE), ("llama", "bf16", 2e-4, 0.1)]
 )
 def test_training_is_what_peft_does(model_type: str, dtype: str, of_loss: float, of_way: float) -> None:
@@ -360,8 +358,7 @@ EVALUATED = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "way"), [*(("llama", way) for way in EVALUATED), ("gemma2", "on the device, packed")])
+@mostly_slow(("model_type", "way"), [*(("llama", way) for way in EVALUATED), ("gemma2", "on the device, packed")])
 def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: str) -> None:
     """Compare the loss of a batch bitwise with a training step without dropout."""
     fields, policy = EVALUATED[way]

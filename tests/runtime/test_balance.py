@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.model_checks.self_test import differences, reference_step
 from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
-from penstock.training.self_test import differences, reference_step
 from tests import training
 from tests.every_type import tiny
+from tests.lanes import mostly_slow
 from tests.rank_law import trained_alone, trained_by
 from tests.tiny import tiny_config
 from tests.training import EVERYTHING, kept_whole, plan_of, semantics_of, streamed
@@ -26,8 +27,7 @@ def step_of(model_type, router_loss=0.3):
     return reference_step(config, Semantics(1, 1, 1, attention=supported_attention(Model(config))[0], router_loss=router_loss))
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "jamba", "minimax_m2"])
+@mostly_slow("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "jamba", "minimax_m2"])
 def test_loss_and_gradients_are_transformers_own(model_type):
     """Compare bitwise for one micro-batch, recomputed and saved. The two parts of the loss are added in fp64 here."""
     step = step_of(model_type)
@@ -49,22 +49,20 @@ def test_micro_batches_have_a_loss_each_and_their_mean_counts():
     assert differences(split, partial(torch.allclose, rtol=1e-4, atol=1e-6)) == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("policy", [EVERYTHING, Policy(boundary_stride=2, accumulation_group=2)])
+@mostly_slow("policy", [EVERYTHING, Policy(boundary_stride=2, accumulation_group=2)])
 def test_no_schedule_changes_a_bit_of_it(policy):
     semantics = semantics_of("mixtral", router_loss=0.1)
     machine = streamed(tiny_config("mixtral", num_hidden_layers=4), semantics, policy, delay_seed=3)
     assert training.differences(machine, kept_whole("mixtral", semantics, (("num_hidden_layers", 4),))) == []
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_ranks_train_with_it_to_the_bits_of_one(tmp_path):
     case = "qwen3_moe:balanced:2"
     assert trained_by(2, [case], tmp_path / "digests") == {case: trained_alone(case)}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("way", ["keep", "boundaries"])
+@mostly_slow("way", ["keep", "boundaries"])
 def test_memory_of_the_router_loss_is_booked(way):
     semantics = semantics_of("qwen3_moe", seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16, router_loss=0.1)
     plan = plan_of(tiny_config("qwen3_moe", **WIDE, num_experts=64), semantics, replace(REMEMBERING[way], accumulation_group=2))

@@ -20,19 +20,18 @@ from penstock.runtime.plan.workload import Model
 from penstock.training.device import device_of
 from penstock.training.validation import evaluate, generate
 from tests.forwards import LateForBoth, sequences, sequences_of, watch_forwards
+from tests.lanes import examples, mostly_slow
 from tests.late_streams import LateStreams, Poisoned, machine_of
 from tests.running import lines_of, make_home, one_line, plan_in, train
 from tests.strategies import policies
 from tests.tiny import tiny_config
 from tests.training import EVERYTHING, N_STEPS, clip_some_steps, differences, plain, semantics_of
 
-LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+LAW = settings(max_examples=examples(8), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 HASTE = (0.0, 0.5, 0.9)
 
 
-@pytest.mark.soak_cases("gemma2", "qwen3_moe")
-@pytest.mark.drawn
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+@mostly_slow("model_type", ["llama", "gemma2", "qwen3_moe"])
 @LAW
 @given(data=st.data())
 def test_late_streams_train_the_bits_of_the_plain_loop(model_type, data):
@@ -60,8 +59,7 @@ EDGES = {  # (waiting lane, awaited lane) for all waits on streams
 }  # fmt: skip
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("waiting", "marking"), sorted(EDGES), ids=str)
+@mostly_slow(("waiting", "marking"), sorted(EDGES), ids=str)
 def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
     """Show that the law above can fail: remove the events of one lane for another, delay streams, and bits differ."""
     left_out = 0

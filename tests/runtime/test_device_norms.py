@@ -16,9 +16,9 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import frame
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.policy_cost import PolicyCost
+from penstock.planner.search.evaluation import Evaluator
+from penstock.planner.search.policies import Family, family_of
 from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.space import Family, family_of
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
 from penstock.runtime.errors import PlanError
 from penstock.runtime.host import norms
@@ -30,6 +30,7 @@ from penstock.runtime.plan.legality import can_square
 from penstock.runtime.plan.region import Resource
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.edits import error_of, small
+from tests.lanes import examples, mostly_slow
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
 from tests.reference import halved
 from tests.tiny import tiny_config
@@ -69,9 +70,8 @@ def test_the_host_reads_no_gradient_twice(tied):
     assert n_tensors < n_kernels < 2 * n_tensors + 5 * len(workload.blocks)
 
 
-@pytest.mark.drawn
 @given(st.data())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_the_machine_bound_is_the_least_of_any_device_shares(data):
     """Compare with a fine grid of shares, on machines bound by either side, with memory for part or all of the state."""
     fields = read_profile("gh200").to_json()
@@ -94,9 +94,8 @@ def test_the_machine_bound_is_the_least_of_any_device_shares(data):
     assert bound.binding in host
 
 
-@pytest.mark.drawn
 @given(st.data())
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=examples(30), derandomize=True)
 def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     """Machines on which host norms limit the step, so that norms on the device shorten it. Others: tests/planner/test_search.py."""
     s, dtype = data.draw(semantics().filter(lambda value: value.ranks == 1)), data.draw(st.sampled_from(["bf16", "fp32"]))
@@ -117,7 +116,7 @@ def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     cost = CostModel(machine)
     plan = lower(NOBODY, workload, s, policy, {})
     prediction = simulate(plan, cost.demands(plan), region_of(machine))
-    relaxation = Relaxation(PolicyCost(NOBODY, workload, s, cost), 0.0 if speculates else None)
+    relaxation = Relaxation(Evaluator(NOBODY, workload, s, machine, 0.0 if speculates else None))
     for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
         relaxed = relaxation.solve(family_of(policy, s), *buffers)
         assert relaxed is not None
@@ -132,8 +131,7 @@ WAYS = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "tied", "way"), [("llama", False, "barrier"), ("llama", True, "speculating"), ("gpt_oss", False, "eager")]
 )
 def test_a_model_normed_on_the_device_is_the_plain_loop(model_type, tied, way):

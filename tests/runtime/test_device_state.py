@@ -12,6 +12,7 @@ from penstock.runtime.host.optimizer import PROBE_ELEMENTS, KernelLayout, Master
 from penstock.runtime.plan import Kind, Policy, Update
 from penstock.runtime.plan.optimizer import AdamW
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.training import LEAN, differences, semantics_of, streamed
 from tests.updating import update_
@@ -23,8 +24,7 @@ ALL_KEPT = [({"compute_dtype": "fp32"}, 4), ({}, 1), ({"master_dtype": "bf16"}, 
 EVERYWHERE = Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Update.DEFERRED)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("fields", "n_sequences"), [*ALL_KEPT, *((fields, 4) for fields in LEAN.values())])
+@mostly_slow(("fields", "n_sequences"), [*ALL_KEPT, *((fields, 4) for fields in LEAN.values())])
 def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_sequences: int) -> None:
     """The law in test_exactness covers plans with part of the state on the device."""
     config = tiny_config("qwen3", tie_word_embeddings=False)
@@ -44,9 +44,8 @@ def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: b
     assert in_cpp_matches_host(KernelLayout(weight, kind == "split", weight), tmp_path, fused) == fused
 
 
-@pytest.mark.fast("values")
 @NEEDS_A_COMPILER
-@pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
+@mostly_slow(("rule", "kind", "moments"), LEAN_KINDS, fast=(0, 7, 11, 17))
 def test_the_kernel_of_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moments, tmp_path) -> None:
     weight = torch.float32 if kind == "fp32" else torch.bfloat16
     layout = KernelLayout(weight, kind.startswith("split"), weight, DTYPE[moments], rule, is_stochastic=kind in ("bf16", "split24"))

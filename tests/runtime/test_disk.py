@@ -19,6 +19,7 @@ from penstock.runtime.host.base_file import BaseFile, is_in_memory
 from penstock.runtime.host.updates import NonFiniteError
 from penstock.runtime.plan import Lane, Plan, Policy, Update, saves
 from penstock.runtime.plan.train import Lora, Train
+from tests.lanes import diagonal, mostly_slow
 from tests.late_streams import Poisoned, machine_of
 from tests.tiny import tiny_config
 from tests.training import differences, machine_for, plain, plan_of, semantics_of, streamed, trained
@@ -40,9 +41,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_file, "PIECE_BYTES", 4096)
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("base", ["bf16", "nf4"])
-@pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
+@diagonal(("policy", POLICIES), ("base", ["bf16", "nf4"]))
 def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_pieces: None) -> None:
     """Slots are poisoned on release, and lanes have random delays."""
     semantics = semantics_of("llama", train=LORA, base=base, gradient_dtype="fp32" if policy.device_blocks else "bf16")
@@ -50,8 +49,7 @@ def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_p
     assert differences(machine, plain("llama", semantics, LAYERS)) == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("seed", range(3))
+@mostly_slow("seed", range(3))
 def test_reads_wait_for_the_loads_of_streams_that_are_late(seed: int) -> None:
     """Remove the load-completion events: bits must then differ."""
 

@@ -10,13 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from penstock.model_checks.document_isolation import supports_documents
 from penstock.planner.check.check import check
 from penstock.planner.lower.forward import forward_plan
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
 from penstock.runtime.layers import documents
-from penstock.runtime.layers.document_isolation import supports_documents
 from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.footprint import document_bytes, padded_tokens
 from penstock.runtime.plan.workload import Model
@@ -24,6 +24,7 @@ from penstock.training.validation import evaluate
 from tests import reference, training
 from tests.every_type import tiny
 from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of
+from tests.lanes import mostly_slow
 from tests.late_streams import LateStreams, Poisoned
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, initial_masters, plan_of, semantics_of, settings_of_torch, state_of
@@ -81,8 +82,7 @@ WAYS += [("qwen2", "kept", {}, {"micro_batch": 2}), ("qwen2", "attention", {}, {
 WAYS += [("qwen2", "attention", {}, {"mlp_tile_tokens": 5}), ("llama", "strided", {}, {"attention": "eager", "micro_batch": 2})]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "name", "overrides", "fields"), WAYS)
+@mostly_slow(("model_type", "name", "overrides", "fields"), WAYS)
 def test_documents_train_the_plain_loops_bits_on_any_policy(model_type, name, overrides, fields):
     """Use different documents in each micro-batch and step; the second step attends across the sequence."""
     config, semantics = config_of(model_type, **overrides), semantics_of(model_type, **fields)
@@ -114,8 +114,7 @@ def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.
     return loss.item(), {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *FURTHER])
+@mostly_slow("model_type", [*MODEL_TYPES, *FURTHER])
 def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
     """Derive gradients from the first moment after one step: (1 - beta1) times the gradient."""
     config, semantics = config_of(model_type), exact(model_type, clip_norm=None, micro_batch=2)
@@ -140,8 +139,7 @@ def logits_of(machine, batch: Batch) -> torch.Tensor:
     return torch.stack(logits)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *FURTHER])
+@mostly_slow("model_type", [*MODEL_TYPES, *FURTHER])
 def test_other_documents_change_nothing_of_a_documents_logits(model_type):
     """Compare bitwise. Experts also receive tokens of other documents, and round differently."""
     config, semantics = config_of(model_type), exact(model_type)
@@ -186,8 +184,7 @@ def test_no_device_is_waited_for_after_two_micro_batches():
     assert waits == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "way"),
     [
         *(("llama", Policy(save=save)) for save in (saves(), saves(attention=(1, 2)), saves(all=(1, 2, 3)))),
@@ -214,8 +211,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", REFUSED)
+@mostly_slow("model_type", REFUSED)
 def test_a_model_that_lets_documents_meet_is_refused_with_why(model_type):
     """Reject a rotary embedding that depends on the longest document, if a sequence exceeds its tables."""
     longer = {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}
@@ -245,7 +241,6 @@ def random_heads(seq_len: int, dtype: torch.dtype, seed: int = 0, n_sequences: i
     return [*(x.transpose(1, 2) for x in heads[:3]), heads[3]]
 
 
-@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 100, 191, 193, 255])
 def test_a_documents_bits_are_the_same_wherever_it_is_packed(n, dtype):

@@ -18,6 +18,7 @@ from penstock.runtime.machines.torch_machine import CpuMachine
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.workload import Model, has_towers
+from tests.lanes import mostly_slow
 from tests.tiny import MODEL_TYPES
 from tests.training import machine_for
 
@@ -93,8 +94,7 @@ CONFIGS = {name: read_model(name).config for name in shipped_models()}
 SHIPPED = [name for name, fields in CONFIGS.items() if fields["model_type"] in MODEL_TYPES or has_towers(fields)]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("name", SHIPPED)
+@mostly_slow("name", SHIPPED)
 def test_every_shipped_model_has_a_stand_in_of_as_many_blocks(name):
     model = read_model(name)
     semantics = stand_in_semantics(Semantics(4096, 8, 4, attention=supported_attention(model)[0]))

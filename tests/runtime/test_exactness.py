@@ -20,16 +20,15 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model, Saved
 from tests import training
 from tests.edits import with_waits
+from tests.lanes import examples, mostly_slow
 from tests.strategies import policies
 from tests.tiny import MODEL_TYPES, families, tiny_config
 from tests.training import LEAN, Hostile, differences, fused, machine_for, plan_of, same_state, semantics_of, streamed, trained
 
-LAW = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+LAW = settings(max_examples=examples(10), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@pytest.mark.soak_cases("gemma", "mixtral", *{"smollm3", "internlm3"} & {*MODEL_TYPES})
-@pytest.mark.drawn
-@pytest.mark.parametrize("family", families(MODEL_TYPES), ids=lambda family: family[0])
+@mostly_slow("family", families(MODEL_TYPES), fast=(0, 2, 5, 7), ids=lambda family: family[0])
 @LAW
 @given(data=st.data())
 def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
@@ -83,8 +82,7 @@ REMEMBERING = [
 ]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "tile", "policy"),
     [
         *(("llama", None, policy) for policy in REMEMBERING),
@@ -145,9 +143,8 @@ DTYPES = {"bf16": {}, "bf16 master": {"master_dtype": "bf16"}, "fp32": {"compute
 GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1), (1, 4)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
 
 
-@pytest.mark.fast("some")
 @pytest.mark.parametrize(("gradient_dtype", "tied"), [("bf16", False), ("fp32", True)])
-@pytest.mark.parametrize("storage", DTYPES)
+@mostly_slow("storage", DTYPES)
 def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(storage, tied, gradient_dtype):
     """Cover cases that random policies can miss: every path of a gradient in every dtype; tiles, adapters."""
     config = tiny_config("llama", tie_word_embeddings=tied, num_hidden_layers=1, vocab_size=2200)  # more than a chunk of elements
@@ -160,8 +157,7 @@ def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(storage, tied, gr
             assert differences(streamed(config, semantics, policy)) == [], policy
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "attention"), [("llama", "sdpa"), ("qwen2", "eager")])
+@mostly_slow(("model_type", "attention"), [("llama", "sdpa"), ("qwen2", "eager")])
 def test_dropout_is_the_same_kept_recomputed_or_reordered(model_type, attention):
     config, semantics = tiny_config(model_type, attention_dropout=0.2), semantics_of(model_type, attention=attention)
     expected = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))
@@ -173,7 +169,7 @@ def test_dropout_is_the_same_kept_recomputed_or_reordered(model_type, attention)
     assert expected.results[0].loss != no_dropout.results[0].loss, "dropout did nothing: the test would prove nothing"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_law_holds_at_2048_tokens_with_the_default_attention():
     """Use several tiles of keys in the attention kernel, and several tiles of the loss."""
     config = tiny_config("llama")

@@ -23,6 +23,7 @@ from penstock.runtime.plan import Kind, Lane, Plan, Policy, Repeat, Update, Wait
 from penstock.runtime.plan.plan import unrolled
 from penstock.runtime.plan.timeline import is_kept
 from tests.edits import set_op
+from tests.lanes import examples
 from tests.null_machine import NullMachine
 from tests.strategies import plans
 from tests.tiny import tiny_config
@@ -75,8 +76,7 @@ def numbered(plan: Plan) -> list[tuple[int, int]]:
     return [*((i, 0) for i in head), *inside, *((i, 0) for i in tail)]
 
 
-@pytest.mark.drawn
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans() | folded(max_repetitions=2), st.sampled_from([None, *Lane]))
 def test_every_op_runs_once_in_order_after_what_it_waits_for(plan, slow):
     """Each repetition has its own micro-batch; the timeline has a span per retained repetition."""
@@ -361,8 +361,7 @@ class Asks(Jittery):
             self.stop.request()
 
 
-@pytest.mark.drawn
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(plans(), st.sampled_from([None, *Lane]), st.integers(0, 3), st.data())
 def test_all_lanes_end_after_the_same_step_when_asked_to_end(plan, slow, step, data):
     """End after the furthest step begun by any lane, or after the next one if a lane is about to begin it."""

@@ -22,6 +22,7 @@ from penstock.runtime.plan import Plan, Policy
 from penstock.runtime.plan.footprint import document_bytes, planned_device_needs
 from penstock.runtime.plan.workload import Model
 from penstock.training.device import refuse_what_does_not_fit
+from tests.lanes import examples
 from tests.strategies import PROFILE, cases, policies
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, semantics_of
@@ -64,8 +65,7 @@ def start(plan: Plan, device: str) -> None:
         refuse_what_does_not_fit(plan, device, "auto", plan.semantics.ranks)
 
 
-@pytest.mark.drawn
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=real_plans() | cases().map(lambda case: case.plan), data=st.data())
 def test_a_run_accepts_a_plan_that_fits_and_no_byte_less(plan: Plan, data: st.DataObject) -> None:
     device = plan.profile["device"]["kind"]

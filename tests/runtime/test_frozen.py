@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model, aligned_elements
 from tests import training
+from tests.lanes import examples, mostly_slow
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, STRUCTURES, families, tiny_config
 from tests.training import differences, fused, initial_masters, kept_whole, plain, plan_of, same_bits, semantics_of, streamed
@@ -44,8 +44,7 @@ PACKED = [
 ]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "base", "on_device", "policy"), PACKED)
+@mostly_slow(("model_type", "base", "on_device", "policy"), PACKED)
 def test_packed_weights_are_computed_with_as_what_they_mean(model_type: str, base: str, on_device: bool, policy: Policy) -> None:
     overrides = (("num_hidden_layers", 3), ("tie_word_embeddings", on_device))
     train = Train(lora=Lora(rank=8, targets=("q_proj", "experts"))) if model_type in EXPERT_TYPES else LORA
@@ -59,10 +58,8 @@ def test_packed_weights_are_computed_with_as_what_they_mean(model_type: str, bas
     assert all(same_bits(initial[name], weight) for name, weight in training.frozen_of(machine).items())
 
 
-@pytest.mark.soak_cases("mixtral")
-@pytest.mark.drawn
-@pytest.mark.parametrize("family", families(STRUCTURES), ids=lambda family: family[0])
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@mostly_slow("family", families(STRUCTURES), fast=(0, 1, 2, 4), ids=lambda family: family[0])
+@settings(max_examples=examples(10), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataObject) -> None:
     """Vary clipping, ties, packing and state placement. Adapter dropout masks equal those of a run that saves everything."""

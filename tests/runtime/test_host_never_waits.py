@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import cycle, product
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -11,6 +10,7 @@ from penstock.runtime.compute import compute
 from penstock.runtime.executor import execute
 from penstock.runtime.machines.torch_machine import CudaMachine
 from penstock.runtime.plan import Kind, Lane, Policy, Update, saves
+from tests.lanes import mostly_slow
 from tests.late_streams import LateStreams, machine_of
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, machine_for, plan_of, semantics_of
@@ -70,8 +70,7 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
 REMEMBERING = [Policy(), Policy(save=saves(all=(1, 2))), Policy(save=saves(products=(1,))), Policy(boundary_stride=2)]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "policy"), [*product(["llama"], REMEMBERING), *zip(STRUCTURES[1:], cycle(REMEMBERING))])
+@mostly_slow(("model_type", "policy"), [*product(["llama"], REMEMBERING), *zip(STRUCTURES[1:], cycle(REMEMBERING))])
 def test_compute_never_waits_for_the_device(model_type, policy, monkeypatch):
     """Grouped products of experts are one kernel on a GPU, too."""
     config = tiny_config(model_type, attention_dropout=0.1)
@@ -102,8 +101,7 @@ def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
     assert differences(machine) == []
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", STRUCTURES)
+@mostly_slow("model_type", STRUCTURES)
 def test_a_model_is_asked_for_masks_and_positions_twice(model_type, monkeypatch):
     calls = []
     embed = compute.Templates.embed
@@ -139,9 +137,8 @@ EVERY_COPY = [Policy(spill_blocks=(0, 1), accumulation_group=2)]
 EVERY_COPY += [Policy(accumulation_group=4, resident_blocks=(1,), update=Update.DEFERRED)]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("policy", EVERY_COPY, ids=["spills", "resident"])
+@mostly_slow("tied", [False, True])
+@mostly_slow("policy", EVERY_COPY, ids=["spills", "resident"])
 def test_lanes_of_the_link_only_copy_between_arenas(policy, tied):
     """Memory that a side stream allocates on a GPU can be reused before the copy ends."""
     copies = []

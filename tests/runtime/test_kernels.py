@@ -43,6 +43,7 @@ from penstock.runtime.layers.pointwise import (
 )
 from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
+from tests.lanes import diagonal, mostly_slow
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
 from tests.training import fused, plain, same_bits, semantics_of
@@ -127,9 +128,7 @@ def test_a_norms_gradients_are_those_of_pytorchs_function(n_rows: int) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@diagonal(("model_type", ["llama", "qwen3_moe"]), ("dtype,tolerance", [("fp32", 2e-6), ("bf16", 2e-2)]))
 def test_losses_and_norms_are_those_of_eager_kernels(model_type: str, dtype: str, tolerance: float) -> None:
     """Compare relative to the largest element: 2e-6 in fp32; 2e-2 in bf16, a few of its last digits."""
     eager = semantics_of(model_type, compute_dtype=dtype)
@@ -155,8 +154,7 @@ def test_a_models_logits_are_those_of_transformers(model_type: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("case", [c for c in cases(STRUCTURES) if c[0] != "gemma2"], ids="-".join)
+@mostly_slow("case", [c for c in cases(STRUCTURES) if c[0] != "gemma2"], fast=(0, 9, 10, 14), ids="-".join)
 def test_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str, str]) -> None:
     """Allow two percent for a scale per row, which only a GPU saves."""
     for size in SIZES:

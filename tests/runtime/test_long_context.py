@@ -12,6 +12,7 @@ from penstock.planner.search.micro_batch import sizes_of
 from penstock.planner.search.search import search
 from penstock.runtime.plan import Kind, Policy, Semantics
 from penstock.runtime.plan.workload import Model
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.training import plan_of
 
@@ -37,8 +38,7 @@ def most_bytes(seq_len: int, inner: int, tile: int | None) -> int:
     return device_bytes(plan_of(config_of(inner), semantics_of(seq_len, tile), LEAN))[1]
 
 
-@pytest.mark.soak_cases("4096-12288")
-@pytest.mark.parametrize(("few", "many"), [(1024, LONG), (LONG, LONGER)])
+@mostly_slow(("few", "many"), [(1024, LONG), (LONG, LONGER)])
 def test_by_tiles_memory_grows_as_attention_and_a_boundary_do(few: int, many: int) -> None:
     """Allow a dozen tensors of the layer's input size: norms, queries, keys, values, and their gradients."""
     boundary_bytes = build_workload(Model(config_of(512)), semantics_of(many - few, None)).blocks[1].boundary_bytes
@@ -55,7 +55,7 @@ def test_spilled_boundaries_take_no_more_for_more_layers() -> None:
     assert arenas(4, spill=True) == arenas(40, spill=True) < arenas(4, spill=False) < arenas(40, spill=False) / 5
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_searched_plan_trains_a_context_four_times_the_device() -> None:
     """The planner selects tiles and offloads; arenas plus peak fit the device's memory."""
     model, semantics = Model(config_of(512, n_layers=4)), semantics_of(LONGER, None)

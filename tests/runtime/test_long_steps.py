@@ -9,6 +9,7 @@ from penstock.planner.check.check import check
 from penstock.planner.lower.lower import folded_ops
 from penstock.runtime.plan import PlanFile, Policy, Update, saves
 from tests.edits import plan_by
+from tests.lanes import mostly_slow
 from tests.running import lines_of, make_home, penstock, plan_anew, plan_in, train, weights_sha
 from tests.tiny import tiny_config
 from tests.training import Remembering, clip_some_steps, differences, plan_of, semantics_of, trained
@@ -44,8 +45,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "name"), [*(("llama", name) for name in POLICIES), ("qwen3_moe", "shared boundaries")])
+@mostly_slow(("model_type", "name"), [*(("llama", name) for name in POLICIES), ("qwen3_moe", "shared boundaries")])
 def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name):
     overrides = (("num_hidden_layers", 4),)
     semantics = clip_some_steps(model_type, semantics_of(model_type, batch_size=18, seq_len=8), overrides)
@@ -54,7 +54,7 @@ def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name)
     assert differences(trained(plan, Delayed)) == []
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monkeypatch):
     """Start with the folded plan and resume with the unrolled one, and vice versa: the files are equal."""
     home = make_home(tmp_path)

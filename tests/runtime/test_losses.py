@@ -20,6 +20,7 @@ from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.plan import Policy, Semantics, Update, saves
 from penstock.runtime.plan.objective import KNOWN, LossUnit, Objective, parse_objective
 from penstock.runtime.plan.workload import Model
+from tests.lanes import mostly_slow
 from tests.real_layers import peak_bytes
 from tests.tiny import tiny_config
 from tests.training import Remembering, batches_of, fused, machine_for, plan_of, same_state, semantics_of
@@ -142,8 +143,9 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
 ALONE = ("cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1", "distill:16,beta=0.5,temperature=2")
 
 
-@pytest.mark.soak_cases("grpo-256")
-@pytest.mark.parametrize(("name", "n_packed"), [*product(ALONE, [0]), *product(("dpo", "grpo", "reward"), [256])])
+@mostly_slow(
+    ("name", "n_packed"), [*product(ALONE, [0]), *product(("dpo", "grpo", "reward"), [256])], fast=(0, 1, 2, 3, 4, 5, 6, 8)
+)
 def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name, n_packed):
     """Logits dominate, or per-token values if answers share long sequences."""
     tile, seq_len, vocab_size = (16, 512, 96) if n_packed else (128, 64, 4096)
@@ -185,10 +187,10 @@ def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
     return semantics, batches
 
 
-@pytest.mark.soak_cases("dpo-True", "kto:group=2-False", "grpo:beta=0.1-True", "reward-True", "classify:mean=1-False")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("name", "is_packed"),
     [*product((*ANY, "distill:9,beta=0.5", "classify:mean=1"), [False]), *product((*ANY, "classify"), [True])],
+    fast=(0, 2, 3, 4, 7, 10),
 )
 def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
     """Use tiles that begin in the middle of a sequence."""

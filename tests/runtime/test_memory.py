@@ -49,8 +49,7 @@ def test_writing_a_view_keeps_what_autograd_saved_of_another():
     assert torch.autograd.grad(y, x)[0].tolist() == [10.0] * 4, "the slot's content now, as the plan says, and no error"
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps():
     """Python does not see autograd graphs: if 20 steps leak theirs, the process grows by 20 times `kept_bytes`."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)

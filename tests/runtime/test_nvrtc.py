@@ -14,6 +14,7 @@ import pytest
 from torch.utils import cpp_extension
 
 from penstock.runtime.cuda import nvrtc
+from tests.lanes import diagonal, mostly_slow
 
 BF16, FP32, BYTE = "unsigned short", "float", "unsigned char"
 ARCHITECTURES = (80, 89, 90, 100)
@@ -80,17 +81,14 @@ def test_every_source_is_compiled_here() -> None:
     assert all(f'#include "{name}"' not in nvrtc.source(file) for file in SOURCES for name in INCLUDED)
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("file", SOURCES)
+@diagonal(("file", SOURCES), ("architecture", ARCHITECTURES))
 def test_a_source_compiles_for_each_architecture(file: str, architecture: int) -> None:
     ptx, binary = compiled(file, 0, architecture)
     assert f".target sm_{architecture}" in ptx
     assert binary[:4] == b"\x7fELF"
 
 
-@pytest.mark.soak_cases("1", "2", "4", "5", "7")
-@pytest.mark.parametrize("n", range(len(SOURCES["pointwise.cu"])))
+@mostly_slow("n", range(len(SOURCES["pointwise.cu"])), fast=(0, 3, 6))
 def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
     """Only the loop over the rest accesses single elements. Split vectors multiply the count by four or eight."""
     item = 2 if SOURCES["pointwise.cu"][n]["ELEMENT"] == BF16 else 4
@@ -102,8 +100,7 @@ def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
         assert counts == {("ld", 16): loads, ("st", 16): stores, ("ld", item): loads, ("st", item): stores}, name
 
 
-@pytest.mark.soak_cases("1", "2", "4", "5", "7")
-@pytest.mark.parametrize("n", range(len(SOURCES["unpack.cu"])))
+@mostly_slow("n", range(len(SOURCES["unpack.cu"])), fast=(0, 3, 6))
 def test_unpacking_loads_the_codes_of_8_numbers_and_stores_16_bytes(n: int) -> None:
     defined, ((_, counts),) = SOURCES["unpack.cu"][n], accesses(compiled("unpack.cu", n, 90)[0])
     item, codes = 2 if defined["OUT"] == BF16 else 4, 4 if defined["BASE"] in (0, 3) else 8
@@ -116,8 +113,7 @@ def test_unpacking_loads_the_codes_of_8_numbers_and_stores_16_bytes(n: int) -> N
     assert {key: k for key, k in counts.items() if key[0] == "ld" and key[1] > 1} == expected
 
 
-@pytest.mark.soak_cases("1", "2")
-@pytest.mark.parametrize("n", range(len(SOURCES["adamw.cu"])))
+@mostly_slow("n", range(len(SOURCES["adamw.cu"])))
 def test_adamw_loads_and_stores_8_and_16_bytes(n: int) -> None:
     """The compiler can emit a loop twice: for either form of the first moment's interpolation."""
     defined, ((_, counts),) = SOURCES["adamw.cu"][n], accesses(compiled("adamw.cu", n, 90)[0])
@@ -138,7 +134,7 @@ def test_the_loss_loads_and_stores_16_bytes(n: int) -> None:
     assert counts["st", 16] > 0
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "n"), [(f, n) for f in ("low_bit_optim.cu", "squares.cu") for n in range(1, len(SOURCES[f]))])
 def test_other_definitions_compile(file: str, n: int) -> None:
     """Compile definitions of files without an access count."""

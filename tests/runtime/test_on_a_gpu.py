@@ -97,7 +97,6 @@ def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, 
     return trained(plan_of(config, semantics, policy), machine_type, n_steps, **options)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @LAW
 @given(data=st.data())

@@ -26,6 +26,7 @@ from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, St
 from penstock.runtime.host.workers import Workers
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW, optimizing
+from tests.lanes import diagonal, mostly_slow
 from tests.reference import half_up, halved, lean_step
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, same_bits, semantics_of
@@ -114,10 +115,7 @@ LEAN_KINDS = [*product(("adamw", "lion"), ("split", "bf16", "split24"), ("fp32",
 LEAN_KINDS += [("lion", "fp32", "bf16")]
 
 
-@pytest.mark.fast("pairs")
-@pytest.mark.parametrize("n", [1, 300, 2 * rounding.TURN + 65])
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
-@pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
+@diagonal(("rule,kind,moments", LEAN_KINDS), ("elsewhere", [False, True]), ("n", [1, 300, 2 * rounding.TURN + 65]))
 def test_less_state_is_updated_as_by_a_plain_loop_whole_or_cut(rule, kind, moments, elsewhere, n):
     """Include ranks with a part each, and infinities and NaN among masters."""
     initial = random_state(kind, n, seed=n, odd=True)
@@ -278,8 +276,7 @@ TABLE += [
 ]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("layout", TABLE, ids=str)
+@mostly_slow("layout", TABLE, ids=str)
 def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients(layout, monkeypatch):
     """Scalar instructions are ten times slower: LLVM emits them if it cannot prove that arrays do not overlap."""
     fresh = compiled_loop(compiled_loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache

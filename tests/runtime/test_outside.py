@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.model_checks.self_test import differences, reference_step
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
@@ -20,8 +21,8 @@ from penstock.runtime.layers.meta_models import read_config
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
-from penstock.training.self_test import differences, reference_step
 from tests.every_type import tiny
+from tests.lanes import mostly_slow
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, same_bits, semantics_of
 from tests.updating import update_
@@ -47,8 +48,7 @@ def faults(config, attention=None, compute_dtype="fp32") -> list[str]:
     return [name for name in names if not (rounds and "embed" in name)]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "compute_dtype"), [*product(sorted(MODEL_TYPES), ["fp32"]), *product(["llama", "gemma2", "gpt_oss"], ["bf16"])]
 )
 def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dtype):

@@ -28,6 +28,7 @@ from penstock.runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPA
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import SLOT_ALIGN_BYTES
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
+from tests.lanes import diagonal
 from tests.training import same_bits as same
 
 with suppress(ModuleNotFoundError):  # optional on a GPU's machine; tests that need it fail there
@@ -281,9 +282,7 @@ def test_unpacking_costs_what_the_planner_books(base, shape):
 
 
 @NEEDS_A_COMPILER
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@diagonal(("base", BASES), ("dtype", [torch.bfloat16, torch.float32]))
 def test_a_kernel_unpacks_to_the_bits_of_torchs_calls(base, dtype, tmp_path):
     """Check every code, by one launch and by several, and into unaligned memory. One wrong element is detected."""
     cpu, kernel = torch.device("cpu"), by_two_threads(room.kernel_of(base, dtype, partial(in_cpp, tmp_path)))

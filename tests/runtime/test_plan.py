@@ -33,6 +33,7 @@ from penstock.runtime.plan.plan import FORMAT_VERSION
 from penstock.runtime.plan.timeline import Span, Timeline, chrome_trace
 from penstock.runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
 from penstock.runtime.units import GB, TB, GiB, MiB, parse_bytes
+from tests.lanes import examples
 from tests.strategies import plans
 
 LOAD = "load h2d b1 state=state[1] weights=weights[0]"
@@ -156,8 +157,7 @@ def test_operands_that_a_kind_does_not_have_are_refused(kind: Kind) -> None:
         _is_one_line(caught.value)
 
 
-@pytest.mark.drawn
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plan=plans(), text=st.text(max_size=9), number=st.floats(allow_nan=False, allow_infinity=False))
 def test_a_plan_is_read_back_from_text_and_file(plan: Plan, text: str, number: float, tmp_path_factory: Any) -> None:
     plan = dataclasses.replace(plan, model=Model({"text": text, "n": number}), profile={"name": text})

@@ -21,6 +21,7 @@ from penstock.runtime.layers.pointwise import (
     several,
 )
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
+from tests.lanes import diagonal
 from tests.training import same_bits
 
 CPU = torch.device("cpu")
@@ -47,10 +48,8 @@ def unchecked(one: OneKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.T
 
 
 @NEEDS_A_COMPILER
-@pytest.mark.fast("pairs")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["rotate", "rotate_back"])
-@pytest.mark.parametrize("limit", [MOST_ELEMENTS, 3000])
+@diagonal(("limit", [MOST_ELEMENTS, 3000]), ("dtype", DTYPES), ids=str)
 def test_a_rotary_embedding_has_torchs_bits(name: str, dtype: torch.dtype, limit: int, tmp_path: Path) -> None:
     one, function = one_kernel(name, dtype, tmp_path, limit), function_of(name)
     for inputs in probes(function, CPU, dtype):
@@ -63,9 +62,7 @@ def test_a_rotary_embedding_has_torchs_bits(name: str, dtype: torch.dtype, limit
 
 
 @NEEDS_A_COMPILER
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", GATED)
+@diagonal(("name", GATED), ("dtype", DTYPES), ids=str)
 def test_gated_activations_have_torchs_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """bf16: equal bits for all but a few results, and those within an ulp; fp32: within 1e-4. C's exp and erf are not torch's.
 

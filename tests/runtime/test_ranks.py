@@ -22,6 +22,7 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Block, BlockKind, Model, Parameter
 from penstock.runtime.ranks import folded
 from tests.edits import small
+from tests.lanes import mostly_slow
 from tests.rank_law import every_case, trained_alone, trained_by
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
@@ -32,15 +33,13 @@ SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "llama:pairs:2", "mistral:spil
 SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "llama:table:2:2", "llama:int8:2:2"]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("cases", "by_memory"), [(SMOKE[::2], True), (SMOKE[1::2], True), (SMOKE, False)])
+@mostly_slow(("cases", "by_memory"), [(SMOKE[::2], True), (SMOKE[1::2], True), (SMOKE, False)])
 def test_two_processes_train_to_the_bits_of_one(cases, by_memory, tmp_path):
     """Compare masters, moments, losses and norms after three steps with dropout, random delays and poisoned slots."""
     assert trained_by(2, cases, tmp_path / "found.json", by_memory=by_memory) == {case: trained_alone(case) for case in cases}
 
 
-@pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "hosts", "by_memory", "groups", "batch"), [(4, 1, True, 4, 4), (4, 2, False, 8, 8)])
 def test_processes_train_types_to_the_bits_of_one(ranks, hosts, by_memory, groups, batch, tmp_path):
     cases = every_case(groups, batch, hosts - 1)

@@ -24,13 +24,14 @@ from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.timeline import is_kept
 from penstock.runtime.plan.train import Train
 from tests.edits import passes, plan_by, rewaited, set_op
+from tests.lanes import examples, mostly_slow
 from tests.mutants import ADAPTED, Mutant
 from tests.mutants import MUTATIONS as ALL_MUTATIONS
 from tests.oracle import same_training
 from tests.strategies import MODEL, Case, cases, small_workload
 
 REGION = Region(((Resource.H2D, 1.0), (Resource.DUPLEX, 1.5), (Resource.DRAM, 2.0), (Resource.CORES, 1.0)))
-law = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+law = settings(deadline=None, max_examples=examples(25), suppress_health_check=list(HealthCheck))
 
 
 @st.composite
@@ -78,7 +79,6 @@ def written_out(plan: Plan, values: list[Any]) -> list[Any]:
     return [*values[: repeat.start], *values[repeat.start : repeat.end] * repeat.times, *values[repeat.end :]]
 
 
-@pytest.mark.drawn
 @law
 @given(plan=folded())
 def test_a_folded_plan_is_read_back_from_text_and_file(plan: Plan, tmp_path: Path) -> None:
@@ -127,7 +127,6 @@ def test_a_wait_that_cannot_be_is_refused_in_one_line() -> None:
     error_of(str(set_op(plan, cpu, replace(back, waits=(Wait(gpu, 1),)))).replace(f"^ {gpu}@1", f"^ {gpu}@1~1"))
 
 
-@pytest.mark.drawn
 @law
 @given(folded())
 def test_written_out_it_has_the_ops_of_a_plan_never_folded(plan: Plan) -> None:
@@ -137,7 +136,6 @@ def test_written_out_it_has_the_ops_of_a_plan_never_folded(plan: Plan) -> None:
     assert plan.arenas == plain.arenas
 
 
-@pytest.mark.drawn
 @law
 @given(folded(max_layers=2, max_repetitions=3))
 def test_folded_waits_order_ops_as_waits_derived_from_all_do(plan: Plan) -> None:
@@ -147,7 +145,6 @@ def test_folded_waits_order_ops_as_waits_derived_from_all_do(plan: Plan) -> None
     assert _Clocks(written, _legal_order(written)).starts == _Clocks(derived, _legal_order(derived)).starts
 
 
-@pytest.mark.drawn
 @law
 @given(folded(), st.sampled_from([None, REGION]), st.data())
 def test_a_repeating_step_takes_as_long_as_written_out(plan: Plan, region: Region | None, data: st.DataObject) -> None:
@@ -191,7 +188,6 @@ def test_repetitions_that_settle_to_no_period_go_on_as_they_did(monkeypatch: pyt
     assert result.step_s == pytest.approx(exact.step_s, rel=1e-3)
 
 
-@pytest.mark.drawn
 @law
 @given(folded())
 def test_a_folded_plan_is_right_and_so_is_what_it_means(plan: Plan) -> None:
@@ -253,8 +249,7 @@ PLANS = {
 }
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("kind", "name"), [*zip(sorted(MUTATIONS) * 2, cycle(PLANS))])
+@mostly_slow(("kind", "name"), [*zip(sorted(MUTATIONS) * 2, cycle(PLANS))])
 def test_mutants_of_a_folded_plan_are_caught_or_harmless(name: str, kind: str) -> None:
     """A plan that passes the checker is valid when unrolled, and trains the same by the slow oracle of four steps."""
     plan, rng = PLANS[name], random.Random(f"{name} {kind}")

@@ -21,6 +21,7 @@ from penstock.runtime.layers.recompute import Replay
 from penstock.runtime.machines.torch_machine import CpuMachine
 from penstock.runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from penstock.runtime.plan.workload import Block, Saved, Tier
+from tests.lanes import diagonal, mostly_slow
 from tests.real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, recorded, tensors
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import machine_for, plan_of, semantics_of
@@ -120,8 +121,7 @@ def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved) 
         return layer(x, **kwargs), replay
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
+@mostly_slow("case", cases(STRUCTURES), fast=(0, 9, 10, 12, 16), ids="-".join)
 def test_a_replay_does_what_torchs_checkpointing_does(case: Case) -> None:
     """Compare bytes, calls and gradients with a plain backward and with the plan."""
     for block, tier, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
@@ -155,8 +155,7 @@ def is_counted(case: Case, block: Block, tier: Tier, work: Work) -> None:
         assert sum(m.flop for m in block.matmuls[: tier.n_matmuls]) + squares == work.flop
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
+@mostly_slow("case", cases(STRUCTURES), fast=(0, 9, 10, 12, 16), ids="-".join)
 def test_recompute_stays_within_its_transient_bytes(case: Case) -> None:
     for way in ways_of(case, SIZES[1:]):
         stays_within(way, at_most=1.5)
@@ -175,9 +174,7 @@ def stays_within(way: tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str,
     assert tier.transient_bytes <= block.transient_bytes
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize(("dtype", "overrides"), [*zip(DTYPES, ROW_HEAVY, strict=True)], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("model_type", EXPERT_TYPES)
+@diagonal(("model_type", EXPERT_TYPES), ("dtype,overrides", [*zip(DTYPES, ROW_HEAVY, strict=True)]))
 def test_rows_of_experts_stay_within_transient_bytes(model_type: str, dtype: str, overrides: dict[str, Any]) -> None:
     """Count copies held only by a name in the module, and masked ones of older versions of transformers. Allow a few numbers per
     token."""
@@ -199,8 +196,7 @@ WAYS_OF_EXPERTS = [*product(["qwen3_moe"], ["keep", "on the host"]), *product(["
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 3}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "way"), [*product(["llama"], REMEMBERING), *WAYS_OF_EXPERTS])
+@mostly_slow(("model_type", "way"), [*product(["llama"], REMEMBERING), *WAYS_OF_EXPERTS])
 def test_a_step_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
     """Compare device memory beyond the arenas with the allocator's records, op by op."""
     policy = replace(REMEMBERING[way], accumulation_group=2)
@@ -245,8 +241,7 @@ def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     return most_left, peak
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("model_type", "way"), [*(("llama", way) for way in REMEMBERING), *((t, "keep") for t in ("gemma2", "qwen3_moe", "gpt_oss"))]
 )
 def test_a_long_run_holds_no_more_than_a_short_one(model_type: str, way: str) -> None:

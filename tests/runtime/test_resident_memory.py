@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from penstock.hwprofiles.probe.probe import BEYOND_TORCH_BYTES
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.footprint import host_needs
+from tests.lanes import mostly_slow
 from tests.running import SCRATCH, penstock
 from tests.tiny import tiny_config
 from tests.tour import ROOT
@@ -47,9 +46,7 @@ def write_chats(path, n_chats):
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-@pytest.mark.long
-@pytest.mark.soak_cases("100-1000")
-@pytest.mark.parametrize(("n_steps", "n_chats"), [(30, 300), (100, 1000)])
+@mostly_slow(("n_steps", "n_chats"), [(30, 300), (100, 1000)])
 def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path, n_steps, n_chats):
     """Allow a tenth, in a separate process; the compiler takes memory only if its cache is empty. Without length classes the matrix
     library alone takes twice that."""

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import pytest
 import torch
 
 from penstock.runtime.batch import Batch
@@ -11,6 +10,7 @@ from penstock.runtime.executor import execute
 from penstock.runtime.host.norms import clip_factor
 from penstock.runtime.plan import Kind, Policy, Update
 from tests import reference, training
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.training import N_STEPS, Hostile, differences, same_bits, same_state, semantics_of, settings_of_torch, state_of, streamed
 
@@ -55,8 +55,7 @@ SPECULATING = [  # each layout of a state in its slot
 ]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=training.case_name)
+@mostly_slow(("policy", "fields"), SPECULATING, ids=training.case_name)
 def test_a_speculation_taken_or_left_is_the_plain_loop(policy, fields):
     """State and shadow exchange places if the speculation holds."""
     semantics = training.clip_some_steps("llama", semantics_of("llama", **fields))

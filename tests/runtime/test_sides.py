@@ -10,6 +10,7 @@ from penstock.planner.model.config import outlines
 from penstock.runtime.plan import Policy, saves
 from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
+from tests.lanes import diagonal, mostly_slow
 from tests.rank_law import trained_alone, trained_by
 from tests.tiny import tiny_config
 from tests.training import EVERYTHING, differences, plan_of, semantics_of, streamed
@@ -24,10 +25,11 @@ OWN_AND_SHARED = [("gemma4_text", {"num_hidden_layers": 4}), ("gemma4_text", SHA
 CASES = [*((name, {"num_hidden_layers": 3}) for name in TYPES), *((name, SHARED) for name in TYPES if name == "gemma4_text")]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING])
-@pytest.mark.parametrize(("model_type", "sizes"), [*OWN_AND_SHARED, *((name, {}) for name in STREAMS)])
+@mostly_slow("compute_dtype", ["fp32", "bf16"])
+@diagonal(
+    ("model_type,sizes", [*OWN_AND_SHARED, *((name, {}) for name in STREAMS)]),
+    ("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING]),
+)
 def test_gradients_of_sides_and_of_several_streams_are_exact(model_type, sizes, policy, compute_dtype):
     """Use micro-batches of two sizes with embeddings that wait for several backwards, and hidden states with an epilogue."""
     config = tiny(model_type) if model_type in STREAMS else tiny_config(model_type, **sizes)
@@ -38,15 +40,14 @@ def test_gradients_of_sides_and_of_several_streams_are_exact(model_type, sizes, 
     assert [name for name in differences(machine) if model_type not in STREAMS or not name.startswith("norm of step")] == []
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_ranks_send_gradients_of_side_inputs_to_the_prologue(tmp_path):
     cases = ["gemma4_text:plain:2", "gemma4_text:deferred:2"]
     assert trained_by(2, cases, tmp_path / "digests") == {case: trained_alone(case) for case in cases}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("way", ["keep", "boundaries"])
-@pytest.mark.parametrize(("model_type", "sizes"), CASES)
+@mostly_slow("way", ["keep", "boundaries"])
+@mostly_slow(("model_type", "sizes"), CASES)
 def test_memory_of_side_inputs_is_booked(model_type, sizes, way):
     """For each micro-batch of a group, from its embedding's forward to its backward."""
     semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)

@@ -26,6 +26,7 @@ from penstock.runtime.host.slabs import host_slab, register_for_dma
 from penstock.runtime.machines.torch_machine import CpuMachine
 from penstock.runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from penstock.runtime.units import MiB
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, streamed
@@ -56,8 +57,7 @@ class Counting(CpuMachine):
                     self.n_faults.setdefault(thread.name, {})[step] = int(stat.split()[7])
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@mostly_slow("policy", POLICIES.values(), ids=POLICIES)
 def test_no_arena_moves_and_no_page_is_faulted_in_again(policy):
     """Check most of 10 steps: a temporary tensor causes hundreds of page faults in each; Python and a busy machine cause some."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)  # tensors of 256 pages and more
@@ -329,7 +329,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_loading_saving_and_resuming_hold_one_tensor_at_most(tmp_path):
     """In addition to the arenas."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # otherwise glibc retains up to twice its largest block

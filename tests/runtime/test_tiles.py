@@ -15,6 +15,7 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Kind, Plan, Policy, saves
 from penstock.runtime.plan.workload import Block, Model, Saved
 from tests import real_layers, training
+from tests.lanes import examples, mostly_slow
 from tests.real_layers import Work, hf_model, layer_calls
 from tests.strategies import policies
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, families, tiny_config
@@ -25,9 +26,8 @@ from .test_replay import REMEMBERING, WIDE, device_bytes
 DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize("family", families(DENSE_TYPES), ids=lambda family: family[0])
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(family: tuple[str, ...], data: st.DataObject) -> None:
     """Poison slots on release, delay lanes at random, clip, and apply dropout in attention."""
@@ -64,8 +64,7 @@ def plan_by_tiles(model_type: str, way: str, tile: int | None = 40, dtype: str =
     return plan_of(tiny_config(model_type, **WIDE), how, policy)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "way"), BY_TILES)
+@mostly_slow(("model_type", "way"), BY_TILES)
 def test_products_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) -> None:
     """In forward, and again in backward: each tile is computed as often as planned."""
     plan = plan_by_tiles(model_type, way)
@@ -87,8 +86,7 @@ def test_products_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) 
     assert len(checked) == 6
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "way"), BY_TILES)
+@mostly_slow(("model_type", "way"), BY_TILES)
 def test_a_step_by_tiles_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
     plan = plan_by_tiles(model_type, way)
     left_bytes, most_bytes = device_bytes(plan)
@@ -103,8 +101,7 @@ def masks_bytes(model_type: str) -> int:
     return [device_bytes(plan)[0] for _ in range(2)][-1]
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("model_type", DENSE_TYPES)
+@mostly_slow("model_type", DENSE_TYPES, fast=(0, 4, 5))
 def test_a_forward_by_tiles_makes_the_calls_that_are_counted(model_type: str) -> None:
     """One more: tiles are concatenated, then added to the residual; the plan counts an addition per tile."""
     plan = plan_by_tiles(model_type, "boundaries")
@@ -119,9 +116,8 @@ def test_a_forward_by_tiles_makes_the_calls_that_are_counted(model_type: str) ->
         assert work.n_bytes - 2 * block.boundary_bytes == pytest.approx(block.pointwise_bytes, rel=0.07)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@mostly_slow(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+@mostly_slow("model_type", ["llama", "gemma2"])
 def test_one_tile_for_all_tokens_is_none_and_smaller_ones_round(model_type: str, dtype: str, tolerance: float) -> None:
     """Compare each weight's gradient relative to its norm; the first moment after a step is proportional to the gradient."""
     gradients = {}
@@ -137,8 +133,7 @@ def test_one_tile_for_all_tokens_is_none_and_smaller_ones_round(model_type: str,
             assert torch.dist(m, expected[name]) <= tolerance * expected[name].norm(), (tile, name)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", DENSE_TYPES)
+@mostly_slow("model_type", DENSE_TYPES)
 def test_tiles_do_the_same_work_and_add_their_sums(model_type: str) -> None:
     """One tile of all tokens is no tile. A second MLP width adds the weights and one tile, for any sequence length."""
 

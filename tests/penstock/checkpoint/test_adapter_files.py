@@ -17,6 +17,7 @@ from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, 
 from penstock.runtime.plan.train import TARGETS, Lora
 from tests import checkpoints
 from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, logits_with, lora_of, model_of, peft_saved, write_adapter
+from tests.lanes import mostly_slow
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES
 
 
@@ -24,9 +25,8 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.fast("some")
 @pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@mostly_slow("model_type", MODEL_TYPES)
 def test_peft_loads_what_we_write_and_computes_the_same(tmp_path: Path, model_type: str) -> None:
     model, lora = model_of(model_type), lora_of(model_type)
     factors = factors_of(model, lora)

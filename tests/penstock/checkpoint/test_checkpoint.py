@@ -22,6 +22,7 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.train import ALL, Lora, Train
 from tests.checkpoints import refused, save, small
+from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
 from tests.sessions import session_of, train
 from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
@@ -42,9 +43,8 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 # -- loaded by transformers
 
 
-@pytest.mark.fast("values")
+@mostly_slow(("model_type", "tied"), TIED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("model_type", "tied"), TIED)
 def test_transformers_loads_the_checkpoint_of_every_type(tmp_path: Path, model_type: str, tied: bool, dtype: torch.dtype) -> None:
     config = tiny_config(model_type, tie_word_embeddings=tied)
     model = build(config, dtype)

@@ -12,6 +12,7 @@ from penstock.checkpoint.dequantised import Dequantised
 from penstock.checkpoint.tensor_files import Shards
 from tests.checkpoints import refused
 from tests.every_type import tiny
+from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
 from tests.running import SIZES, UNSEARCHED, make_home, penstock, succeeded, train, weights_sha
 
@@ -95,8 +96,7 @@ def published(home, model_type: str) -> None:
         (home / folder / "config.json").write_text(json.dumps(config | quantization))
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+@mostly_slow("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_weights_in_few_bits_train_as_a_bf16_copy_of_them(tmp_path, model_type):
     home = make_home(tmp_path)
     published(home, model_type)

@@ -26,6 +26,7 @@ from tests import checkpoints
 from tests.accidents import forked_to_die
 from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, lora_of, model_of, with_deltas, write_adapter
 from tests.every_type import tiny
+from tests.lanes import diagonal
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.running import weights_in
 from tests.tiny import MODEL_TYPES
@@ -57,9 +58,7 @@ def plainly_merged(base: Path, adapter: Path, scale: float) -> dict[str, Tensor]
     return weights
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *ELSEWHERE])
+@diagonal(("model_type", [*MODEL_TYPES, *ELSEWHERE]), ("dtype", [torch.float32, torch.bfloat16]), ids=str)
 def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
     """Results are bitwise identical to the reference implementation; tied embeddings remain tied."""
     base, adapter = folders(tmp_path, model_type, dtype)

@@ -12,6 +12,7 @@ from penstock.checkpoint.retention import clean, keep_last, refuse_later
 from penstock.runtime.errors import CheckpointError
 from tests.accidents import forked_to_die
 from tests.checkpoints import refused, small
+from tests.lanes import mostly_slow
 
 
 def names(folder: Path) -> list[str]:
@@ -36,8 +37,7 @@ def test_a_checkpoint_of_a_later_step_is_refused(tmp_path):
     assert "checkpoint-12, checkpoint-9, of a later step" in refused(lambda: refuse_later(tmp_path, 5))
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("n_removed", range(6))
+@mostly_slow("n_removed", range(6))
 def test_a_run_killed_while_it_deletes_leaves_nothing_half(tmp_path, n_removed):
     for step in (1, 2):
         small(tmp_path, step)

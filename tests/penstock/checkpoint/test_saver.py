@@ -17,9 +17,12 @@ from penstock.runtime.host import host_state
 from penstock.runtime.plan import Kind, Policy, Update
 from penstock.training.session import Session
 from tests.accidents import in_time
+from tests.lanes import mostly_slow
 from tests.late_streams import LateStreams, Poisoned
 from tests.sessions import files_of, resumed, same_state, session_of, steps_of, train
 from tests.training import LEAN, Hostile
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 N_STEPS = 4
 SPECULATING = Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3), accumulation_group=4)
@@ -136,8 +139,7 @@ def held_writer(monkeypatch) -> threading.Event:
     return may_write
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("way", "copy_bytes"), [*((way, 160_000) for way in WAYS), ("deferred", 0), ("deferred", 10**9)])
+@mostly_slow(("way", "copy_bytes"), [*((way, 160_000) for way in WAYS), ("deferred", 0), ("deferred", 10**9)])
 def test_a_background_checkpoint_is_that_of_idle_lanes(tmp_path, monkeypatch, drained, way, copy_bytes):
     """Files of every step and the training are bitwise identical."""
     expected, idle = drained(way)
@@ -156,8 +158,7 @@ def test_a_background_checkpoint_is_that_of_idle_lanes(tmp_path, monkeypatch, dr
 MACHINES = {"cpu": Slow, "late streams": lambda *args: Poisoned(*args, streams=LateStreams(seed=2, haste=0.3))}
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("way", "second_way", "first", "second"),
     [
         ("deferred", "barrier, one group", "cpu", "late streams"),
@@ -174,8 +175,7 @@ def test_a_run_resumes_on_another_plan_and_machine_exactly(tmp_path, monkeypatch
     assert files_of(tmp_path) == drained("barrier")[0]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("way", ["deferred, one group", "on speculation, taken", "eager"])
+@mostly_slow("way", ["deferred, one group", "on speculation, taken", "eager"])
 def test_with_memory_for_copies_at_most_one_update_waits(tmp_path, monkeypatch, drained, way):
     snapshots, may_write = noticed(monkeypatch), held_writer(monkeypatch)
     behind = in_way(tmp_path, way, every=2, copy_bytes=10**9)
@@ -195,8 +195,7 @@ def test_with_memory_for_copies_at_most_one_update_waits(tmp_path, monkeypatch, 
     assert snapshots[0].n_copied >= n_blocks - 2
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("way", ["barrier", "eager", "on speculation, taken"])
+@mostly_slow("way", ["barrier", "eager", "on speculation, taken"])
 def test_without_the_gate_a_checkpoint_would_be_torn(tmp_path, monkeypatch, drained, way):
     monkeypatch.setattr(Snapshots, "before_change", lambda self, block, workers: None)
     before_each_tensor(monkeypatch, lambda _: time.sleep(0.01))
@@ -267,8 +266,7 @@ def test_a_checkpoint_gets_its_name_once_its_step_is_logged(tmp_path, monkeypatc
     assert sorted(set(logged)) == steps_of(tmp_path) == list(range(1, N_STEPS + 1))
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("n_files", "background"), [(1, True), (6, False), (8, True)])
+@mostly_slow(("n_files", "background"), [(1, True), (6, False), (8, True)])
 def test_a_disk_that_fills_up_ends_the_run_and_it_resumes(tmp_path, monkeypatch, drained, n_files, background):
     fsync, n_calls = saver.os.fsync, 0
 

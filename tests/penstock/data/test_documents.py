@@ -34,7 +34,6 @@ def made(monkeypatch):
     return rows
 
 
-@pytest.mark.drawn
 @given(pairs=st.lists(st.tuples(st.text(max_size=9), st.text(max_size=9)), min_size=1, max_size=40))
 def test_cached_tokens_are_those_of_the_rows(tmp_path_factory, pairs):
     rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]

@@ -224,7 +224,7 @@ for streaming in (False, True):
 """
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_no_data_reaches_the_network_or_the_home(tmp_path):
     for folder in ("data", "home"):
         (tmp_path / folder).mkdir()

@@ -45,7 +45,6 @@ def rows_of(data, n_steps):
     return rows
 
 
-@pytest.mark.drawn
 @given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds)
 def test_every_epoch_holds_every_sequence_once(joined, documents, seq_len, batch_size, seed):
     ids = [i for text in documents for i in (*text.encode(), END)]
@@ -59,7 +58,6 @@ def test_every_epoch_holds_every_sequence_once(joined, documents, seq_len, batch
         assert epoch_rows == expected if seed is None else sorted(epoch_rows) == sorted(expected)
 
 
-@pytest.mark.drawn
 @given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds, steps=st.lists(st.integers(0, 99), max_size=9))
 def test_a_step_sees_the_same_whatever_was_asked_before(joined, documents, seq_len, batch_size, seed, steps):
     data = joined(documents, seq_len, batch_size, seed)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from penstock.data.data import read_data
@@ -12,6 +11,7 @@ from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.workload import Model
 from penstock.settings import DataSettings
 from tests.bytes_of_files import write_lines
+from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.training import semantics_of
 
@@ -51,9 +51,10 @@ def by_text(batch, value):
     return groups
 
 
-@pytest.mark.soak_cases("ipo", "orpo", "simpo", "dapo", "dr-grpo")
-@pytest.mark.parametrize(
-    "loss", ["dpo", "ipo", "orpo", "simpo", "kto:group=3", "grpo", "dapo", "dr-grpo", "reward:center=0.1", "classify"]
+@mostly_slow(
+    "loss",
+    ["dpo", "ipo", "orpo", "simpo", "kto:group=3", "grpo", "dapo", "dr-grpo", "reward:center=0.1", "classify"],
+    fast=(0, 4, 5, 8, 9),
 )
 def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
     """Sums over one answer are bitwise identical; fewer sequences, none longer than the plan's."""

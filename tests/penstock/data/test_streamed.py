@@ -19,8 +19,9 @@ from penstock.runtime.errors import CheckpointError, DataError
 from penstock.settings import DataSettings
 from tests.bytes_of_files import END, read, same, write_lines
 from tests.chats import write_talker
+from tests.lanes import examples
 
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+few = settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 files = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
 
@@ -63,7 +64,6 @@ def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:
     raise AssertionError
 
 
-@pytest.mark.drawn
 @few
 @given(ns=files, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
 def test_every_epoch_holds_every_document_once(tmp_path_factory, ns, seed, shuffle):
@@ -83,7 +83,6 @@ def test_epochs_and_seeds_have_orders_and_sequences_of_their_own(tmp_path):
     assert epochs_of(stream(path, 2**40, batch_size=1, seq_len=12), 1) != epochs[:1]
 
 
-@pytest.mark.drawn
 @few
 @given(
     ns=files,

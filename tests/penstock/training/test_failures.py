@@ -23,6 +23,7 @@ from penstock.runtime.plan.workload import Model
 from penstock.training.session import Session
 from tests.accidents import ENDED_S, LeavesOut, Poisoned, Struck, can_be_poisoned, in_time, whole_checkpoints
 from tests.forks import Forked
+from tests.lanes import examples, mostly_slow
 from tests.running import make_home, plan_in
 from tests.sessions import lines, resumed, same_state, session_of, train
 from tests.strategies import policies
@@ -30,9 +31,11 @@ from tests.tiny import tiny_config
 from tests.tour import ROOT
 from tests.training import Tensors, plan_of, semantics_of, state_of
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 N_STEPS = 4
 ACCIDENTS = settings(
-    max_examples=16,
+    max_examples=examples(16),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
@@ -79,7 +82,6 @@ def awaited(plan: Plan) -> list[int]:
     return sorted({wait.op for op in plan.ops for wait in op.waits if wait.distance == 0})
 
 
-@pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
 def test_an_exception_anywhere_is_named_and_the_run_goes_on(tmp_path_factory, data):
@@ -123,9 +125,8 @@ def test_an_exception_anywhere_is_named_and_the_run_goes_on(tmp_path_factory, da
 COMPUTING = (Kind.FORWARD, Kind.LOSS, Kind.BACKWARD)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("kind", "step"), [*((kind, 3) for kind in COMPUTING), (Kind.UPDATE, 2), (Kind.SETTLE, 2)])
-@pytest.mark.parametrize("policy", [{"save": saves(all=(1, 2))}, {"save": saves(products=(1, 2))}], ids=["keeps", "saves"])
+@mostly_slow(("kind", "step"), [*((kind, 3) for kind in COMPUTING), (Kind.UPDATE, 2), (Kind.SETTLE, 2)])
+@mostly_slow("policy", [{"save": saves(all=(1, 2))}, {"save": saves(products=(1, 2))}], ids=["keeps", "saves"])
 def test_a_machine_forgets_the_step_in_which_it_failed(tmp_path, kind, step, policy):
     """Drops autograd graphs if another step follows; drops the clip factor and update count if the same step is repeated."""
     policy = Policy(accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,), **policy)
@@ -153,7 +154,6 @@ def poisoned(data: st.DataObject, folder: Path, **fields) -> tuple[Session, int]
     return session_of(folder, plan.policy, Strikes, every=1, **fields), step
 
 
-@pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
 def test_nan_stops_the_run_with_the_name_of_a_parameter(tmp_path_factory, data):
@@ -170,7 +170,6 @@ def test_nan_stops_the_run_with_the_name_of_a_parameter(tmp_path_factory, data):
     assert same_state(session, undisturbed(tmp_path_factory.getbasetemp()))
 
 
-@pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
 def test_nan_that_skips_a_step_touches_no_state(tmp_path_factory, data):
@@ -209,14 +208,13 @@ def befallen(home: Path, folder: Path, accident: str, n_trials: int, seed: int, 
     return out
 
 
-@pytest.mark.soak_cases("3-5")
-@pytest.mark.parametrize(("n_trials", "seed"), [(1, 13), (3, 5)])
+@mostly_slow(("n_trials", "seed"), [(1, 13), (3, 5)])
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_bits(home, tmp_path, n_trials, seed):
     """SIGKILL within ops and checkpoint files; and again after the resume."""
     assert "killed" in befallen(home, tmp_path, "killed", n_trials, seed)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_run_that_gets_sigterm_saves_its_step_and_exits_with_0(home, tmp_path):
     """SIGTERM at any moment, as on preemptible machines; the next run resumes, bitwise identical."""
     assert "terminated" in befallen(home, tmp_path, "terminated", 2, 5)
@@ -233,7 +231,7 @@ def can_mount() -> bool:
     return True
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs a namespace in which to mount a small disk")
 def test_a_disk_full_at_any_moment_is_one_line_and_resumable(home, tmp_path):
     """The full disk may hit a checkpoint, a log line or the timeline."""

@@ -9,6 +9,7 @@ from penstock.runtime.plan import Policy, saves
 from penstock.training.inputs import check_prompts
 from penstock.training.validation import generate
 from tests.forwards import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, resident
+from tests.lanes import mostly_slow
 from tests.late_streams import LateStreams
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import N_STEPS, differences, plain, semantics_of
@@ -24,8 +25,7 @@ def said_by_transformers(model, prompt: list[int], n: int, end_ids=()) -> list[i
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", STRUCTURES)
+@mostly_slow("model_type", STRUCTURES)
 def test_the_likeliest_tokens_are_those_of_transformers(model_type):
     """Windows shorter than the prompts, experts, three sequences per micro-batch: the last has only padding next to it.
 
@@ -44,8 +44,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(model_type):
     assert len(shorter[2]) == 1
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@mostly_slow("policy", POLICIES.values(), ids=POLICIES)
 def test_every_plan_and_lateness_writes_the_same(policy):
     config, semantics = tiny_config("qwen3", num_hidden_layers=3), semantics_of("qwen3", seq_len=80, batch_size=4)
     wanted = generate(machine_of(config, semantics, Policy(), HostileToBoth), PROMPTS, 4)

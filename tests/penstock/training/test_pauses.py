@@ -15,6 +15,8 @@ from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
 from tests.sessions import evaluating, lines, resumed, session_of, steps_of, train
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 
 class Looks:
     """Validation that records its steps and asserts that lanes are idle."""

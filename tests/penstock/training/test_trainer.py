@@ -13,11 +13,14 @@ from penstock.runtime.machines.torch_machine import CpuMachine
 from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.optimizer import decays
 from penstock.training.trainer import DeviceMemoryError, Trainer
+from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
 from tests.running import weights_in
 from tests.sessions import lines, resumed, same_state, session_of, steps_of, train
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import LEAN, state_of
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 class Infinite(CpuMachine):
@@ -51,8 +54,7 @@ STATES: dict[str, dict] = {"fp32": {}, "bf16": {"master_dtype": "bf16"}} | LEAN
 SAVED = [(state, every) for state in STATES for every in (1, 2, 5) if every == 2 or state in ("fp32", "bf16", "adamw:moments=bf16")]
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("state", "every"), SAVED)
+@mostly_slow(("state", "every"), SAVED)
 def test_a_run_resumed_under_another_plan_is_the_unbroken_one(tmp_path, every, state):
     """Deferred updates are done before a checkpoint is written; a skipped step before it is not forgotten."""
     fields = {"on_nonfinite": "skip"} | STATES[state]
@@ -102,8 +104,7 @@ def test_other_optimizer_settings_are_refused_by_difference(tmp_path):
     resumed(replace(first, identity=first.identity | {"optimizer": json.loads(json.dumps(was))}))
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("field", "value", "message"),
     [
         ("n_updates", 2, "n_updates"),

@@ -19,17 +19,17 @@ from penstock.runtime.plan import Kind, Lane, Policy, saves
 from penstock.runtime.plan.workload import Model
 from penstock.training.validation import evaluate
 from tests.forwards import POLICIES, LateForBoth, exact, machine_of, resident, sequences, sequences_of, watch_forwards
+from tests.lanes import diagonal, examples, mostly_slow
 from tests.late_streams import LateStreams
 from tests.real_layers import peak_bytes
 from tests.strategies import policies
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import EVERYTHING, N_STEPS, batches_of, clip_some_steps, differences, plain, same_bits, semantics_of, state_of
 
-LAW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+LAW = settings(max_examples=examples(6), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", STRUCTURES)
+@mostly_slow("model_type", STRUCTURES)
 def test_the_loss_is_that_of_transformers_without_dropout(model_type):
     """Nine sequences in arenas for two micro-batches of two: one is half padding, another is padding only."""
     semantics, config = exact(model_type, micro_batch=2), tiny_config(model_type, attention_dropout=0.5)
@@ -45,11 +45,10 @@ def test_the_loss_is_that_of_transformers_without_dropout(model_type):
     assert evaluated["eval_s"] > 0
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
-def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, policy):
+@diagonal(("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"]), ("name", POLICIES))
+def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, name):
     """Bitwise identical, with tiled MLPs, too."""
+    policy = POLICIES[name]
     if model_type == "gpt_oss" and policy.device_blocks:
         pytest.skip("parameters of four elements, whose state stays on the host")
     tiles = {"mlp_tile_tokens": 5} if model_type == "llama" else {}
@@ -61,9 +60,7 @@ def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, policy):
     assert (loss["eval_loss"], loss["eval_tokens"]) == (machine.results[0].loss, batch.n_supervised)
 
 
-@pytest.mark.drawn
-@pytest.mark.soak_cases("gemma2", "mixtral")
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral"])
+@mostly_slow("model_type", ["llama", "gemma2", "mixtral"])
 @LAW
 @given(data=st.data())
 def test_evaluations_between_steps_change_no_bit_of_training(model_type, data):
@@ -96,8 +93,7 @@ def test_dropout_draws_the_same_with_evaluations_in_between(policy):
         assert all(same_bits(x[name], y[name]) for name in x)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@mostly_slow("model_type", ["llama", "qwen3_moe"])
 def test_late_streams_evaluate_and_train_the_same(model_type):
     semantics, key = semantics_of(model_type), (("num_hidden_layers", 4),)
     config = tiny_config(model_type, **dict(key))

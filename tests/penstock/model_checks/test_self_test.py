@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from penstock.model_checks import self_test as module
 from penstock.planner.model import trace_cache
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.plan import Policy
-from penstock.training import self_test as module
+from tests.lanes import mostly_slow
 from tests.running import make_home, one_line, plan_in, train
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of
@@ -32,8 +33,7 @@ def llama(n_vocab=97):
     return plan_of(config, semantics_of("llama"), Policy())
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("name", SHIPPED)
+@mostly_slow("name", SHIPPED)
 def test_a_model_of_any_size_is_cut_down_and_passes(name):
     model = shipped_model(name)
     semantics = semantics_of("llama", seq_len=8192, attention=supported_attention(model)[0])

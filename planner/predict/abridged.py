@@ -1,76 +1,18 @@
-"""Steady state of a timeline: seconds of each op after warm-up, and abridged timelines of long steps.
-
-An op occupies its lane from the time when its predecessor in the lane and its awaited ops have ended until its own end. The
-simulator starts an op at that time; on a machine the launch follows later.
+"""Abridged timelines of long steps.
 
 Abridging converts a long step with repetitions to a short one without: ops before, in the recorded repetitions, and after, at
 their real times minus the duration of the omitted repetitions. Consumers of timelines then need no support for repetitions.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
-from statistics import median
 
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Plan, Repeat
 from penstock.runtime.plan.plan import shortened, unrolled
 from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
-from .simulate import Prediction
-
 WARM_UP_STEPS = 2  # skipped: they fill caches and the pipeline
-LEAST_STEPS = 2  # shortest timeline: the time between two step ends is one step
 N_KEPT = FIRST_KEPT + LAST_KEPT
-
-
-@dataclass(frozen=True, slots=True)
-class SteadyState:
-    """Median seconds of each op (in plan order) and of the step, over the steps after warm-up."""
-
-    ops_s: tuple[float, ...]
-    step_s: float
-    n_steps: int
-
-
-def predicted_of(plan: Plan, prediction: Prediction) -> SteadyState:
-    """Return the steady state of a simulation."""
-    steps = sorted({span.step for span in prediction.timeline.spans})[-prediction.n_cycle_steps :]
-    durations_s: list[list[float]] = [[] for _ in plan.ops]
-    for span in prediction.timeline.spans:
-        if span.step >= steps[0]:
-            durations_s[span.op].append(span.end_s - span.start_s)
-    return SteadyState(tuple(median(of_op) for of_op in durations_s), prediction.step_s, len(steps))
-
-
-def steady_state(plan: Plan, timeline: Timeline) -> SteadyState:
-    """Return medians over steady-state steps (and recorded repetitions) of a run. Raise PlanError for less than two steps."""
-    if plan.repeat is not None:
-        repeated = short_plan(plan)
-        short = steady_state(unrolled(repeated), abridged(plan, timeline))
-        ops_s = tuple(median(short.ops_s[repeated.number(i, k)] for k in range(repeated.often(i))) for i in range(len(plan.ops)))
-        return SteadyState(ops_s, median(timeline.step_times_s[-short.n_steps :]), short.n_steps)
-    by_step: dict[int, list[Span]] = {}
-    for span in sorted(timeline.spans, key=lambda span: span.op):
-        by_step.setdefault(span.step, []).append(span)
-    if len(by_step) < LEAST_STEPS:
-        raise PlanError(f"a timeline of a single step has no steady state; run {LEAST_STEPS} or more consecutive steps")
-    first, *later = sorted(by_step)
-    warm = [step for step in later if step >= first + WARM_UP_STEPS] or later
-    durations_s = [_occupied_s(plan, by_step, step) for step in warm]
-    ends_s = {step: max(span.end_s for span in spans) for step, spans in by_step.items()}
-    step_s = median(ends_s[step] - ends_s[step - 1] for step in warm)
-    return SteadyState(tuple(median(of_op) for of_op in zip(*durations_s, strict=True)), step_s, len(warm))
-
-
-def _occupied_s(plan: Plan, by_step: dict[int, list[Span]], step: int) -> list[float]:
-    """Return the seconds for which each op of a step occupies its lane."""
-    lane_ended_s = {op.lane: span.end_s for op, span in zip(plan.ops, by_step[step - 1], strict=True)}
-    occupied_s = []
-    for op, span in zip(plan.ops, by_step[step], strict=True):
-        waited_s = [by_step[step - wait.distance][wait.op].end_s for wait in op.waits]
-        occupied_s.append(span.end_s - min(span.start_s, max([lane_ended_s[op.lane], *waited_s])))
-        lane_ended_s[op.lane] = span.end_s
-    return occupied_s
 
 
 def short_plan(plan: Plan) -> Plan:

@@ -1,24 +1,29 @@
-"""Lowering and simulation of policies of one workload, memoised."""
+"""Evaluation of the policies of one workload on one machine, memoised: memory, lower bound, lowering and simulation."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
+
 from penstock.hwprofiles.schema import Profile
+from penstock.planner.bounds.bounds import policy_bounds
+from penstock.planner.bounds.work import Work, WorkCache
 from penstock.planner.lower.lower import lower, lower_ops, plan_ops
 from penstock.planner.lower.op_table import OpTable
 from penstock.planner.predict.cost import CostModel, region_of
-from penstock.planner.predict.memory import short_of
+from penstock.planner.predict.memory import footprint, frame, short_of
 from penstock.planner.predict.simulate import Prediction, Simulator
-from penstock.runtime.plan import Plan, Policy, Semantics
+from penstock.runtime.plan import Plan, Policy, Semantics, Setup
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Model, Workload
 
-from .policy_cost import PolicyCost
-from .space import BASELINES, baseline
+from .policies import BASELINES, Family, baseline
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_STEPS = 24
 MOST_KEPT_OPS = 24_000  # memory limit, in ops, of cached op tables
@@ -39,15 +44,23 @@ def without_collection() -> Iterator[None]:
 
 
 class Evaluator:
-    """Lowers and simulates the policies of one workload."""
+    """Memory, lower bound and step time of each policy of one workload. Setups are plans without ops."""
 
     def __init__(
-        self, model: Model, workload: Workload, semantics: Semantics, profile: Profile, clipped_fraction: float | None
+        self, model: Model, workload: Workload, semantics: Semantics, profile: Profile, clipped_fraction: float | None = None
     ) -> None:
         self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
         self.clipped_fraction = clipped_fraction  # share of steps; None: unknown, no speculative updates
         self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
-        self.costs = PolicyCost(model, workload, semantics, self.cost)
+        self.works = WorkCache(self.cost)
+        self.setup = cache(partial(frame, model, workload, semantics))
+        self.bare_setup = cache(lambda policy: Setup(semantics, policy, model, workload, ()))  # without arenas
+        self.needs = cache(lambda policy: footprint(self.setup(policy), profile))
+        # Lower bound on the step time
+        self.bound_s = cache(lambda policy: max(bound.seconds for bound in policy_bounds(self.setup(policy), self.works)))
+        self._peaks = cache(self._peaks_of)
+        self.family_work: dict[Family, list[Work]] = {}  # work of the latest family, without and with clipping
+        self.asked_bytes: dict[Policy, list[Numbers]] = {}  # coefficients of `choices.py`, by smallest policy
         self.tried: dict[Policy, Prediction] = {}  # without timelines
         # Step time if speculative updates are repeated
         self.clipped_step_s = cache(lambda policy: self._simulated(policy, self.clipped_cost).step_s)
@@ -75,17 +88,29 @@ class Evaluator:
         """Simulate a policy. Policies that differ only in activations saved on the device share an op table."""
         key = _ordered(policy)
         if key not in self._laid_out:
-            ops = lower_ops(self.costs.plan(policy))
+            ops = lower_ops(self.setup(policy))
             while len(self._laid_out) > MOST_KEPT_OPS // len(ops.kinds):
                 del self._laid_out[next(iter(self._laid_out))]
             self._laid_out[key] = Simulator(ops)
         simulator = self._laid_out[key]
-        return simulator.run(cost.demands_of(self.costs.plan(policy), simulator.ops), self.region, MAX_STEPS)
+        return simulator.run(cost.demands_of(self.setup(policy), simulator.ops), self.region, MAX_STEPS)
 
     def forget(self) -> None:
-        """Free op tables and plans, when the search moves on to another size."""
-        self._laid_out.clear()
-        self.costs.forget()
+        """Free op tables, setups and work, when the search moves on to another size; keep numbers."""
+        for cached in (self._laid_out.clear, self.setup.cache_clear, self.bare_setup.cache_clear, self.family_work.clear):
+            cached()
+        self.works = WorkCache(self.cost)
+
+    def peaks(self, policy: Policy) -> tuple[int, int]:
+        """Peak bytes on device and host, without the block being computed and the gradient slots."""
+        return self._peaks(replace(policy, gradient_slots=1, saved_slots=policy.saved_slots if policy.offload_blocks else 1))
+
+    def _peaks_of(self, policy: Policy) -> tuple[int, int]:
+        setup, needs = self.setup(policy), self.needs(policy)
+        gradients = setup.arena("gradients")
+        assert gradients is not None
+        leaving_bytes = sum(gradients.slot_bytes[:2])
+        return needs.device_peak_bytes - setup.transient_bytes - leaving_bytes, needs.host_peak_bytes
 
     def is_too_long(self, policy: Policy) -> bool:
         """True if the plan has too many ops to simulate, because its groups are too large to be repeated."""
@@ -94,20 +119,20 @@ class Evaluator:
 
     def fits(self, policy: Policy) -> bool:
         """True if the policy fits in memory and its group has the minimum size for several ranks."""
-        return policy.accumulation_group >= self.semantics.least_group and self.costs.needs(policy).fits
+        return policy.accumulation_group >= self.semantics.least_group and self.needs(policy).fits
 
     def beats(self, policy: Policy, rival: Policy, by_fraction: float = 0.0) -> bool:
         """True if the policy's step is shorter than the other's by more than `by_fraction`. Its bound is checked first, because
         lowering takes 7 to 20 times as long."""
         limit_s = self.step_s(rival) * (1 - by_fraction)
-        return (policy in self.tried or self.costs.bound_s(policy) < limit_s) and self.step_s(policy) < limit_s
+        return (policy in self.tried or self.bound_s(policy) < limit_s) and self.step_s(policy) < limit_s
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Step time of other systems' schedules, or the reason why they do not fit."""
         result: dict[str, dict[str, Any]] = {}
         for name in BASELINES:
             policy = baseline(name, self.semantics, self.workload)
-            needs = self.costs.needs(policy)
+            needs = self.needs(policy)
             result[name] = {"step_s": self.step_s(policy)} if needs.fits else {"does_not_fit": short_of(needs)}
         return result
 

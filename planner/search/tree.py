@@ -15,10 +15,10 @@ from math import inf
 
 from penstock.runtime.plan import Policy, Setup
 
-from .evaluate import Evaluator
+from .evaluation import Evaluator
 from .neighbours import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
+from .policies import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, smallest_plans
 from .remedy import too_long
-from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, smallest_plans
 
 CLOSE_FRACTION = 0.001  # relative gap to the lower bound at which the search stops
 MAX_SEARCHED_OPS = 24_000  # budget of branch and bound: total ops of the simulated plans
@@ -71,7 +71,7 @@ class Tree:
         from .relax import Relaxation  # importing scipy is slow, and a fixed policy does not need it
 
         self.evaluator = evaluator
-        self.relaxation = Relaxation(evaluator.costs, evaluator.clipped_fraction)
+        self.relaxation = Relaxation(evaluator)
         self.families = families(evaluator.semantics, evaluator.workload)
         self.best: Policy | None = None
         self.known_s = inf  # step time of the incumbent with other sizes
@@ -111,7 +111,7 @@ class Tree:
         best, infinity if none fits. Policies with a bound far above `known_s`, a step time with other sizes, are skipped."""
         first = [(*FIRST_BUFFERS[1], slots) for slots in (SAVED_SLOTS, LEAST_SAVED_SLOTS)]
         for policy in chain(self._first_suggestions(self.open[:1], first), start):
-            if self.best is None or self.evaluator.costs.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
+            if self.best is None or self.evaluator.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
                 self._take(policy)
         return inf if self.best is None else self.evaluator.step_s(self.best)
 
@@ -145,7 +145,7 @@ class Tree:
             one = replace(family, largest_group=family.accumulation_group)
             suggested = (policy for buffers in several for policy in self._suggested(one, *buffers))
             for policy in islice(filter(self._may_try, suggested), 1):
-                fewer = neighbours(self.evaluator.costs.plan(policy), self.evaluator.profile, (fewer_offloads,))
+                fewer = neighbours(self.evaluator.setup(policy), self.evaluator.profile, (fewer_offloads,))
                 yield from (policy, *filter(self._may_try, (variant for _, variant in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
@@ -189,7 +189,7 @@ class Tree:
             for policy in self._at_first(family, n_slots):
                 if self.evaluator.fits(policy):
                     is_lean = not (policy.spill_blocks or policy.resident_blocks or policy.save)
-                    bound_s = 0.0 if is_lean else self.evaluator.costs.bound_s(policy)
+                    bound_s = 0.0 if is_lean else self.evaluator.bound_s(policy)
                     self._push(max(bound_s, node.bound_s), family, n_slots, policy)
 
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
@@ -266,7 +266,7 @@ class Tree:
         tried = [*[self._refilled] * (lacking is None), *[early_updates] * speculates, *MOVES, *[single_blocks] * fine]
         while climbing and self.evaluator.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
             climbing = False
-            for move, policy in neighbours(self.evaluator.costs.plan(best), self.evaluator.profile, tried):
+            for move, policy in neighbours(self.evaluator.setup(best), self.evaluator.profile, tried):
                 if self.evaluator.n_ops >= limit:
                     return best
                 if (lacking and lacking.has(policy)) or not self._may_try(policy):

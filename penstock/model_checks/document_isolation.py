@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.batch import positions_of
 from penstock.runtime.errors import WorkloadError
+from penstock.runtime.layers.documents import embed_packed, isolated_documents
+from penstock.runtime.layers.layer_chain import Call, LayerChain
+from penstock.runtime.layers.meta_models import meta_model, read_config
 from penstock.runtime.plan import Semantics
 
 from .cut_down import cut_down
-from .documents import embed_packed, isolated_documents
-from .layer_chain import Call, LayerChain
-from .meta_models import meta_model, read_config
 
 DOCUMENTS = ((5, 11, 1), (17,))  # lengths in two sequences, above and below the window of cut-down models
 TOLERANCE = 1e-5  # relative to the largest result: fp32 rounding of differently shaped products; leaks are 1,000 times larger

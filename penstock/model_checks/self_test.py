@@ -1,7 +1,7 @@
 """Self-test of a model: compare one streamed step of a cut-down copy with the forward and backward of transformers.
 
 Loss and gradients must be bitwise identical to `forward(labels=...)`, in fp32 on one CPU thread: once with all layers recomputed,
-once with all activations saved. A forward whose result changes under `no_grad`, which evaluations use, fails, too.
+once with all activations saved. A forward with another result under `no_grad`, as in evaluations, fails, too.
 """
 
 import gc
@@ -26,7 +26,6 @@ from penstock.runtime.errors import PenstockError, WorkloadError
 from penstock.runtime.executor import Execution, OpError, say
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.host.slabs import give_back_freed
-from penstock.runtime.layers.cut_down import cut_down
 from penstock.runtime.layers.meta_models import model_of, read_config, sees_images
 from penstock.runtime.machines.torch_machine import CpuMachine
 from penstock.runtime.plan import Plan, Policy, Semantics
@@ -34,13 +33,15 @@ from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.policy import saves
 from penstock.runtime.plan.workload import Dtype, Model
 
+from .cut_down import cut_down
+
 SEQUENCES, TOKENS = 2, 16
-MOST_PARAMETERS = 100_000_000  # of the copy: 2 GB, and seconds
+MOST_PARAMETERS = 100_000_000  # larger copies are not tried: 2 GB, and seconds
 _REMEMBERED = frozenset({"note"})
 
 
 def self_test(plan: Plan, report: Report) -> None:
-    """WorkloadError for a model whose streamed step differs from transformers, before memory is allocated for a run.
+    """WorkloadError if a model's streamed step differs from transformers, before memory is allocated for a run.
 
     A pass is cached by configuration, attention, versions, CPU capability, and whether windows hide tokens. If no copy can be made,
     or its step in transformers fails, the run continues with a note.
@@ -84,7 +85,7 @@ def _tried(key: str, semantics: Semantics, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """Result of transformers' forward and backward: a model with gradients, its loss, and the inputs."""
+    """Forward and backward of transformers: a model with gradients, loss and inputs."""
 
     model: Any
     semantics: Semantics

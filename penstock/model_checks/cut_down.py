@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.runtime.layers.meta_models import read_config
 from penstock.runtime.plan.workload import text_of
-
-from .meta_models import read_config
 
 # Keys of sizes divided by the same number, so that products of them remain products: head widths are unchanged
 _HEADS = re.compile(r"(?<!d_)heads?$|n_groups$")
