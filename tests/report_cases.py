@@ -24,7 +24,6 @@ TOKENS_PER_STEP = 2048
 
 
 def make_plan(path: Path) -> Path:
-    """Write a small plan of the planner."""
     path.write_bytes(_chosen())
     return path
 
@@ -61,7 +60,6 @@ def make_run(folder: Path, plan_file: Path) -> Path:
 
 
 def line(fields: dict[str, object]) -> str:
-    """Return a line of a log."""
     return json.dumps(fields) + "\n"
 
 
