@@ -1,6 +1,9 @@
 """Layer traces: shipped traces equal recordings of transformers modules, evaluated traces equal recorded ones."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from penstock.planner.model import config, fused, layer_traces, trace_cache, workload
-from penstock.planner.model.config import essence_of, library_kernels, outlines, shipped_model, shipped_models
+from penstock.planner.model.config import essence_of, library_kernels, outlines, shipped_model
 from penstock.planner.model.memory_replay import Tape, Tensor
 from penstock.planner.model.sizes import Kernels, evaluated, fitted, monomials
 from penstock.planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
@@ -19,14 +22,9 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import Model, Workload
 from tests.every_type import tiny
 from tests.lanes import mostly_slow
-from tests.outlines import FOLDER
 from tests.tiny import tiny_config
 
 SHIPPED = ["qwen2.5-0.5b", "gpt-oss-20b", "gemma3-1b", "glm-4.5-air-106b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3-vl-8b"]
-
-
-def test_every_shipped_model_has_outlines() -> None:
-    assert sorted(file.stem for file in FOLDER.glob("*.json")) == shipped_models()
 
 
 def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +69,23 @@ def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytes
         trace_cache.folder.set(nowhere)
         assert planned() == first
     trace_cache.folder.reset(token)
+
+
+def test_micro_batches_of_known_models_are_chosen_without_torch(tmp_path: Path) -> None:
+    """A shipped model, and one that another process has traced; torch cannot be imported."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama", num_hidden_layers=5, intermediate_size=96)))
+    token = trace_cache.folder.set(tmp_path / "cache" / "outlines")
+    build_workload(config.read_model(str(tmp_path)), Semantics(512, 4, 2))
+    trace_cache.folder.reset(token)
+    code = """
+import sys
+sys.modules["torch"] = None
+from penstock import api
+for model in sys.argv[1:]:
+    assert api.plan(model, "rtx4090-desktop", seq_len=512, batch_size=4, policy="megatrain").plan.semantics.micro_batch
+"""
+    environment = os.environ | {"PENSTOCK_CACHE": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", code, "qwen3-0.6b", str(tmp_path)], env=environment, check=True)
 
 
 @mostly_slow("name", SHIPPED)
@@ -148,12 +163,9 @@ def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
     ],
 )
 def test_a_model_that_is_no_chain_of_layers_is_refused_with_why(model_type: str, why: str) -> None:
-    def build() -> None:
-        model = Model(tiny(model_type))
-        build_workload(model, Semantics(16, 2, 1, attention=supported_attention(model)[0]))  # type: ignore[arg-type]
-
+    model = Model(tiny(model_type))
     with pytest.raises(WorkloadError, match=why) as caught:
-        build()
+        build_workload(model, Semantics(16, 2, 1, attention=supported_attention(model)[0]))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 

@@ -1,6 +1,5 @@
 """Models of published systems: uploads, buffers, memory and seconds against their sources."""
 
-import networkx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +10,9 @@ from benchmarks.published.system_pipeline import Task, ends_s
 from benchmarks.published.systems import SYSTEMS, MegaTrain, Run, claimed_flop, predict
 from penstock.hwprofiles.schema import AttentionCall, read_profile
 from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.units import GiB
 
 SERVERS = ("mi355x", "gh200", "h100-sxm", "rtx4090-server")
@@ -52,15 +51,11 @@ def programs(draw):
 
 def longest_paths(tasks):
     """Reference implementation: a task starts after its dependencies and after the previous task of its queue."""
-    graph = networkx.DiGraph()
-    last = {}
-    for i, task in enumerate(tasks):
-        graph.add_node(i)
-        graph.add_edges_from((j, i) for j in (*task.dependencies, *([last[task.queue]] if task.queue in last else [])))
-        last[task.queue] = i
-    ends = []
-    for i, task in enumerate(tasks):
-        ends.append(max((ends[j] for j in graph.predecessors(i)), default=0.0) + task.demand.uncontended_s)
+    ends, queue_ends = [], {}
+    for task in tasks:
+        begin_s = max([queue_ends.get(task.queue, 0.0), *(ends[j] for j in task.dependencies)])
+        ends.append(begin_s + task.demand.uncontended_s)
+        queue_ends[task.queue] = ends[-1]
     return ends
 
 

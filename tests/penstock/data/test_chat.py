@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.data.chat import ChatTemplate
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.data.documents import Reader
 from penstock.data.files import DataFile, DataFiles
 from penstock.data.tokenizer import read_tokenizer
@@ -48,9 +48,9 @@ class Talker:
             raise DataError(encoded["problem"][0])
         return [(ids.tolist(), runs.reshape(-1, 2).tolist()) for ids, runs in zip(encoded["ids"], encoded["learned"], strict=True)]
 
-    def learned(self, messages: Any, tools: Any = None) -> list[list[str]]:
+    def learned(self, messages: Any) -> list[list[str]]:
         """Decode the learned runs of each document, with special tokens."""
-        return [[self.shown(ids[first:stop]) for first, stop in runs] for ids, runs in self.encode(messages, tools)]
+        return [[self.shown(ids[first:stop]) for first, stop in runs] for ids, runs in self.encode(messages)]
 
     def shown(self, ids: list[int]) -> str:
         return self.template.tokenizer.decode(ids, special=True)
@@ -110,6 +110,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(talker, style):
 
 
 CALL, RESULT = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, {"role": "tool", "content": "4"}
+THOUGHT = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
 REWRITTEN = {  # learned part of each answer
     "reasoning, and a question without an answer": (
         "qwen 3",
@@ -124,11 +125,7 @@ REWRITTEN = {  # learned part of each answer
     "thinking": (
         "gpt-oss",
         (QUESTION, {**ANSWER, "thinking": "Who asks?"}, AGAIN, {**THEN, "thinking": "2 + 2"}),
-        [
-            "<|channel|>analysis<|message|>Who asks?<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>Fine, thanks! 20 €<|return|>",
-            "<|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>final<|message|>It is four.<|return|>",
-        ],
+        [THOUGHT.format("Who asks?", "Fine, thanks! 20 €"), THOUGHT.format("2 + 2", "It is four.")],
     ),
 }
 
@@ -209,7 +206,7 @@ def test_roles_that_the_template_drops_are_named(tmp_path):
     size = write_talker(tmp_path / "model", "llama 3", template.replace("| trim", "| upper"))
     turn = {"role": "developer", "content": "Be a river."}
     path = write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [*extra, *TALK]} for extra in ([turn], [], [turn, turn])])
-    dataset = read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens")
+    dataset = read_data(DataRequest(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens"))
     message = dataset.words()
     assert "drops messages of developer (in 2 rows)" in message["warning, roles"]
     assert message["warning, few"].startswith("a step of 8 sequences trains on some of these 3 more than once")

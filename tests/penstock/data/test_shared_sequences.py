@@ -1,10 +1,8 @@
 """Answers packed into shared sequences: same losses as with one sequence per answer, less padding."""
 
-from dataclasses import replace
-
 import torch
 
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.plan.objective import parse_objective
@@ -32,21 +30,18 @@ def read(tmp_path, loss, **how):
     """Return all rows in one batch; with `by_document` they share sequences."""
     objective = parse_objective(loss)
     path = write_lines(tmp_path / "a.jsonl", ROWS.get(loss, PAIRS))
-    load = lambda n: read_data(  # noqa: E731
-        DataSettings(str(path), shuffle=False), None, 272, SEQ_LEN, n, 0, tmp_path / "run" / "t", objective=objective, **how
-    )
+    settings, cache = DataSettings(str(path), shuffle=False), tmp_path / "run" / "t"
+    load = lambda n: read_data(DataRequest(settings, None, 272, SEQ_LEN, n, 0, cache, objective=objective, **how))  # noqa: E731
     return load(load(objective.rows_each).n_sequences * objective.rows_each)
 
 
 def by_text(batch, value):
     """Group per-position values by the tokens of their document."""
     groups = {}
-    for ids, row_values, lengths in zip(batch.input_ids, value, batch.document_tokens or [None] * len(value), strict=True):
-        offset = 0
-        for n in lengths or [SEQ_LEN]:
-            document = tuple(token for token in ids[offset : offset + n].tolist() if token != 256)  # without padding
-            groups.setdefault(document, []).append(row_values[offset : offset + len(document)].tolist())
-            offset += n
+    for ids, row_values, lengths in zip(batch.input_ids, value, batch.document_tokens or [[SEQ_LEN]] * len(value), strict=True):
+        for row, values in zip(ids.split([*lengths]), row_values.split([*lengths]), strict=True):
+            document = tuple(token for token in row.tolist() if token != 256)  # without padding
+            groups.setdefault(document, []).append(values[: len(document)].tolist())
     groups.pop((), None)
     return groups
 
@@ -59,14 +54,13 @@ def by_text(batch, value):
 def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
     """Sums over one answer are bitwise identical; fewer sequences, none longer than the plan's."""
     objective = parse_objective(loss)
-    alone, shared = (read(tmp_path, loss, by_document=flag) for flag in (False, True))
-    both = [data.batch(0) for data in (alone, shared)]
+    both = [read(tmp_path, loss, by_document=flag).batch(0) for flag in (False, True)]
     assert len(both[1].input_ids) <= 0.75 * len(both[0].input_ids)
     losses = []
     for batch in both:
         n = len(batch.input_ids)
-        semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=n, batch_size=n, seq_len=SEQ_LEN))
-        semantics = replace(semantics, objective=objective)
+        sizes = {"micro_batch": n, "batch_size": n, "seq_len": SEQ_LEN}
+        semantics = semantics_of("llama", compute_dtype="fp32", objective=objective, **sizes)
         config = tiny_config("llama", vocab_size=272)
         templates = Templates(config, build_workload(Model(config), semantics), semantics)
         torch.manual_seed(4)

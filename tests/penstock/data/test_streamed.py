@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.data import documents
 from penstock.data import files as room
-from penstock.data.data import RunData, read_data
+from penstock.data.data import DataRequest, RunData, read_data
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.settings import DataSettings
@@ -45,12 +45,9 @@ def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **
 
 def documents_of(batch: Batch) -> list[bytes]:
     """Return the documents in a batch, without padding."""
-    result = []
-    for ids, lengths in zip(batch.input_ids.tolist(), batch.document_tokens, strict=True):
-        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-        documents = [ids[end - n : end] for n, end in zip(lengths, ends, strict=True)]
-        result += [bytes(document[:-1]) for document in documents if set(document) != {END}]
-    return result
+    rows = zip(batch.input_ids, batch.document_tokens, strict=True)
+    documents = [document.tolist() for row, lengths in rows for document in row.split([*lengths])]
+    return [bytes(document[:-1]) for document in documents if set(document) != {END}]
 
 
 def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:
@@ -131,7 +128,7 @@ def test_conversations_in_several_documents_are_resumed_within(tmp_path):
     size = write_talker(tmp_path / "model", "qwen 3")
 
     def chats() -> RunData:
-        return read_data(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True)
+        return read_data(DataRequest(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True))
 
     unbroken = chats()
     batches = [unbroken.batch(step) for step in range(30)]
