@@ -68,7 +68,6 @@ def with_deltas(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Any:
 
 
 def write_adapter(folder: Path, lora: Lora, factors: dict[str, Tensor], base: str | None = None) -> Path:
-    """Write the adapter files of a checkpoint."""
     folder.mkdir(parents=True)
     save_file({PREFIX + name: factor for name, factor in factors.items()}, folder / TENSOR_FILE)
     (folder / CONFIG_FILE).write_bytes(config_bytes(lora, factors, base))

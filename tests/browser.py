@@ -24,7 +24,6 @@ DRAW_ALL = "for (const draw of pictures) draw();"
 
 
 def chromium() -> str | None:
-    """Return the path of an installed Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 

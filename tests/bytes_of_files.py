@@ -38,7 +38,6 @@ def only(data: RunData) -> PackedSet:
 
 
 def tokens_of(data: RunData) -> list[list[int]]:
-    """Return the tokens of each document."""
     documents = only(data).documents
     return [documents.ids(d).tolist() for d in range(len(documents.lengths))]
 
@@ -49,7 +48,6 @@ def texts_of(data: RunData) -> list[str]:
 
 
 def write_lines(path: Path, rows: Iterable[object]) -> Path:
-    """Write rows as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -36,7 +36,6 @@ def save(
 
 
 def small(folder: Path, step: int = 3, **changes: Any) -> Path:
-    """Write a checkpoint of a few bytes."""
     arguments: dict[str, Any] = {
         "weights": {"model.a": torch.arange(6.0).reshape(2, 3), "model.b": torch.ones(4)},
         "optimizer": [("000", {"m": torch.arange(5.0), "v": torch.zeros(3)}), ("001", {"n": torch.ones(2)})],

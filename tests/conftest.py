@@ -28,6 +28,14 @@ if is_in_memory(Path(tempfile.gettempdir())):  # /tmp may be a tmpfs, which does
     os.environ["TMPDIR"] = tempfile.tempdir = str(on_disk)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_there_stays() -> None:
     """Exclude existing objects from garbage collection, and so from tests that count live objects."""

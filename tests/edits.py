@@ -40,7 +40,6 @@ def index(plan: Plan, name: str) -> int:
 
 
 def set_op(plan: Plan, i: int, op: Op) -> Plan:
-    """Return the plan with op i replaced."""
     return replace(plan, ops=(*plan.ops[:i], op, *plan.ops[i + 1 :]))
 
 
@@ -62,7 +61,6 @@ def under(plan: Plan, **changes: Any) -> Plan:
 
 
 def with_sizes(plan: Plan, name: str, sizes: Sequence[int]) -> Plan:
-    """Return the plan with these slot sizes in an arena."""
     return replace(plan, arenas=tuple(replace(a, slot_bytes=tuple(sizes)) if a.name == name else a for a in plan.arenas))
 
 

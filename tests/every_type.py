@@ -84,7 +84,6 @@ def meeting(model_type: str) -> str | None:
 
 
 def page(verdicts: dict[str, str]) -> str:
-    """Return the text of docs/models.md."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

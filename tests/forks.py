@@ -131,7 +131,6 @@ def _context(how):
 
 
 def _become(words, folder, environment, out, errors, is_apart, how):
-    """Run a command in the forked process and exit."""
     code = 1
     try:
         os.dup2(out.fileno(), 1)

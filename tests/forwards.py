@@ -61,7 +61,7 @@ def machine_of(config, semantics, policy, machine_type=HostileToBoth, **kwargs):
 
 
 def watch_forwards(machine, report):
-    """Call `told(op, step)` before each op of a forward plan."""
+    """Call `report(op, step)` before each op of a forward plan."""
     forwards = machine.forwards
 
     def watched(*args):

@@ -138,7 +138,6 @@ def _with_operands(op: Op, n: int, *operands: Operand) -> Op:
 
 
 def _operands(plan: Plan, replacements: Callable[[str, Slot], Iterable[tuple[Operand, ...]]]) -> Mutants:
-    """Replace an operand by others or none."""
     for i, op in enumerate(plan.ops):
         for n, (name, slot) in enumerate(op.operands):
             for instead in replacements(name, slot):
@@ -354,7 +353,6 @@ class Tally:
     condemned: list[str] = field(default_factory=list)
 
     def table(self) -> str:
-        """Return the counts as a Markdown table."""
         lines = ["| mutation | made | killed | passed and harmless |", "|---|---:|---:|---:|"]
         for name in [*MUTATIONS, "all"]:
             made, killed = (counter.total() if name == "all" else counter[name] for counter in (self.made, self.killed))
@@ -363,7 +361,7 @@ class Tally:
 
 
 def tally(limit: int, seed: int = 0) -> Tally:
-    """Check mutants of all samples with checker and oracle, at most `most` per mutation and plan."""
+    """Check mutants of all samples with checker and oracle, at most `limit` per mutation and plan."""
     result, rng = Tally(), random.Random(seed)
     for original in (small(**choices) for choices in SAMPLES):
         for name, mutate in MUTATIONS.items():

@@ -17,7 +17,6 @@ FOLDER = ROOT / "planner" / "outlines"
 
 
 def shipped(name: str) -> dict[str, Any]:
-    """Return the content of a model's file."""
     config = key_of(shipped_model(name))
     content = layer_traces.polynomials(config, layer_traces.about(config)["attention"][0])
     assert {one["to"] for one in content["outlines"]} >= {ANY}, f"{name}: sizes are no polynomials"

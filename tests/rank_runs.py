@@ -16,6 +16,7 @@ from .running import SCRATCH, penstock, plan_in
 
 BATCH = ["--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4]
 COMMAND = [sys.executable, "-m", "penstock"]
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -40,13 +41,10 @@ def run_to_end(arguments, is_forked=False):
 
 
 def begun(arguments):
-    """Start a run of all ranks; return its process."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return Forked([*COMMAND, *arguments], cwd=ROOT, env=os.environ | QUIET, **pipes)
+    return Forked([*COMMAND, *arguments], cwd=ROOT, env=os.environ | QUIET, **PIPES)
 
 
 def said_by(running):
-    """Wait for the end of a run and return its stderr."""
     try:
         return running.communicate(timeout=60)[1]
     finally:
@@ -63,17 +61,11 @@ def by_hand(arguments_of_ranks, folders=None, commands=None, **environment):
     variables with one value, or with a list of values by rank."""
     store, rendezvous = meeting_place(n := len(arguments_of_ranks))
     extra = [{name: value[rank] if isinstance(value, list) else value for name, value in environment.items()} for rank in range(n)]
-    ranks = [
-        Forked(
-            [*(commands[rank] if commands else COMMAND), *arguments],
-            cwd=folders[rank] if folders else ROOT,
-            env=os.environ | QUIET | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | extra[rank],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, arguments in enumerate(arguments_of_ranks)
-    ]
+    ranks = []
+    for rank, arguments in enumerate(arguments_of_ranks):
+        env = os.environ | QUIET | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | extra[rank]
+        command = [*(commands[rank] if commands else COMMAND), *arguments]
+        ranks.append(Forked(command, cwd=folders[rank] if folders else ROOT, env=env, **PIPES))
     try:
         return [(process.communicate(timeout=90), process.returncode) for process in ranks]
     finally:
@@ -88,13 +80,12 @@ def pid_of(running, rank):
 
 
 def step_of(out):
-    """Return the step of the last checkpoint, or 0."""
     folder = latest(out)
     return 0 if folder is None else int(folder.name.removeprefix("checkpoint-"))
 
 
 def wait_for(condition, running, seconds=60, look_s=0.05):
-    """Wait until `what()` is true; fail if the run ends before."""
+    """Wait until `condition()` is true; fail if the run ends before."""
     until_s = time.monotonic() + seconds
     while not condition():
         if running.poll() is not None or time.monotonic() > until_s:

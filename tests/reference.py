@@ -477,7 +477,6 @@ def micro_batch_sums(model: torch.nn.Module, parameters, semantics: Semantics, b
 
 
 def tree_sum(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the sum by a balanced binary tree."""
     if len(parts) == 1:
         return parts[0]
     first, second = tree_sum(parts[: len(parts) // 2]), tree_sum(parts[len(parts) // 2 :])

@@ -55,7 +55,6 @@ def ran() -> Path:
 
 
 def line(fields: dict[str, object]) -> str:
-    """Return a line of a log."""
     return json.dumps(fields) + "\n"
 
 

@@ -68,7 +68,6 @@ def make_home(tmp_path):
 
 
 def weights_in(folder):
-    """Return the weights in a model's folder by name."""
     return {name: weight for path in sorted(folder.glob("model*.safetensors")) for name, weight in load_file(path).items()}
 
 

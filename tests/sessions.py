@@ -44,7 +44,6 @@ def resumed(session: Session, state: State | None = None) -> Session:
 
 
 def train(session: Session, n_steps: int = 4, on_step=lambda metrics: None, validations: Sequence[Validation] = ()) -> Session:
-    """Train the session up to `n_steps`."""
     session = replace(session, n_steps=n_steps)
     Trainer(session, on_step, validations).train()
     return session
@@ -75,5 +74,4 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder."""
     return [step for step, _ in complete_checkpoints(folder)]

@@ -78,7 +78,6 @@ MADE_UP = Profile.from_json(PROFILE)
 
 
 def predicted(plan: Plan, profile: Profile = MADE_UP, max_steps: int = 32) -> Prediction:
-    """Simulate the steps of a plan on the machine of a profile."""
     return simulate(plan, costs(plan, profile), region_of(profile), max_steps)
 
 
@@ -319,8 +318,6 @@ def policies(draw: st.DrawFn, semantics: Semantics, workload: Workload) -> Polic
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs of a plan."""
-
     semantics: Semantics
     workload: Workload
     policy: Policy

@@ -7,7 +7,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -68,12 +68,6 @@ def semantics_of(model_type: str, **fields) -> Semantics:
 def fused(model_type: str, attention_kernel: str = "flash") -> dict[str, str]:
     """Return the semantics' fields that enable every fused kernel of a model type."""
     return {part: FUSED[part] for part in fusible(Model(tiny_config(model_type)))} | {"attention_kernel": attention_kernel}
-
-
-def case_name(thing) -> str:
-    """Return the name of a case: fields of a policy or of semantics that differ from their defaults."""
-    fields = thing if isinstance(thing, dict) else {k: v for k, v in asdict(thing).items() if v != getattr(Policy(), k)}
-    return " ".join(f"{key}={value}" for key, value in fields.items()) or "defaults"
 
 
 def plan_of(config: dict, semantics: Semantics, policy: Policy) -> Plan:
@@ -227,7 +221,6 @@ def machine_for(plan: Plan, machine_type=Remembering, batches: Sequence[Batch] =
 
 
 def trained(plan: Plan, machine_type=Remembering, n_steps: int = N_STEPS, **options):
-    """Return the machine after its first `n_steps` steps."""
     machine = machine_for(plan, machine_type, **options)
     execute(plan, machine, n_steps)
     return machine

@@ -22,24 +22,9 @@ from setuptools import find_packages
 
 from penstock.cli.main import COMMANDS
 from penstock.runtime.plan import OPS, Kind, Policy
+from tests import tour
 from tests.running import penstock
-from tests.tour import (
-    API,
-    LEVELS,
-    LINKED,
-    PAGE,
-    READING,
-    ROOT,
-    api,
-    first_line,
-    full_name,
-    imports,
-    is_package,
-    levels,
-    needs,
-    sources,
-    tour,
-)
+from tests.tour import LINKED, READING, ROOT, first_line, full_name, imports, is_package, needs, sources
 from tests.tour import module_of as _module
 
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles")
@@ -222,7 +207,6 @@ def smells(name: str, text: str) -> list[str]:
 
 
 def tree_files() -> list[Path]:
-    """Return every text file of the project."""
     kinds = {".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".html", ".css", ".js", ""}
     files = []
     for path in sorted(ROOT.rglob("*")):
@@ -359,17 +343,10 @@ def test_every_declared_dependency_is_pinned_within_its_bound() -> None:
             assert Version(pinned[name]) >= Version(bound.partition(";")[0]), name
 
 
-def test_the_tour_names_every_folder() -> None:
-    assert PAGE.read_text(encoding="utf-8") == tour(), "regenerate it with `make tour`"
+def test_generated_pages_are_those_of_today(trees: dict[Path, ast.Module]) -> None:
+    for page, text in ((tour.PAGE, tour.tour()), (tour.LEVELS, tour.levels(trees)), (tour.API, tour.api())):
+        assert page.read_text(encoding="utf-8") == text, f"regenerate {page.name} with `make tour`"
     assert sorted(READING) == sorted({_name(path.parent) for path in package_files()} - {"planner"})
-
-
-def test_the_page_of_imports_is_that_of_today(trees: dict[Path, ast.Module]) -> None:
-    assert LEVELS.read_text(encoding="utf-8") == levels(trees), "regenerate it with `make tour`"
-
-
-def test_the_page_of_the_interface_is_that_of_today() -> None:
-    assert API.read_text(encoding="utf-8") == api(), "regenerate it with `make tour`"
 
 
 def test_planning_does_not_import_torch() -> None:

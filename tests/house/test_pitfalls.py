@@ -146,48 +146,22 @@ def test_nothing_forks():
 
 SEMANTICS = semantics_of("qwen3_moe")
 OTHER_SEMANTICS = {
-    "seq_len": 32,
-    "batch_size": 8,
-    "micro_batch": 2,
-    "compute_dtype": "fp32",
-    "gradient_dtype": "fp32",
-    "master_dtype": "bf16",
-    "loss_tile_tokens": 16,
-    "train": Train(lora=Lora(rank=4)),
-    "base": "int8",
-    "optimizer": Optimizer.ADAMW_BF16,
-    "objective": parse_objective("z-loss"),
-    "router_loss": 0.01,
-    "weight_rounding": "stochastic",
-    "mlp_tile_tokens": 4,
-    "attention": "eager",
-    "norm": "fused",
-    "loss": "online",
-    "pointwise": "fused",
-    "attention_kernel": "deterministic",
-    "sum_groups": 2,
-    "ranks": 2,
-}
+    "seq_len": 32, "batch_size": 8, "micro_batch": 2, "compute_dtype": "fp32", "gradient_dtype": "fp32",
+    "master_dtype": "bf16", "loss_tile_tokens": 16, "train": Train(lora=Lora(rank=4)), "base": "int8",
+    "optimizer": Optimizer.ADAMW_BF16, "objective": parse_objective("z-loss"), "router_loss": 0.01,
+    "weight_rounding": "stochastic", "mlp_tile_tokens": 4, "attention": "eager", "norm": "fused", "loss": "online",
+    "pointwise": "fused", "attention_kernel": "deterministic", "sum_groups": 2, "ranks": 2,
+}  # fmt: skip
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op; tested in tests/runtime/test_settling.py
 # Fields with one value here; library_kernels of linear attention: tests/planner/test_layer_traces.py
 OF_ONE_VALUE = {"experts", "lora_products", "library_kernels"}
 POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {
-    "prefetch_depth": 2,
-    "gradient_slots": 2,
-    "accumulation_group": 2,
-    "save": saves(products=(1,)),
-    "offload_blocks": (1,),
-    "update": Update.BARRIER,
-    "resident_blocks": (1,),
-    "spill_blocks": (0,),
-    "boundary_stride": 2,
-    "speculate_blocks": (1,),
-    "square_on_device": True,
-    "device_blocks": (1,),
-    "saved_slots": 3,
+    "prefetch_depth": 2, "gradient_slots": 2, "accumulation_group": 2, "save": saves(products=(1,)),
+    "offload_blocks": (1,), "update": Update.BARRIER, "resident_blocks": (1,), "spill_blocks": (0,),
+    "boundary_stride": 2, "speculate_blocks": (1,), "square_on_device": True, "device_blocks": (1,), "saved_slots": 3,
     "disk_blocks": (1,),
-}
+}  # fmt: skip
 
 
 def planned(model_type: str, semantics: Semantics, policy: Policy) -> tuple[object, ...]:

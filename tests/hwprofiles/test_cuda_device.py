@@ -70,21 +70,14 @@ class RememberedEvent:
 def remembered(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, RememberingCuda]:
     stub = RememberingCuda()
     for name, value in {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
+        "is_available": lambda: True, "device_count": lambda: 2,
         "Stream": lambda device: SimpleNamespace(device=device, wait_event=lambda event: stub.asked.append(("wait", event))),
-        "Event": RememberedEvent,
-        "stream": stub.stream,
-        "synchronize": lambda device: None,
-        "empty_cache": lambda: None,
-        "mem_get_info": lambda device: (100, 200),
-        "memory_reserved": lambda device: 50,
-        "memory_allocated": lambda device: 20,
-        "cudart": lambda: stub,
+        "Event": RememberedEvent, "stream": stub.stream, "synchronize": lambda device: None,
+        "empty_cache": lambda: None, "mem_get_info": lambda device: (100, 200), "memory_reserved": lambda device: 50,
+        "memory_allocated": lambda device: 20, "cudart": lambda: stub,
         "get_device_properties": lambda device: SimpleNamespace(name="Stub", major=9, minor=0),
-        "clock_rate": lambda device: 1700,
-        "power_draw": lambda device: 650_000,
-    }.items():
+        "clock_rate": lambda device: 1700, "power_draw": lambda device: 650_000,
+    }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     device = CudaDevice(1)
     device._device = torch.device("cpu")
@@ -189,11 +182,7 @@ def test_attention_is_by_the_kernel_that_is_asked_for(remembered, monkeypatch, p
         torch.backends.cuda.enable_cudnn_sdp(preference)
 
 
-REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@REAL
 def test_a_real_gpu_is_probed() -> None:
     profile = probed(CudaDevice(0), GPU.quick(), lambda kind, fraction: None)
     assert Profile.from_json(json.loads(json_text(profile.to_json()))) == profile
@@ -204,7 +193,6 @@ def test_a_real_gpu_is_probed() -> None:
 
 
 @pytest.mark.gpu
-@REAL
 def test_a_real_gpu_copies_and_runs_out_of_memory() -> None:
     device = CudaDevice(0)
     with device.prepared(kernels.copy("h2d", 2**20)) as up, device.prepared(kernels.copy("d2h", 2**20)) as down:

@@ -35,20 +35,10 @@ from penstock.runtime.machines.lanes import split_beside_gpu, split_cores
 from penstock.runtime.units import GB
 
 GLANCE = replace(
-    measurements.CPU,
-    repeats=(3, 5),
-    point_s=0.01,
-    window_s=0.03,
-    longest_s=0.3,
-    tokens=(64, 512),
-    widths=(128, 512),
-    odd_shapes=((512, 128, 2048),),
-    seq_lens=(128, 512),
-    copy_bytes=(2**20, 16 * 2**20),
-    sustained_s=0.03,
-    piece_s=0.01,
+    measurements.CPU, repeats=(3, 5), point_s=0.01, window_s=0.03, longest_s=0.3, tokens=(64, 512), widths=(128, 512),
+    odd_shapes=((512, 128, 2048),), seq_lens=(128, 512), copy_bytes=(2**20, 16 * 2**20), sustained_s=0.03, piece_s=0.01,
     host_bytes=100_000_000,
-)
+)  # fmt: skip
 CORES = sorted(os.sched_getaffinity(0))
 Steps = list[tuple[str, float]]
 
@@ -322,20 +312,15 @@ def test_works_of_the_host_compute_with_finite_numbers_of_every_size() -> None:
     """Zeros and subnormal numbers take longer on some processors, so slabs must not contain them."""
     for tasks in (host_kernels.update_tasks, host_kernels.square_tasks):
         slab = torch.zeros(20_000_000, dtype=torch.uint8)
-        work = tasks(slab, partial(together, n_threads=2))
-        assert work
-        values = slab.view(torch.bfloat16)[: slab.numel() // 2] if tasks is host_kernels.square_tasks else None
-        for task in work:
+        for task in tasks(slab, partial(together, n_threads=2)):
             task(Scratch())
-        if values is not None:
-            assert values.float().abs().min() >= 0
-            assert (values.float().abs() > 2.0**-126).float().mean() > 0.999
+    assert (slab.view(torch.bfloat16).float().abs() > 2.0**-126).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("n_bytes", [2 * 10**9, 12 * 10**9, 100_000_000])
 def test_no_two_arrays_of_a_slab_are_a_power_of_two_apart(n_bytes: int) -> None:
-    n, n_threads = host_kernels.layer_elements(n_bytes), 1
-    assert 14 * n * (3 if n in host_kernels.LAYER_ELEMENTS else 1) <= n_bytes, n_threads
+    n = host_kernels.layer_elements(n_bytes)
+    assert 14 * n * (3 if n in host_kernels.LAYER_ELEMENTS else 1) <= n_bytes
     starts = [0, 2 * n, 4 * n, 8 * n]
     distances = {b - a for i, a in enumerate(starts) for b in starts[i + 1 :]}
     assert all(distance % 2**28 for distance in distances)

@@ -105,20 +105,11 @@ def test_a_quick_probe_finds_the_same_whatever_the_noise() -> None:
 
 def test_a_machine_of_another_kind_is_found_too() -> None:
     truth = Truth(
-        flop_per_s={"bf16": 160e12, "fp32": 40e12},
-        attention_flop_per_s={"bf16": 120e12, "fp32": 9e12},
-        cudnn_flop_per_s={},
-        memory_bytes_per_s=0.9e12,
-        pinned={"h2d": 25e9, "d2h": 26e9},
-        pageable={"h2d": 18e9, "d2h": 17e9},
-        duplex_bytes_per_s=40e9,
-        copy_latency_s=15e-6,
-        total_bytes=24 * GiB,
-        n_host_cores=11,
-        capability=(8, 9),
-        link=PciLink(4, 16, 4, 16),
-        under_optimizer_fraction=0.7,
-    )
+        flop_per_s={"bf16": 160e12, "fp32": 40e12}, attention_flop_per_s={"bf16": 120e12, "fp32": 9e12},
+        cudnn_flop_per_s={}, memory_bytes_per_s=0.9e12, pinned={"h2d": 25e9, "d2h": 26e9},
+        pageable={"h2d": 18e9, "d2h": 17e9}, duplex_bytes_per_s=40e9, copy_latency_s=15e-6, total_bytes=24 * GiB,
+        n_host_cores=11, capability=(8, 9), link=PciLink(4, 16, 4, 16), under_optimizer_fraction=0.7,
+    )  # fmt: skip
     profile = probed_of(truth)
     assert_found(profile, truth)
     assert "cliff" not in profile.summary

@@ -287,11 +287,6 @@ def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved 
     return list(torch.autograd.grad(y, leaves, torch.ones_like(y)))
 
 
-def mixed_blocks(config: dict[str, Any], semantics: Semantics) -> tuple[int, ...]:
-    """Return partly trained blocks with adapters that fit on the device."""
-    return build_workload(Model(config), semantics).mixed
-
-
 def peft_of(config: dict[str, Any], semantics: Semantics, begun: dict[str, torch.Tensor], lora: Lora) -> Any:
     """Return transformers' model with PEFT's fp32 adapters and the same weights."""
     model = hf_model(config, dtype=DTYPES[semantics.compute_dtype], attn_implementation=semantics.attention)
@@ -365,7 +360,7 @@ def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: s
     config = tiny_config(model_type, num_hidden_layers=3)
     no_dropout = semantics_of(model_type, train=Train(lora=LORA), **fields)
     semantics = replace(no_dropout, train=Train(lora=replace(LORA, dropout=0.4)))
-    policy = replace(policy, device_blocks=mixed_blocks(config, semantics) if "device" in way else ())
+    policy = replace(policy, device_blocks=build_workload(Model(config), semantics).mixed if "device" in way else ())
     machine = machine_for(plan_of(config, semantics, policy), HostileToBoth)
     batch, plain = training.batches_of(96, 4, 16)[0], streamed(config, no_dropout, policy)
     assert evaluate(machine, sequences_of(batch), 4)["eval_loss"] == plain.results[0].loss

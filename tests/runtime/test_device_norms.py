@@ -13,13 +13,9 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.bounds.machine import machine_bound, machine_facets, staying_bytes
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
-from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.memory import frame
 from penstock.planner.predict.region import Resource
-from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.evaluation import Evaluator
-from penstock.planner.search.policies import ANY_SLOTS, Family, Slots, family_of
-from penstock.planner.search.relax import Relaxation
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
 from penstock.runtime.errors import PlanError
 from penstock.runtime.host import chunks as reference
@@ -32,7 +28,6 @@ from penstock.runtime.plan.legality import can_square
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.edits import error_of, small
 from tests.lanes import examples, mostly_slow
-from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
 from tests.reference import halved
 from tests.tiny import tiny_config
 from tests.training import clip_some_steps, differences, semantics_of, streamed
@@ -93,36 +88,6 @@ def test_the_machine_bound_is_the_least_of_any_device_shares(data):
     assert bound.seconds <= grid_s * (1 + 1e-12)
     assert bound.seconds >= grid_s * 0.97
     assert bound.binding in host
-
-
-@given(st.data())
-@settings(deadline=None, max_examples=examples(30), derandomize=True)
-def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
-    """Machines on which host norms limit the step, so that norms on the device shorten it. Others: tests/planner/test_search.py."""
-    s, dtype = data.draw(semantics().filter(lambda value: value.ranks == 1)), data.draw(st.sampled_from(["bf16", "fp32"]))
-    s = replace(s, gradient_dtype=dtype)
-    workload = data.draw(workloads(s, most_layers=3))
-    machine = MACHINES[data.draw(st.sampled_from(["slow reduction", "slow reduction", "slow memory", "h200-pcie5", "cpu-2core"]))]
-    updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
-    n = s.n_micro_batches
-    family = Family(data.draw(st.sampled_from(updates)), n, n, 1)
-    speculates = family.update is Update.DEFERRED and data.draw(st.booleans())
-    policy = replace(
-        family.policy(),
-        prefetch_depth=data.draw(st.integers(1, 3)),
-        gradient_slots=data.draw(st.integers(1, 2)),
-        square_on_device=data.draw(st.booleans()),
-        speculate_blocks=tuple(range(workload.n_layers + 2)) if speculates else (),
-    )
-    cost = CostModel(machine)
-    plan = lower(NOBODY, workload, s, policy, {})
-    prediction = simulate(plan, cost.demands(plan), region_of(machine))
-    relaxation = Relaxation(Evaluator(NOBODY, workload, s, machine, 0.0 if speculates else None))
-    for slots in (ANY_SLOTS, Slots(policy.prefetch_depth, policy.gradient_slots)):
-        relaxed = relaxation.solve(family_of(policy, s), slots)
-        assert relaxed is not None
-        if prediction.periodic:
-            assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, slots)
 
 
 WAYS = {
@@ -187,7 +152,6 @@ def test_the_kernels_of_a_gpu_give_the_hosts_bits_in_cpp_too(dtype, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @given(gradients_drawn)
 @settings(deadline=None, max_examples=50, derandomize=True)
 def test_a_gpu_sums_squares_to_the_hosts_bits(sample):

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from penstock.runtime.host.memory import DTYPE
-from penstock.runtime.host.optimizer import PROBE_ELEMENTS, KernelLayout, Master, ParamState, Step, matches_host, summed
+from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, Step, matches_host, summed
 from penstock.runtime.plan import Kind, Policy, Update
 from penstock.runtime.plan.optimizer import AdamW
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.training import LEAN, differences, semantics_of, streamed
-from tests.updating import update_
 
 from .test_optimizer import KINDS, LEAN_KINDS, copied, random_state
 
@@ -69,16 +68,3 @@ def test_the_kernel_updates_parts_that_are_no_whole_or_aligned_vectors(start: in
         Step(ParamState(Master(weight, remainder), tuple(moments)), summed(gradient[cut]), 0.37, 3, settings).on_device(compute)
     for old, expected, updated in zip(initial.tensors, full.tensors, part.tensors, strict=True):
         assert torch.equal(updated, torch.cat([old[:start], expected[start:end], old[end:]]))
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.37])
-@pytest.mark.parametrize("kind", KINDS)
-def test_masters_of_every_sort_are_updated_as_on_the_host(kind: str, factor: float) -> None:
-    host, settings = random_state(kind, PROBE_ELEMENTS, seed=0), AdamW(lr=1e-2, weight_decay=0.1)
-    device = copied(host)
-    gradient = torch.randn(PROBE_ELEMENTS, generator=torch.Generator().manual_seed(1))
-    gradient = gradient.to(torch.float32 if kind == "fp32" else torch.bfloat16)
-    for n_updates in (1, 2):
-        update_(host, gradient, factor, n_updates, settings)
-        Step(device, summed(gradient), factor, n_updates, settings).on_device(None)
-    assert all(torch.equal(a, b) for a, b in zip(host.tensors, device.tensors, strict=True))

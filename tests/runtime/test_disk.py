@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,19 +133,18 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: object, n_good: int) -> None
     monkeypatch.setattr(base_file.os, "preadv", preadv)
 
 
-def input_output_error(*_: object) -> int:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
+def error(code: int) -> Callable[..., int]:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
 
-
-def vanished(*_: object) -> int:
-    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+    return fail
 
 
 @pytest.mark.parametrize(
     ("fails", "says"),
     [
-        (input_output_error, r"base: cannot be read at byte \d+ \(Input/output error\); check the disk"),
-        (vanished, r"base: cannot be read at byte \d+ \(No such device\); check the disk"),
+        (error(errno.EIO), r"base: cannot be read at byte \d+ \(Input/output error\); check the disk"),
+        (error(errno.ENODEV), r"base: cannot be read at byte \d+ \(No such device\); check the disk"),
         (lambda *_: 0, r"base: ends at byte \d+, within a layer: it is truncated; delete it, and continue with --resume"),
     ],
     ids=["EIO", "ENODEV", "the end"],
@@ -181,10 +181,7 @@ def test_a_file_cut_short_in_mid_run_is_one_line_and_made_again(tmp_path: Path) 
     ],
 )
 def test_a_disk_of_no_use_is_refused_before_a_byte_is_written(tmp_path, monkeypatch, call: str, code: int, says: str) -> None:
-    def refuses(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(base_file.os, call, refuses)
+    monkeypatch.setattr(base_file.os, call, error(code))
     with pytest.raises(DiskError, match=says):
         BaseFile(tmp_path / "base", SIZES)
     assert (tmp_path / "base.partial").stat().st_blocks == 0

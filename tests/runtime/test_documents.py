@@ -23,7 +23,7 @@ from penstock.runtime.plan.workload import Model
 from penstock.training.validation import evaluate
 from tests import reference, training
 from tests.every_type import tiny
-from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of
+from tests.forwards import HostileToBoth, LateForBoth, exact, resident, sequences_of
 from tests.lanes import mostly_slow
 from tests.late_streams import LateStreams, Poisoned
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
@@ -101,9 +101,7 @@ def test_every_policy_draws_the_same_dropout():
 
 def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradients by name, one document at a time through transformers' model without packing."""
-    model = reference.build(config, semantics, torch.float32)
-    model.load_state_dict(initial_masters(config, semantics), strict=False)
-    model.tie_weights()
+    model = resident(config, semantics)
     loss_sum = torch.zeros(())
     for row, lengths in enumerate(batch.document_tokens):
         for tokens, targets in zip(batch.input_ids[row].split(lengths), batch.targets[row].split(lengths), strict=True):

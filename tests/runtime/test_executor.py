@@ -172,7 +172,6 @@ def test_a_prepared_batch_is_made_once_and_its_error_is_raised_where_it_is_used(
 
 
 def reported(report, *args, **how):
-    """Execute, and report each finished step."""
     with Execution(*args, **how) as steps:
         for step in steps:
             report(step)

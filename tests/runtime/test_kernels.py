@@ -20,27 +20,9 @@ from penstock.planner.model.workload import build_workload, fusible
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.cuda.nvrtc import compiled_kernel
 from penstock.runtime.errors import PlanError, WorkloadError
-from penstock.runtime.layers import kernels
-from penstock.runtime.layers.kernels import (
-    CALL_BY_CALL,
-    is_rms_norm,
-    refuse_missing_libraries,
-    rms_norm,
-    rotary,
-    use_kernels,
-    use_own_calls,
-)
-from penstock.runtime.layers.pointwise import (
-    GATES,
-    TIMES_THE_BYTES,
-    OneKernel,
-    Pointwise,
-    compiled,
-    fastest,
-    kernel_of,
-    probes,
-    several,
-)
+from penstock.runtime.layers import kernels, pointwise
+from penstock.runtime.layers.kernels import CALL_BY_CALL, is_rms_norm, rms_norm, rotary, use_kernels, use_own_calls
+from penstock.runtime.layers.pointwise import TIMES_THE_BYTES, OneKernel, fastest, several
 from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.lanes import diagonal, mostly_slow
@@ -93,17 +75,17 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
 def test_a_gpu_has_a_kernel_of_eagers_bits_for_each_function(dtype: torch.dtype) -> None:
     """Use several launches, too. A fault must warn, and fall back to the function."""
-    cuda, plain = torch.device("cuda"), Pointwise()
-    fast = compiled(cuda, dtype, tuple(GATES))
+    cuda, plain = torch.device("cuda"), pointwise.Pointwise()
+    fast = pointwise.compiled(cuda, dtype, tuple(pointwise.GATES))
     for name in TIMES_THE_BYTES:
         function, kernel = getattr(plain, name), getattr(fast, name)
         assert isinstance(kernel, OneKernel), name
-        by_pieces = OneKernel(function, kernel_of(name, dtype, partial(compiled_kernel, device=cuda)), limit=30_000)
-        for inputs in probes(function, cuda, dtype):
+        compiled = pointwise.kernel_of(name, dtype, partial(compiled_kernel, device=cuda))
+        by_pieces = OneKernel(function, compiled, limit=30_000)
+        for inputs in pointwise.probes(function, cuda, dtype):
             expected = several(function(*inputs))
             for actual in (kernel(*inputs), by_pieces(*inputs)):
                 for a, b in zip(several(actual), expected, strict=True):
@@ -239,7 +221,7 @@ def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.
     assert len(lengths) == 6
     for device, why in (("cpu", "needs a GPU"), ("cuda", "not installed here: pip install causal-conv1d")):
         with pytest.raises(PlanError, match=f"causal_conv1d_fn, which .*{why}.* plan again with --kernels eager$"):
-            refuse_missing_libraries(named, device)
+            kernels.refuse_missing_libraries(named, device)
 
 
 def test_other_models_of_transformers_keep_their_kernels() -> None:

@@ -16,8 +16,6 @@ from tests.training import Remembering, clip_some_steps, differences, plan_of, s
 
 
 class Delayed(Remembering):
-    """Delay lanes at random."""
-
     rng = random.Random(3)
 
     def perform(self, index, op, step):

@@ -39,8 +39,9 @@ def obvious(objective: Objective, logits: torch.Tensor, targets: torch.Tensor, r
     n, mask = objective.numbers, targets != -100
     logps = logits.log_softmax(-1)
     logp = logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * mask
-    if objective.name == "label-smoothing":
-        return (-(1 - n["epsilon"]) * logp - n["epsilon"] * logps.mean(-1) * mask).sum()
+    if objective.name in ("cross-entropy", "label-smoothing"):
+        epsilon = n.get("epsilon", 0.0)
+        return (-(1 - epsilon) * logp - epsilon * logps.mean(-1) * mask).sum()
     if objective.name == "z-loss":
         return (-logp + n["weight"] * logits.exp().sum(-1).log() ** 2 * mask).sum()
     if objective.name == "distill":  # each distribution with one outcome for all but the teacher's likeliest tokens
@@ -120,7 +121,7 @@ def packed(batch: Batch, rows_each: int, n_each: int = 3) -> Batch:
 
 
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
-@pytest.mark.parametrize("name", [*NAMES, KTO, *GRPO, *DISTILL])
+@pytest.mark.parametrize("name", ["cross-entropy", *NAMES, KTO, *GRPO, *DISTILL])
 def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
     objective = parse_objective(name)
     options = fused("llama") | ({"loss": "eager"} if objective.takes_eager else {}) if kernels == "fused" else {}

@@ -40,7 +40,7 @@ from .test_documents import CUTS, OTHER_CUTS, POLICIES, config_of, packed_batche
 from .test_frozen import LORA, PACKED
 from .test_losses import with_loss
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it on first use
 
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -30,7 +30,6 @@ from tests.lanes import diagonal, mostly_slow
 from tests.reference import half_up, halved, lean_step
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, same_bits, semantics_of
-from tests.updating import update_
 
 KINDS = ("split", "bf16", "fp32")
 GRADIENTS = (torch.bfloat16, torch.float32)
@@ -63,6 +62,12 @@ def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
 def copied(state: ParamState) -> ParamState:
     master = Master(state.master.weight.clone(), None if state.master.remainder is None else state.master.remainder.clone())
     return ParamState(master, tuple(moment.clone() for moment in state.moments))
+
+
+def update_(state: ParamState, gradient, factor: float, n_updates: int, settings=SETTINGS, start_from=None) -> None:
+    """Update `state`, starting from `start_from` or itself. `gradient`: a tensor or a SummedGradient."""
+    for task in Step(state, summed(gradient), factor, n_updates, settings, start_from).tasks():
+        task(Scratch())
 
 
 def wide_master(state: ParamState) -> torch.Tensor:

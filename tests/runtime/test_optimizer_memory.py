@@ -12,9 +12,8 @@ from penstock.runtime.plan.workload import BlockKind
 from penstock.runtime.units import KiB
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of, trained
-from tests.updating import update_
 
-from .test_optimizer import KINDS, SETTINGS, random_state
+from .test_optimizer import KINDS, SETTINGS, random_state, update_
 
 
 def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> float:

@@ -1,4 +1,4 @@
-"""Loss, gradients, norm, rounding and AdamW against PyTorch and transformers."""
+"""Loss, gradients and norm against PyTorch and transformers."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,26 +6,17 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.model_checks.self_test import differences, reference_step
 from penstock.planner.model.workload import supported_attention
-from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
-from penstock.runtime.host.chunks import CHUNK_ELEMENTS
 from penstock.runtime.host.norms import clip_factor, sum_of_squares
-from penstock.runtime.host.optimizer import Master, ParamState
 from penstock.runtime.layers.meta_models import read_config
-from penstock.runtime.plan import Policy, Semantics
-from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.lanes import mostly_slow
 from tests.tiny import MODEL_TYPES, tiny_config
-from tests.training import plan_of, same_bits, semantics_of
-from tests.updating import update_
 
 # Settings of a type's configuration, in addition to those of the smallest one
 OPTIONS = {
@@ -84,57 +75,3 @@ def test_norm_and_clip_factor_are_those_of_clip_grad_norm_():
     assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)), rel=1e-5)
     assert torch.allclose(tensors[1] * clip_factor(norm, 1.0), parameters[1].grad, rtol=1e-5)
     assert norm == pytest.approx(float(torch.cat(tensors).double().square().sum().sqrt()), rel=1e-6)
-
-
-def test_adamw_is_that_of_torch():
-    """Compare three steps with torch's loop per tensor, at the tolerance of fp32."""
-    generator = torch.Generator().manual_seed(4)
-    n = CHUNK_ELEMENTS + 777
-    start, gradients = torch.randn(n, generator=generator), [torch.randn(n, generator=generator) for _ in range(3)]
-    master, m, v = start.clone(), torch.zeros(n), torch.zeros(n)
-    plain = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    for step, gradient in enumerate(gradients, start=1):
-        update_(ParamState(Master(master), (m, v)), gradient, 1.0, step, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1))
-        plain.grad = gradient.clone()
-        optimizer.step()
-    assert torch.allclose(master, plain.data, rtol=1e-6, atol=1e-7)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_rounding_half_up_breaks_ties_away_from_zero(bits):
-    """Other numbers round to nearest."""
-    wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
-    out = torch.empty(1, dtype=torch.bfloat16)
-    Master(out).put(slice(None), wide)
-    if wide.isnan().item():
-        assert out.isnan().item()
-    elif bits & 0xFFFF == 0x8000:
-        assert abs(float(out)) >= abs(float(wide))
-    else:
-        assert same_bits(out, wide.to(torch.bfloat16))
-
-
-def test_a_tile_of_the_loss_only_rounds():
-    """Change the tile size: loss and gradient change by the rounding stated in the design."""
-    config = tiny_config("llama")
-    results = []
-    for tile in (3, 64):
-        semantics = semantics_of("llama", compute_dtype="fp32", loss_tile_tokens=tile)
-        plan = plan_of(config, semantics, Policy())
-        templates = Templates(config, plan.workload, semantics)
-        generator = torch.Generator().manual_seed(0)
-        weights = {p.name: torch.randn(p.shape, generator=generator) for p in plan.workload.blocks[-1].parameters}
-        hidden = torch.randn(1, 16, 32, generator=generator)
-        targets = torch.randint(0, 96, (1, 16), generator=generator)
-        total = torch.zeros(96, 32)
-        loss, d_hidden, _ = templates.head.loss(weights, hidden, targets, 16, total)
-        results.append((float(loss), d_hidden, total))
-        normed = F.rms_norm(hidden, (32,), weights["model.norm.weight"], 1e-6)
-        expected = F.cross_entropy(F.linear(normed, weights["lm_head.weight"])[0], targets[0])
-        assert loss / 16 == pytest.approx(float(expected), rel=1e-5)
-    (loss_a, d_a, w_a), (loss_b, d_b, w_b) = results
-    assert loss_a == pytest.approx(loss_b, rel=1e-6)
-    assert float((d_a - d_b).norm() / d_b.norm()) < 2e-6
-    assert float((w_a - w_b).norm() / w_b.norm()) < 2e-6

@@ -338,7 +338,6 @@ def test_a_gpu_is_booked_one_kernel_a_matrix_and_its_bytes_once():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_packs_and_unpacks_to_the_processors_bits(base, dtype):

@@ -12,23 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import PenstockError, PlanError
-from penstock.runtime.plan import (
-    LANE_OF,
-    OPS,
-    Arena,
-    Kind,
-    Lane,
-    Op,
-    Place,
-    Plan,
-    PlanFile,
-    Policy,
-    Semantics,
-    Slot,
-    Update,
-    Wait,
-    saves,
-)
+from penstock.runtime.plan import OPS, Arena, Kind, Lane, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait, saves
+from penstock.runtime.plan.ops import LANE_OF
 from penstock.runtime.plan.plan import FORMAT_VERSION
 from penstock.runtime.plan.timeline import Span, Timeline, chrome_trace
 from penstock.runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
@@ -228,13 +213,6 @@ def _put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
-def _nested(depth: int) -> list[Any]:
-    outer: list[Any] = []
-    for _ in range(depth):
-        outer = [outer]
-    return outer
-
-
 TIER = {
     "saved": "input", "saved_bytes": 0, "transient_bytes": 9, "n_matmuls": 1, "attention": True, "pointwise_bytes": 9,
     "n_kernels": 3,
@@ -262,7 +240,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "wait on its own lane": _put("ops", 2, value=f"{LINES[2]} ^ 1"),
     "wait two steps back": _put("ops", 0, value=f"{LOAD} ^ 7@2"),
     "repetitions": _put("repeat", value={"start": 0, "end": 2, "times": 1.5, "micro_batches": 1}),
-    "deep profile": _put("profile", "device", value=_nested(800)),
+    "deep profile": _put("profile", "device", value=json.loads("[" * 800 + "]" * 800)),
     "unknown key": _put("workload", "blocks", 1, "surprise", value=1),
 }
 

@@ -9,17 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.cuda.nvrtc import MOST_ELEMENTS
 from penstock.runtime.layers import pointwise
-from penstock.runtime.layers.pointwise import (
-    GATES,
-    TIMES_THE_BYTES,
-    OneKernel,
-    Pointwise,
-    compiled,
-    cuts,
-    kernel_of,
-    probes,
-    several,
-)
+from penstock.runtime.layers.pointwise import GATES, TIMES_THE_BYTES, OneKernel, Pointwise, compiled, kernel_of, probes, several
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.lanes import diagonal
 from tests.training import same_bits
@@ -40,7 +30,6 @@ def one_kernel(name: str, dtype: torch.dtype, folder: Path, limit: int = MOST_EL
 
 
 def unchecked(one: OneKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the kernel's result without a check."""
     results = tuple(result.fill_(torch.nan) for result in one._results(inputs[0]))
     for operands in one._launches(inputs + results):
         one._launch(operands)
@@ -149,7 +138,7 @@ def test_operands_that_a_kernel_cannot_read_are_the_functions(tmp_path: Path) ->
 def test_cuts_are_all_of_a_tensor_and_short(limit: int) -> None:
     x = torch.arange(2 * 3 * 5 * 4).view(2, 5, 3, 4).transpose(1, 2)
     turn = torch.arange(2 * 5 * 4).view(2, 1, 5, 4).expand(x.shape)
-    parts = list(cuts([x, turn], limit))
+    parts = list(pointwise.cuts([x, turn], limit))
     assert sorted(torch.cat([part.flatten() for part, _ in parts]).tolist()) == list(range(x.numel()))
     assert all(torch.equal(turned, turn[index_of(part, x)]) for part, turned in parts)
     spans = [sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True)) for part, _ in parts]

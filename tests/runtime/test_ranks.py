@@ -1,20 +1,22 @@
-"""Several ranks: bits of one rank, plans, shares of a step, shared memory and a common end."""
+"""Several ranks and sums in groups: bits of one rank, plans, shares of a step, shared memory and a common end."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import penstock
+from penstock import plan as planned
+from penstock.checkpoint.checkpoint import load_state, refuse_another
 from penstock.emulated import EmulatedRanks
 from penstock.hwprofiles.device_parts import on_network, shared_by
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.check.claim import check_origin
+from penstock.planner.check.shape import Shape
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload
-from penstock.runtime.errors import PlanError
+from penstock.runtime.errors import CheckpointError, PlanError
 from penstock.runtime.executor import AgreedStop, Stop
 from penstock.runtime.host.slabs import shared_slab, slab_of
 from penstock.runtime.plan import Kind, Policy, Semantics
@@ -24,7 +26,8 @@ from penstock.runtime.ranks import folded
 from tests.edits import small
 from tests.lanes import mostly_slow
 from tests.rank_law import every_case, trained_alone, trained_by
-from tests.strategies import PROFILE
+from tests.running import make_home, one_line, penstock, plan_in, train
+from tests.strategies import MODEL, PROFILE, small_workload
 from tests.tiny import tiny_config
 from tests.training import differences, plain, plan_of, same_bits, semantics_of, trained
 
@@ -72,7 +75,6 @@ def test_pieces_are_equal_and_hold_each_element_once(sizes, log_pieces):
 
 
 @given(st.integers(0, 4), st.integers(1, 40), st.integers(0, 99))
-@settings(deadline=None)
 def test_partial_sums_are_folded_by_a_balanced_tree(log_n, n_elements, seed):
     n, generator = 1 << log_n, torch.Generator().manual_seed(seed)
     parts = torch.randn(n, n_elements, generator=generator) * 10.0 ** torch.randint(-3, 4, (n, 1), generator=generator)
@@ -139,7 +141,7 @@ def test_a_rank_holds_its_part_of_the_state_and_all_weights():
 
 def test_hosts_that_have_not_as_many_ranks_are_refused():
     box, sizes = read_profile("8xh100"), {"seq_len": 64, "batch_size": 8, "micro_batch": 1, "gpus": 4, "hosts": 2}
-    plan = penstock.plan("qwen2.5-0.5b", box, policy="megatrain", **sizes).plan
+    plan = planned("qwen2.5-0.5b", box, policy="megatrain", **sizes).plan
     check_origin(plan)
     network = plan.profile["network"] | {"n_hosts": 3}
     with pytest.raises(PlanError, match="8 ranks cannot be divided among 3 hosts"):
@@ -181,3 +183,53 @@ def test_ranks_that_are_all_alike_share_what_one_does():
     ranks.gather(gathered)
     ranks.exchange(torch.arange(6.0), received)
     assert gathered.tolist() == received.tolist() == [0.0, 1.0] * 3
+
+
+@given(st.integers(0, 5), st.integers(1, 5))
+def test_a_sum_waits_for_its_right_part_and_no_longer(log_groups, of_a_group):
+    """Compare with a stack: complete neighbours are joined at once. The checker's result is equal."""
+    n_groups = 1 << log_groups
+    semantics = Semantics(seq_len=4, batch_size=n_groups * of_a_group, micro_batch=1, sum_groups=n_groups)
+    shape = Shape(lower(MODEL, small_workload(1, tied=False), semantics, Policy(), PROFILE))
+    stack, deepest = list[range](), 0
+    for m in range(semantics.n_micro_batches):
+        begins = not stack or len(stack[-1]) % of_a_group == 0
+        assert semantics.begins_sum(m) == begins
+        if begins:
+            stack.append(range(m, m))
+        stack[-1] = range(stack[-1].start, m + 1)
+        deepest = max(deepest, len(stack))
+        assert semantics.sum_level(m) == len(stack) - 1
+        together = [stack[-1]]
+        while len(stack) > 1 and len(stack[-1]) == len(stack[-2]):
+            stack[-2:] = [range(stack[-2].start, m + 1)]
+            together.append(stack[-1])
+        assert semantics.n_joined(m) == len(together) - 1
+        assert shape.summed_with(m) == together
+    assert stack == [range(semantics.n_micro_batches)]
+    assert semantics.n_sums >= deepest
+
+
+def test_groups_that_a_step_cannot_have_are_one_line(tmp_path):
+    with pytest.raises(PlanError, match="12 micro-batches has no 8 sum groups; choose a power of two that divides them"):
+        lower(MODEL, small_workload(1, tied=False), Semantics(4, 12, 1, sum_groups=8), Policy(), PROFILE)
+    home = make_home(tmp_path)
+    for sizes in (("--sum-groups", 3), ("--sum-groups", 4, "--micro-batch", 2)):
+        result = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, *sizes)
+        one_line(result, 2, f"no {sizes[1]} sum groups; choose a power of two that divides them")
+
+
+def test_a_run_is_resumed_with_the_same_sum_groups_only(tmp_path):
+    """A checkpoint without groups has one."""
+    home = make_home(tmp_path)
+    plan, second = (plan_in(home, "--policy", "megatrain", "--micro-batch", 1, "--sum-groups", n, name=f"{n}.json") for n in (4, 2))
+    assert penstock("check", plan).exit_code == 0
+    assert train(home, plan, steps=2).exit_code == 0
+    one_line(train(home, second, "--resume", steps=4), 2, "of another meaning of a step", "sum_groups")
+    state = load_state(home / "out" / "checkpoint-2")
+    now = state.fields["semantics"]
+    assert now["sum_groups"] == 4
+    older = replace(state, fields={"semantics": {name: value for name, value in now.items() if name != "sum_groups"}})
+    refuse_another(older, {"semantics": now | {"sum_groups": 1}})
+    with pytest.raises(CheckpointError, match="sum_groups"):
+        refuse_another(older, {"semantics": now})

@@ -81,7 +81,9 @@ def written_out(plan: Plan, values: list[Any]) -> list[Any]:
 
 @law
 @given(plan=folded())
-def test_a_folded_plan_is_read_back_from_text_and_file(plan: Plan, tmp_path: Path) -> None:
+def test_a_folded_plan_is_valid_and_read_back_from_text_and_file(plan: Plan, tmp_path: Path) -> None:
+    check(plan)
+    check(unrolled(plan))
     assert Plan.parse(str(plan)) == plan
     PlanFile(plan, None).write(tmp_path / "plan.json")
     assert PlanFile.read(tmp_path / "plan.json").plan == plan
@@ -186,13 +188,6 @@ def test_repetitions_that_settle_to_no_period_go_on_as_they_did(monkeypatch: pyt
     result = simulate(plan, demands, None)
     assert (result.periodic, exact.periodic) == (False, True)
     assert result.step_s == pytest.approx(exact.step_s, rel=1e-3)
-
-
-@law
-@given(folded())
-def test_a_folded_plan_is_right_and_so_is_what_it_means(plan: Plan) -> None:
-    check(plan)
-    check(unrolled(plan))
 
 
 NORM, LAST = Train(names=("norm.weight",)), Train(layers=(4, 4))

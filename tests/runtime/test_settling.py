@@ -55,7 +55,7 @@ SPECULATING = [  # each layout of a state in its slot
 ]
 
 
-@mostly_slow(("policy", "fields"), SPECULATING, ids=training.case_name)
+@mostly_slow(("policy", "fields"), SPECULATING)
 def test_a_speculation_taken_or_left_is_the_plain_loop(policy, fields):
     """State and shadow exchange places if the speculation holds."""
     semantics = training.clip_some_steps("llama", semantics_of("llama", **fields))

@@ -1,6 +1,7 @@
-"""Torch streams, events, timers, ranges and pinned memory: the calls of lanes, and the measured spans."""
+"""Torch streams, events, timers, ranges and pinned memory: the calls of lanes, and the measured spans; the thread of a lane."""
 
 import itertools
+import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,12 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.runtime.executor import execute
+from penstock.runtime.executor import OpError, execute
+from penstock.runtime.machines import lanes
+from penstock.runtime.machines.lanes import LaneThread
 from penstock.runtime.machines.streams import CudaStreams
 from penstock.runtime.plan import Kind, Lane, Policy, saves
 from tests.late_streams import OnGpu, Poisoned, machine_of
+from tests.null_machine import NullMachine
 from tests.tiny import tiny_config
 from tests.training import N_STEPS, Remembers, differences, machine_for, plan_of, semantics_of
+
+from .test_executor import Hanging, tiny_plan
 
 
 def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
@@ -135,3 +141,45 @@ def test_a_failing_op_ends_its_range_and_a_late_error_says_so(stub):
     assert stub.ranges == ["backward gpu b1 m0", "end"]
     with pytest.raises(RuntimeError, match=r"^no \(a device reports errors late: an earlier op may be at fault\)$"):
         streams.finish(SimpleNamespace(synchronize=fail))
+
+
+def test_the_thread_ends_with_its_owner_also_while_it_works():
+    existing = {*threading.enumerate()}
+    idle, busy, go_on = LaneThread(Lane.D2H), LaneThread(Lane.D2H), threading.Event()
+    caller = threading.Thread(target=busy.perform, args=(lambda: go_on.wait(20),), name="lane-d2h")
+    caller.start()
+    threads = {*threading.enumerate()} - existing
+    assert [thread.name for thread in threads] == ["lane-d2h"] * 3
+    del idle, busy
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+class OnOneThread(NullMachine):
+    """Give the gpu lane of a machine its own thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpu = LaneThread(Lane.GPU)
+
+    def on_thread(self, lane, work):
+        self.gpu.perform(work) if lane is Lane.GPU else work()
+
+
+def test_a_run_behind_one_that_hangs_is_an_error_and_no_hang(monkeypatch, capsys):
+    monkeypatch.setattr(lanes, "ENDING_S", 0.01)
+
+    class HangingOnOneThread(Hanging, OnOneThread):
+        pass
+
+    machine = HangingOnOneThread()
+    try:
+        with pytest.raises(OpError, match="load h2d b3 failed"):
+            execute(tiny_plan(prefetch_depth=2), machine, 1, quiet_s=0.05)
+        with pytest.raises(RuntimeError, match="lane-gpu still performs an op of a failed run"):
+            machine.gpu.perform(lambda: None)
+    finally:
+        machine.ends.set()
+    assert "waits no longer for lane-gpu" in capsys.readouterr().err

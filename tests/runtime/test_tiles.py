@@ -1,73 +1,35 @@
 """Tiled MLPs in the runtime: bits, calls and bytes of the plan, against the plain loop over tiles."""
 
 from dataclasses import replace
-from functools import cache
-from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Kind, Plan, Policy, saves
 from penstock.runtime.plan.workload import Block, Model, Saved
-from tests import real_layers, training
-from tests.lanes import examples, mostly_slow
+from tests import real_layers
+from tests.lanes import mostly_slow
 from tests.real_layers import Work, hf_model, layer_calls
-from tests.strategies import policies
-from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, families, tiny_config
-from tests.training import differences, kept_whole, machine_for, plan_of, same_bits, semantics_of, state_of, streamed, trained
+from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
+from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, state_of, streamed, trained
 
-from .test_replay import REMEMBERING, WIDE, device_bytes
+from .test_replay import BY_TILES, REMEMBERING, WIDE, wide
 
 DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 
 
-@pytest.mark.parametrize("family", families(DENSE_TYPES), ids=lambda family: family[0])
-@settings(max_examples=examples(4), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(family: tuple[str, ...], data: st.DataObject) -> None:
-    """Poison slots on release, delay lanes at random, clip, and apply dropout in attention."""
-    model_type = data.draw(st.sampled_from(family), label="model_type")
-    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3), (7, 3)]), label="batch")
-    how = semantics_of(
-        model_type,
-        mlp_tile_tokens=data.draw(st.integers(1, 16 * micro_batch + 1), label="tile"),
-        compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype"),
-        gradient_dtype=data.draw(st.sampled_from(["bf16", "fp32"]), label="gradient_dtype"),
-        batch_size=batch_size,
-        micro_batch=micro_batch,
-        clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip"),
-        **data.draw(st.sampled_from([{}, training.fused(model_type)]), label="kernels"),
-    )
-    dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2]), label="dropout")
-    tied = data.draw(st.booleans(), label="tied")
-    overrides = {"tie_word_embeddings": tied, "num_hidden_layers": 3, "attention_dropout": dropout}
-    if model_type == "llama":
-        overrides["mlp_bias"] = data.draw(st.booleans(), label="bias")
-    key = tuple(overrides.items())
-    workload = build_workload(Model(tiny_config(model_type, **overrides | {"attention_dropout": 0.0})), how)
-    policy = data.draw(policies(how, workload), label="policy")
-    machine = streamed(tiny_config(model_type, **overrides), how, policy, delay_seed=data.draw(st.integers(0, 99), label="delays"))
-    assert differences(machine, kept_whole(model_type, how, key) if dropout else None) == []
-
-
-BY_TILES = [*product(["llama"], REMEMBERING), *product(["gemma2"], ["keep", "boundaries", "products"])]
-
-
-def plan_by_tiles(model_type: str, way: str, tile: int | None = 40, dtype: str = "fp32") -> Plan:
+def plan_by_tiles(model_type: str, way: str, tile: int = 40) -> Plan:
     policy = replace(REMEMBERING[way], accumulation_group=2)
-    how = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype=dtype, loss_tile_tokens=16, mlp_tile_tokens=tile)
-    return plan_of(tiny_config(model_type, **WIDE), how, policy)
+    return plan_of(tiny_config(model_type, **WIDE), replace(wide(model_type), mlp_tile_tokens=tile), policy)
 
 
-@mostly_slow(("model_type", "way"), BY_TILES)
-def test_products_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) -> None:
+@mostly_slow(("model_type", "way", "tile"), BY_TILES)
+def test_products_run_by_tiles_are_those_of_the_plan(model_type: str, way: str, tile: int) -> None:
     """In forward, and again in backward: each tile is computed as often as planned."""
-    plan = plan_by_tiles(model_type, way)
+    plan = plan_by_tiles(model_type, way, tile)
     machine, checked = machine_for(plan), set()
     for index, op in enumerate(plan.ops):
         with torch.no_grad(), Work() as work:
@@ -84,21 +46,6 @@ def test_products_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) 
         assert work.flop == again + (products + squares) * (2 if op.kind is Kind.BACKWARD else 1), op
         checked.add((op.kind, op.block))
     assert len(checked) == 6
-
-
-@mostly_slow(("model_type", "way"), BY_TILES)
-def test_a_step_by_tiles_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
-    plan = plan_by_tiles(model_type, way)
-    left_bytes, most_bytes = device_bytes(plan)
-    assert 0.9 * (plan.kept_bytes + plan.transient_bytes) < most_bytes <= plan.kept_bytes + plan.transient_bytes
-    assert left_bytes - masks_bytes(model_type) == pytest.approx(plan.kept_bytes, rel=0.01, abs=1000)  # a few numbers per layer
-
-
-@cache
-def masks_bytes(model_type: str) -> int:
-    """Return bytes that remain if nothing is saved, measured after a process's one-time allocations."""
-    plan = plan_by_tiles(model_type, "boundaries")
-    return [device_bytes(plan)[0] for _ in range(2)][-1]
 
 
 @mostly_slow("model_type", DENSE_TYPES, fast=(0, 4, 5))
