@@ -9,8 +9,6 @@ the semantics name them.
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from penstock.runtime.errors import PlanError, WorkloadError
+from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.policy import LibraryKernel, Semantics
 
 from .pointwise import GATES, Function, Pointwise, several
@@ -36,7 +34,6 @@ LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
     "causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
     "torch_chunk_gated_delta_rule": "fla.chunk_gated_delta_rule",
 }
-_DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
 
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -212,22 +209,6 @@ def use_own_calls(model: nn.Module) -> None:
     """Make a model use PyTorch calls even if other packages with kernels for it are installed."""
     for part in model.modules():
         _replace_globals(part, {name: inspect.unwrap(_plain(f)) for name, f in _replaced_functions(part).items()})
-
-
-def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
-    """PlanError if the plan names a library kernel and the device is no GPU or the package cannot be imported."""
-    for name in semantics.library_kernels:
-        package = name.partition(".")[0]
-        if device != "cuda":
-            raise PlanError(f"the plan computes with {name}, which needs a GPU; plan again with --kernels eager")
-        if find_spec(package) is None:
-            remedy = f"pip install {_DISTRIBUTIONS[package]}, or plan again with --kernels eager"
-            raise PlanError(f"the plan computes with {name}, which is not installed here: {remedy}")
-        try:
-            import_module(package)
-        except Exception as error:  # any failure of a build for another PyTorch or GPU
-            why = " ".join(str(error).split())[:120]
-            raise PlanError(f"the plan computes with {name}, which cannot be imported ({why}); install it again") from None
 
 
 def rotary(

@@ -30,7 +30,6 @@ from penstock.runtime.host.norms import SharedNumbers
 from penstock.runtime.host.slabs import CommonMemory, Shared, give_back_freed, host_slab, settle_allocator, shared_slab, touch
 from penstock.runtime.host.updates import Updates
 from penstock.runtime.host.workers import Workers
-from penstock.runtime.layers.attention import use_attention
 from penstock.runtime.layers.packed_weights import pack
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Slot
 from penstock.runtime.plan.optimizer import Schedule
@@ -40,7 +39,7 @@ from penstock.runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
 from .lanes import HOST_LANES, Lanes, Timers, split_beside_gpu, split_cores
-from .streams import CudaStreams
+from .streams import CudaStreams, use_attention
 
 
 class Abandoned(Exception):

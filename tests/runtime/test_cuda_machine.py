@@ -314,7 +314,7 @@ def test_deterministic_kernels_are_asked_for_before_computing(home, monkeypatch)
     one_line(run(home, "refused", "--deterministic"), 2, "plan again with --deterministic")
     assert run(home, "usual").exit_code == 0
     assert asked == []
-    monkeypatch.setattr("penstock.runtime.layers.attention._can_use", lambda *of: True)
+    monkeypatch.setattr("penstock.model_checks.missing_kernels._can_use", lambda *of: True)
     plan_in(home, "--deterministic")
     assert run(home, "again").exit_code == 0  # the plan stores the setting
     assert asked == [":4096:8"]

@@ -15,6 +15,7 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from penstock.model_checks.missing_kernels import refuse_missing_libraries
 from penstock.planner.model.kernels import FUSED
 from penstock.planner.model.workload import build_workload, fusible
 from penstock.runtime.compute.blocks import Templates
@@ -24,7 +25,6 @@ from penstock.runtime.layers import kernels
 from penstock.runtime.layers.kernels import (
     CALL_BY_CALL,
     is_rms_norm,
-    refuse_missing_libraries,
     rms_norm,
     rotary,
     use_kernels,
