@@ -6,34 +6,24 @@ the semantics name them.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, partial
-from types import FunctionType, MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
 
 from penstock.runtime.errors import WorkloadError
-from penstock.runtime.plan.policy import LibraryKernel, Semantics
+from penstock.runtime.plan.policy import Semantics
 
+from . import transformers_patches as hf
 from .pointwise import GATES, Function, Pointwise, several
 from .recompute import unrecorded
 
 CALL_BY_CALL = Pointwise()
 NORM_ROWS = 1024  # rows of an fp32 chunk in a CPU's norm
-EAGER_ATTENTION = "eager_attention_forward"  # name in modules of transformers
-ROTARY = "apply_rotary_pos_emb"  # name in modules of transformers
-PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # children of a row-wise MLP, down(act(gate(x)) * up(x))
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # activations of transformers with a fused kernel
-# By name in modules of transformers
-LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
-    "causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
-    "torch_chunk_gated_delta_rule": "fla.chunk_gated_delta_rule",
-}
 
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -65,11 +55,11 @@ def is_rotary_call(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
 
 def gate_of(part: nn.Module) -> str | None:
     """Gated activation of a module that is down(act(gate(x)) * up(x)): a name of `pointwise.GATES`; None for other modules."""
-    if {name for name, _ in part.named_children()} != PLAIN_MLP or not _is_gated(type(part).forward):
+    if {name for name, _ in part.named_children()} != hf.PLAIN_MLP or not _is_gated(type(part).forward):
         return None
     act: Any = part.act_fn
     (x,) = _random((256,))
-    y = _result(act, x) if type(act) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
+    y = _result(act, x) if type(act) in map(type, map(hf.ACT2FN.__getitem__, hf.ACTIVATIONS)) else None
     return next((name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256)))), None)
 
 
@@ -88,7 +78,7 @@ def _is_gated(forward: Callable[..., Any]) -> bool:
 
 def is_rms_norm(part: nn.Module) -> bool:
     """True if a module computes `torch.nn.functional.rms_norm`."""
-    weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
+    weight, eps = getattr(part, "weight", None), getattr(part, hf.NORM_EPS, None)
     named = type(part).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and isinstance(eps, float)
     return named and _is_rms_norm(type(part).forward)
 
@@ -111,8 +101,8 @@ def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = C
                 part.forward = partial(gated_mlp, part, pointwise.gate(gate))
             _use_rotary(part, pointwise)
         if semantics.library_kernels:
-            named = {n: f for n, f in _replaced_functions(part).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
-            _replace_globals(part, named)
+            named = {n: f for n, f in hf.optional_functions(part).items() if hf.LIBRARY_KERNELS.get(n) in semantics.library_kernels}
+            hf.replace_globals(part, named)
 
 
 def use_fused_norm(norm: Any) -> None:
@@ -172,43 +162,14 @@ def gated_mlp(mlp: Any, functions: tuple[Function, Function], x: torch.Tensor) -
 def _use_rotary(attention: nn.Module, pointwise: Pointwise) -> None:
     """Replace the rotary embedding in this module's forward."""
     forward: Any = type(attention).forward
-    eager = getattr(forward, "__globals__", {}).get(ROTARY)
-    if eager is None or ROTARY not in forward.__code__.co_names or not rotates(eager):
+    eager = getattr(forward, "__globals__", {}).get(hf.ROTARY)
+    if eager is None or hf.ROTARY not in forward.__code__.co_names or not rotates(eager):
         return
 
     def rotary_or_eager(*args: Any, **options: Any) -> Any:
         return rotary(pointwise, *args) if is_rotary_call(args, options) else eager(*args, **options)
 
-    _replace_globals(attention, {ROTARY: rotary_or_eager})
-
-
-def _replace_globals(part: nn.Module, replacements: Mapping[str, Any]) -> None:
-    """Replace global names in this module's forward, without effect on other modules."""
-    if replacements:
-        f: Any = inspect.unwrap(part.forward)
-        f = getattr(f, "__func__", f)
-        forward = FunctionType(f.__code__, f.__globals__ | replacements, f.__name__, f.__defaults__, f.__closure__)
-        forward.__kwdefaults__ = f.__kwdefaults__
-        part.forward = MethodType(forward, part)
-
-
-def _replaced_functions(part: nn.Module) -> dict[str, Any]:
-    """Functions in a module's forward, by name, that transformers replaces if other packages are installed."""
-    forward: Any = inspect.unwrap(type(part).forward)
-    functions = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
-    free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in functions.items()}
-    return {name: f for name, f in functions.items() if "torch_function" in free[name]}
-
-
-def _plain(function: Any) -> Any:
-    """Unwrap a function that the package `kernels` has replaced by a module."""
-    return inspect.getclosurevars(function.forward).nonlocals.get("func") if isinstance(function, nn.Module) else function
-
-
-def use_own_calls(model: nn.Module) -> None:
-    """Make a model use PyTorch calls even if other packages with kernels for it are installed."""
-    for part in model.modules():
-        _replace_globals(part, {name: inspect.unwrap(_plain(f)) for name, f in _replaced_functions(part).items()})
+    hf.replace_globals(attention, {hf.ROTARY: rotary_or_eager})
 
 
 def rotary(

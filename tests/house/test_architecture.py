@@ -54,7 +54,7 @@ MAY_IMPORT = {
     },
     # Layer traces of models that are not shipped are recorded from the modules that the runtime trains
     "planner.model": {
-        *(f"runtime.layers.{name}" for name in ("kernels", "layer_chain", "meta_models")),
+        *(f"runtime.layers.{name}" for name in ("kernels", "layer_chain", "meta_models", "model_parts", "transformers_patches")),
         *("hwprofiles.schema", "runtime.plan", "runtime.errors", "runtime.files"),
     },
     "hwprofiles": GROUND,
@@ -97,8 +97,7 @@ HOME = {
     "numba": {"runtime/compiled.py", "runtime/host/compiled_loops.py"},
     "llvmlite": {"runtime/host/compiled_loops.py"},
     "transformers": {
-        *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "layer_chain", "meta_models")),
-        "penstock/checkpoint/conversion.py",
+        *("runtime/layers/transformers_patches.py", "penstock/checkpoint/conversion.py"),
         *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents")),
     },
     "safetensors": {"penstock/checkpoint/tensor_files.py"},

@@ -28,7 +28,6 @@ from penstock.runtime.layers.kernels import (
     rms_norm,
     rotary,
     use_kernels,
-    use_own_calls,
 )
 from penstock.runtime.layers.pointwise import (
     GATES,
@@ -41,6 +40,7 @@ from penstock.runtime.layers.pointwise import (
     probes,
     several,
 )
+from penstock.runtime.layers.transformers_patches import ACTIVATIONS, use_own_calls
 from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
@@ -66,7 +66,7 @@ def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @DRAWN
-@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())), activation=st.sampled_from(kernels.ACTIVATIONS))
+@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())), activation=st.sampled_from(ACTIVATIONS))
 def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dtype: torch.dtype, activation: str) -> None:
     gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
     gradient = some(data, 33, 24, dtype=dtype)
