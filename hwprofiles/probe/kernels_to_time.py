@@ -141,13 +141,13 @@ def activation(n_tokens: int, inner: int) -> Benchmark:
     """Time a gated MLP activation in bf16, forward and backward; backward bytes count twice, as in the planner's cost model."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
-        kernels = fastest(device, torch.bfloat16)
+        swiglu, gradients = fastest(device, torch.bfloat16)["swiglu"]
         turns = cycle(in_turn([_random(device, n_tokens, inner) for _ in range(3)], working_bytes))
 
         def call() -> None:
             gate_TI, up_TI, d_TI = next(turns)
-            kernels.swiglu(gate_TI, up_TI)
-            kernels.swiglu_gradients(d_TI, gate_TI, up_TI)
+            swiglu(gate_TI, up_TI)
+            gradients(d_TI, gate_TI, up_TI)
 
         return call
 

@@ -19,11 +19,11 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
 from penstock.runtime.layers.documents import embed_packed, isolated_documents
-from penstock.runtime.layers.kernels import CALL_BY_CALL, gates_of, use_kernels
+from penstock.runtime.layers.kernels import gates_of, use_kernels
 from penstock.runtime.layers.layer_chain import Call, trace
 from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.model_parts import ModelParts
-from penstock.runtime.layers.pointwise import fastest
+from penstock.runtime.layers.pointwise import CALL_BY_CALL, fastest
 from penstock.runtime.layers.tiles import TiledMlp
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Policy, Semantics

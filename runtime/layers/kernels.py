@@ -6,7 +6,7 @@ the semantics name them.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,9 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.policy import Semantics
 
 from . import transformers_patches as hf
-from .pointwise import GATES, Function, Pointwise, several
+from .pointwise import CALL_BY_CALL, GATES, ROTATE, Function, Pair, several
 from .recompute import unrecorded
 
-CALL_BY_CALL = Pointwise()
 NORM_ROWS = 1024  # rows of an fp32 chunk in a CPU's norm
 
 
@@ -44,8 +43,8 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
 def rotates(function: Callable[..., Any]) -> bool:
     """True if a function of transformers computes the rotary embedding of `rotary`."""
     q, k, cos, sin = _random((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
-    results, turn = _result(function, q, k, cos, sin), (cos.unsqueeze(1), sin.unsqueeze(1))
-    return results is not None and all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), results, strict=True))
+    results, expected = _result(function, q, k, cos, sin), rotary(CALL_BY_CALL[ROTATE], q, k, cos, sin)
+    return results is not None and all(torch.equal(x, y) for x, y in zip(expected, results, strict=True))
 
 
 def is_rotary_call(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
@@ -60,7 +59,7 @@ def gate_of(part: nn.Module) -> str | None:
     act: Any = part.act_fn
     (x,) = _random((256,))
     y = _result(act, x) if type(act) in map(type, map(hf.ACT2FN.__getitem__, hf.ACTIVATIONS)) else None
-    return next((name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256)))), None)
+    return next((name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL[name][0](x, torch.ones(256)))), None)
 
 
 def gates_of(layers: Iterable[nn.Module]) -> tuple[str, ...]:
@@ -91,15 +90,15 @@ def _is_rms_norm(forward: Callable[..., Any]) -> bool:
     return has_shape and torch.allclose(result, F.rms_norm(x, (8,), weight, 0.1), rtol=1e-5)
 
 
-def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
+def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Mapping[str, Pair] = CALL_BY_CALL) -> None:
     """Replace functions of a decoder layer by the kernels of the semantics, where these are verified to be equal."""
     for part in layer.modules():
         if semantics.norm == "fused" and is_rms_norm(part):
             use_fused_norm(part)
         if semantics.pointwise == "fused":
             if (gate := gate_of(part)) is not None:
-                part.forward = partial(gated_mlp, part, pointwise.gate(gate))
-            _use_rotary(part, pointwise)
+                part.forward = partial(gated_mlp, part, pointwise[gate])
+            _use_rotary(part, pointwise[ROTATE])
         if semantics.library_kernels:
             named = {n: f for n, f in hf.optional_functions(part).items() if hf.LIBRARY_KERNELS.get(n) in semantics.library_kernels}
             hf.replace_globals(part, named)
@@ -152,14 +151,14 @@ def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x.reshape(-1, weight.numel()).split(NORM_ROWS)  # type: ignore[no-any-return]
 
 
-def gated_mlp(mlp: Any, functions: tuple[Function, Function], x: torch.Tensor) -> torch.Tensor:
+def gated_mlp(mlp: Any, functions: Pair, x: torch.Tensor) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) of an MLP of transformers. `functions`: forward and backward of its gated activation."""
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     activation = _OneNode.apply(*functions, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
     return mlp.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
 
 
-def _use_rotary(attention: nn.Module, pointwise: Pointwise) -> None:
+def _use_rotary(attention: nn.Module, functions: Pair) -> None:
     """Replace the rotary embedding in this module's forward."""
     forward: Any = type(attention).forward
     eager = getattr(forward, "__globals__", {}).get(hf.ROTARY)
@@ -167,16 +166,16 @@ def _use_rotary(attention: nn.Module, pointwise: Pointwise) -> None:
         return
 
     def rotary_or_eager(*args: Any, **options: Any) -> Any:
-        return rotary(pointwise, *args) if is_rotary_call(args, options) else eager(*args, **options)
+        return rotary(functions, *args) if is_rotary_call(args, options) else eager(*args, **options)
 
     hf.replace_globals(attention, {hf.ROTARY: rotary_or_eager})
 
 
 def rotary(
-    pointwise: Pointwise, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor
+    functions: Pair, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of queries and keys, like `apply_rotary_pos_emb` of transformers."""
-    functions, turn = (pointwise.rotate, pointwise.rotate_back), (cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1))
+    turn = cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1)
     q, k = (_OneNode.apply(*functions, x, *turn) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
     return q, k
 

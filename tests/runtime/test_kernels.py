@@ -23,17 +23,16 @@ from penstock.runtime.cuda.nvrtc import compiled_kernel
 from penstock.runtime.errors import PlanError, WorkloadError
 from penstock.runtime.layers import kernels
 from penstock.runtime.layers.kernels import (
-    CALL_BY_CALL,
     is_rms_norm,
     rms_norm,
     rotary,
     use_kernels,
 )
 from penstock.runtime.layers.pointwise import (
+    CALL_BY_CALL,
     GATES,
-    TIMES_THE_BYTES,
+    ROTATE,
     OneKernel,
-    Pointwise,
     compiled,
     fastest,
     kernel_of,
@@ -71,7 +70,7 @@ def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dt
     gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
     gradient = some(data, 33, 24, dtype=dtype)
     inputs = gate.flatten(), up.flatten()
-    ours = kernels._OneNode.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
+    ours = kernels._OneNode.apply(*CALL_BY_CALL[GATE_OF[activation]], *inputs).view_as(gate)
     theirs = ACT2FN[activation](gate) * up
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (ours, theirs)))
@@ -85,7 +84,7 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
     gradient = some(data, 2, 3, 7, 8, dtype=dtype)
     if data.draw(st.booleans(), label="token after token"):  # memory order after fused attention; otherwise head by head
         gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
-    ours, _ = rotary(CALL_BY_CALL, x, x.detach(), cos, sin)
+    ours, _ = rotary(CALL_BY_CALL[ROTATE], x, x.detach(), cos, sin)
     theirs, _ = apply_rotary_pos_emb(x, x.detach(), cos, sin)
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (ours, theirs)))
@@ -96,10 +95,10 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
 def test_a_gpu_has_a_kernel_of_eagers_bits_for_each_function(dtype: torch.dtype) -> None:
     """Use several launches, too. A fault must warn, and fall back to the function."""
-    cuda, plain = torch.device("cuda"), Pointwise()
+    cuda = torch.device("cuda")
     found = compiled(cuda, dtype, tuple(GATES))
-    for name in TIMES_THE_BYTES:
-        function, kernel = getattr(plain, name), getattr(found, name)
+    for function, kernel in ((CALL_BY_CALL[key][k], found[key][k]) for key in found for k in (0, 1)):
+        name = function.__name__
         assert isinstance(kernel, OneKernel), name
         by_pieces = OneKernel(function, kernel_of(name, dtype, partial(compiled_kernel, device=cuda)), limit=30_000)
         for inputs in probes(function, cuda, dtype):
