@@ -74,7 +74,7 @@ MOST_KINDS = 23  # kinds of ops; three are collectives, one unpacks weights, one
 # adapters of experts and on ranks, router losses, embeddings per layer; penstock by pairs, rollouts, references, teachers, the
 # self-test, vision towers, merging of experts; planner by user requests, forward plans, rings of saved activations; hwprofiles by
 # the loss rate.
-MOST_LINES = {"runtime": 10_502, "planner": 9_129, "hwprofiles": 2_515, "penstock": 9_710, "tests": 29_038}
+MOST_LINES = {"runtime": 10_472, "planner": 9_129, "hwprofiles": 2_515, "penstock": 9_773, "tests": 29_038}
 NOT_COUNTED = {"planner/model"}
 
 # Folders and files that may import a third-party library, so that replacing it affects only these
