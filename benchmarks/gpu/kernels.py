@@ -8,7 +8,7 @@ Each kernel is called through torch, independent of the runtime's choice, to com
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import get_args
@@ -23,7 +23,7 @@ from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, St
 from penstock.runtime.host.rounding import StochasticRounding, group_bytes
 from penstock.runtime.layers.kernels import use_kernels
 from penstock.runtime.layers.packed_weights import pack, unpack_by_calls, unpack_into
-from penstock.runtime.layers.pointwise import GATES, Pointwise, bits, fastest, several
+from penstock.runtime.layers.pointwise import CALL_BY_CALL, GATES, bits, fastest, several
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.packed import Base
@@ -255,16 +255,17 @@ def _pointwise(t: Timer, inner: int, n_heads: int, head_dim: int) -> None:
         t.random(n_sequences, seq_len, n_heads, head_dim).transpose(1, 2),
         (t.random(n_sequences, 1, seq_len, head_dim) for _ in range(2)),
     )
-    for name in (field.name for field in fields(Pointwise)):
+    pairs = ((kernels[key][k], CALL_BY_CALL[key][k]) for key in CALL_BY_CALL for k in (0, 1))
+    for function, definition in pairs:
+        name = definition.__name__
         rotates = name.startswith("rotate")
         operands = (heads, cos, sin) if rotates else (gradient, gate, up) if name.endswith("_gradients") else (gate, up)
-        function, definition = getattr(kernels, name), getattr(Pointwise(), name)
         seconds = t.seconds_behind(lambda function=function, operands=operands: function(*operands))
         moved_bytes = sum(x.nbytes for x in operands) + (2 if name.endswith("_gradients") else 1) * operands[0].nbytes
         # The definition needs several times the memory: compare bits on a part that fits
         part = operands if rotates else tuple(x[: t.shapes.compared_elements] for x in operands)
-        pairs = zip(several(function(*part)), several(definition(*part)), strict=True)
-        equal = {"are_bits_equal": all(torch.equal(bits(a), bits(b)) for a, b in pairs), "is_kernel": function is not definition}
+        results = zip(several(function(*part)), several(definition(*part)), strict=True)
+        equal = {"are_bits_equal": all(torch.equal(bits(a), bits(b)) for a, b in results), "is_kernel": function is not definition}
         t.note("kernel", name=name, seconds=seconds, bytes_per_s=moved_bytes / seconds, **equal)
 
 

@@ -140,11 +140,12 @@ def activation(n_tokens: int, inner: int) -> Benchmark:
     """Time a gated MLP activation in bf16, forward and backward; backward bytes count twice, as in the planner's cost model."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
-        kernels, operands = fastest(device, torch.bfloat16), [_random(device, n_tokens, inner) for _ in range(3)]
+        swiglu, gradients = fastest(device, torch.bfloat16)["swiglu"]
+        operands = [_random(device, n_tokens, inner) for _ in range(3)]
 
         def both(gate_TI: Tensor, up_TI: Tensor, d_TI: Tensor) -> None:
-            kernels.swiglu(gate_TI, up_TI)
-            kernels.swiglu_gradients(d_TI, gate_TI, up_TI)
+            swiglu(gate_TI, up_TI)
+            gradients(d_TI, gate_TI, up_TI)
 
         return rotating(operands, working_bytes, both)
 

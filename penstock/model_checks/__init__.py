@@ -1,1 +1,1 @@
-"""Checks of a model before its first run: self-test, document isolation, cut-down copies."""
+"""Checks before a run: self-test, document isolation, cut-down copies, missing kernels."""

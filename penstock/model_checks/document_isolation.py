@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.runtime.batch import positions_of
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.layers.documents import embed_packed, isolated_documents
-from penstock.runtime.layers.layer_chain import Call, LayerChain
+from penstock.runtime.layers.layer_chain import Call, kind_of, trace
 from penstock.runtime.layers.meta_models import meta_model, read_config
+from penstock.runtime.layers.model_parts import ModelParts
 from penstock.runtime.plan import Semantics
 
 from .cut_down import cut_down
@@ -56,16 +57,16 @@ class _Check:
         small = cut_down(config, seq_len=seq_len)
         self.attention, self.seq_len = attention, seq_len
         semantics: Any = Semantics(1, 1, 1, compute_dtype="fp32", attention=attention)  # type: ignore[arg-type]
-        self.chain = LayerChain(meta_model(small, semantics))
-        self.chain.trace()
-        self.chain.make_buffers("cpu", of_layers=True)
-        self.chain.model.eval()
+        self.parts = ModelParts(meta_model(small, semantics))
+        self.chain = trace(self.parts)
+        self.parts.make_buffers("cpu", of_layers=True)
+        self.parts.model.eval()
         self.generator = torch.Generator().manual_seed(0)
         self.weights: dict[int, nn.Parameter] = {}  # by id, because tied weights have two owners
-        for part in self.chain._outside():
+        for part in self.parts.outside():
             self._initialise(part)
         self.n_tokens = sum(DOCUMENTS[0])
-        n_ids = self.chain.head.weight.shape[0]
+        n_ids = self.parts.head.weight.shape[0]
         self.tokens_BT = torch.randint(n_ids, (len(DOCUMENTS), self.n_tokens), generator=self.generator)
 
     def _initialise(self, part: nn.Module) -> None:
@@ -77,37 +78,34 @@ class _Check:
             if p is not None:
                 part._parameters[name] = self.weights[id(p)]
 
-    def _embed(self, tokens_BT: Tensor) -> tuple[Tensor, list[Call]]:
-        self.chain.run_body(None, input_ids=tokens_BT, use_cache=False)
-        return self.chain.take_calls()
-
     def reason(self) -> str | None:
         if not self._positions_are_per_document():
             return "positions depend on the lengths of other documents"
-        plain = self._embed(self.tokens_BT)[1]
+        plain = self.chain.embed(None, self.tokens_BT)[1]
         packed_BTD, packed = embed_packed(self.chain, None, self.tokens_BT, positions_of(DOCUMENTS), plain, DOCUMENTS)
-        separate = [(place, *self._embed(self.tokens_BT[place])) for place in _document_slices()]
+        separate = [(place, *self.chain.embed(None, self.tokens_BT[place])) for place in _document_slices()]
         if not all(_is_close(packed_BTD[place], hidden_BTD) for place, hidden_BTD, _ in separate):
             return "its prologue does not separate documents by positions"
-        kinds = {self.chain.kind(layer, call): i for i, (layer, call) in enumerate(zip(self.chain.layers, plain, strict=True))}
+        kinds = {kind_of(layer, call): i for i, (layer, call) in enumerate(zip(self.parts.layers, plain, strict=True))}
         for i in kinds.values():
             if not self._is_isolated(i, packed[i], [(place, calls[i]) for place, _, calls in separate], packed_BTD.shape):
-                return f"{type(self.chain.layers[i]).__name__} mixes tokens outside of transformers' attention interface"
+                return f"{type(self.parts.layers[i]).__name__} mixes tokens outside of transformers' attention interface"
         return None
 
     def _positions_are_per_document(self) -> bool:
         """True if layers get equal tensors for the first positions with and without a sequence of the last positions."""
         last, first, tokens = [max(0, self.seq_len - 2), self.seq_len - 1], [0, 1], torch.zeros(2, 2, dtype=torch.long)
         both, alone = (
-            embed_packed(self.chain, None, tokens[: len(rows)], torch.tensor(rows), self._embed(tokens[: len(rows)])[1], ())[1]
+            embed_packed(self.chain, None, t, torch.tensor(rows), self.chain.embed(None, t)[1], ())[1]
             for rows in ([last, first], [first])
+            for t in [tokens[: len(rows)]]
         )
         pairs = zip((t for call in both for t in call.leaves), (t for call in alone for t in call.leaves), strict=True)
         return all(_is_close(b[-1:], a) for b, a in pairs if isinstance(a, Tensor) and b.shape != a.shape)
 
     def _is_isolated(self, i: int, packed: Call, separate: list[tuple[Any, Call]], shape: Sequence[int]) -> bool:
         """True if a layer's output for each packed document equals its output for the document alone."""
-        layer = self.chain.layers[i]
+        layer = self.parts.layers[i]
         for part in layer.modules():
             self._initialise(part)
         for held in layer.buffers():  # values of checkpoint files are missing

@@ -2,10 +2,9 @@
 
 import os
 
+from penstock.model_checks.missing_kernels import refuse_any_order, refuse_missing_attention, refuse_missing_libraries
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.host import memory
-from penstock.runtime.layers.attention import refuse_any_order, refuse_missing_attention
-from penstock.runtime.layers.kernels import refuse_missing_libraries
 from penstock.runtime.machines import streams
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.footprint import host_needs, planned_device_needs

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from penstock.runtime.errors import PenstockError, WorkloadError
-from penstock.runtime.layers.kernels import LIBRARY_KERNELS
-from penstock.runtime.layers.layer_chain import Call, Epilogue, LayerChain
+from penstock.runtime.layers.layer_chain import Call, Epilogue, LayerChain, kind_of, trace
 from penstock.runtime.layers.meta_models import meta_model
+from penstock.runtime.layers.model_parts import ModelParts
+from penstock.runtime.layers.transformers_patches import LIBRARY_KERNELS
 from penstock.runtime.plan import Semantics
 
 from . import trace_cache
@@ -41,7 +42,7 @@ def about(config: str) -> dict[str, list[str]]:
         if "scaled_dot_product_attention" not in str(error):
             raise
         attention, (split, _) = ["eager"], split_of(config, "eager")
-    kinds = {place[3] for layer in split.layers for place in functions(layer, [*LIBRARY_KERNELS.values()]).values()}
+    kinds = {place[3] for layer in split.parts.layers for place in functions(layer, [*LIBRARY_KERNELS.values()]).values()}
     kernels = sorted(kinds & {*LIBRARY_KERNELS.values()})
     return {"attention": attention, **({"library_kernels": kernels} if kernels else {})}
 
@@ -51,21 +52,21 @@ def split_of(config: str, attention: str) -> tuple[LayerChain, dict[str, Any]]:
     """Build a configuration's model on the meta device; return its layer chain and the model-level fields of its trace."""
     semantics = Semantics(1, 1, 1, attention=attention)  # type: ignore[arg-type]
     with _watched(config):
-        split = LayerChain(meta_model(json.loads(config), semantics))
-        embedding: Any = split.model.get_submodule(split.embedding_name)
-        head = split.head
-        names = {"layers": split.layers_name, "head": split.head_name, "embedding": split.embedding_name}
-        names |= {} if getattr(head, "bias", None) is None else {"bias": f"{split.head_name}.bias"}
+        parts = ModelParts(meta_model(json.loads(config), semantics))
+        embedding: Any = parts.model.get_submodule(parts.embedding_name)
+        head = parts.head
+        names = {"layers": parts.layers_name, "head": parts.head_name, "embedding": parts.embedding_name}
+        names |= {} if getattr(head, "bias", None) is None else {"bias": f"{parts.head_name}.bias"}
         about = {
             "names": names,
-            "tied": f"{split.embedding_name}.weight" if head.weight is embedding.weight else None,
+            "tied": f"{parts.embedding_name}.weight" if head.weight is embedding.weight else None,
             "vocab": head.weight.shape[0],
-            "logits": _logit_calls(split, head.weight.shape[1]),
+            "logits": _logit_calls(parts, head.weight.shape[1]),
         }
-        split.trace()
+        split = trace(parts)
         names["norm"] = split.norm_name
-        split.make_buffers("cpu", of_layers=True)  # raises for a model that cannot be run
-        for layer in split.layers:
+        parts.make_buffers("cpu", of_layers=True)  # raises for a model that cannot be run
+        for layer in parts.layers:
             layer.to("meta")
     return split, about
 
@@ -114,46 +115,47 @@ def polynomials(config: str, attention: str) -> dict[str, Any]:
 def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any]:
     split, about = split_of(config, how.attention)
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
-    with _watched(config), split.zero_parameters():
-        embedding = _trace_embedding(split, tokens_BT)
-        first_BTD, calls = split.take_calls()  # moves the masks out of the layer chain
+    with _watched(config), split.parts.zero_parameters(split.norm if isinstance(split.norm, Epilogue) else None):
+        embedding, first_BTD, calls = _trace_embedding(split, tokens_BT)
         hidden = first_BTD.detach().to("meta")
         kinds: dict[object, int] = {}
         trees, layers = list[dict[str, Any]](), list[int]()
-        for layer, call in zip(split.layers, calls, strict=True):
-            if (key := split.kind(layer, call)) not in kinds:
+        for layer, call in zip(split.parts.layers, calls, strict=True):
+            if (key := kind_of(layer, call)) not in kinds:
                 kinds[key] = len(trees)
                 trees.append(_trace_layer(layer, call, hidden, seq_len, how))
             layers.append(kinds[key])
         norm = _trace_norm(split, hidden)
-    optional = {} if split.carried is None else {"carried": hidden.shape[-1] - split.head.weight.shape[1]}
+    optional = {} if split.carried is None else {"carried": hidden.shape[-1] - split.parts.head.weight.shape[1]}
     return about | optional | {
         "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
         "has_experts": any(call[0] == "_grouped_mm" for tree in trees for call in tree["calls"]),
     }  # fmt: skip
 
 
-def _trace_embedding(split: LayerChain, tokens_BT: torch.Tensor) -> dict[str, Any]:
-    """Trace the model up to the first layer, restricted to calls with a backward.
+def _trace_embedding(split: LayerChain, tokens_BT: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor, list[Call]]:
+    """Trace the model up to the first layer, restricted to calls with a backward. Also return the layers' inputs.
 
     `handed`: elements and bytes of layer arguments that require grad, and of each of their gradients; `needed`: weights that the
     backward uses. Without both, `made` is empty."""
-    tree = record(split.model, lambda: _prologue(split, tokens_BT), None, [tokens_BT])
+    results = list[tuple[torch.Tensor, list[Call]]]()
+
+    def prologue() -> torch.Tensor:
+        results.append(split.embed(None, tokens_BT))
+        return results[0][0]
+
+    tree = record(split.parts.model, prologue, None, [tokens_BT])
+    first_BTD, layer_calls = results[0]
     learns = set[int]()
     for call in tree["calls"]:
         if call[2] or learns & {*call[1]}:
             learns |= {*call[3]}
     calls = [call for call in tree["calls"] if learns & {*call[3]}]
-    sides = [t for call in split.calls for t in call.leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    sides = [t for call in layer_calls for t in call.leaves if isinstance(t, torch.Tensor) and t.requires_grad]
     tensors = tree["made"] if sides or "needed" in tree else []
     optional = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
     parameters = {name: list(p.shape) for name, p in split.prologue_parameters.items()}
-    return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": tensors} | optional
-
-
-def _prologue(split: LayerChain, tokens_BT: torch.Tensor) -> Any:
-    split.run_body(None, input_ids=tokens_BT, use_cache=False)
-    return split.hidden_BTD
+    return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": tensors} | optional, first_BTD, layer_calls
 
 
 def _trace_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, how: Kernels) -> dict[str, Any]:
@@ -177,10 +179,10 @@ def _trace_norm(split: LayerChain, hidden: torch.Tensor) -> dict[str, Any]:
     return record(norm, lambda: norm(split.norm_input(x)), x, list(norm.buffers()))
 
 
-def _logit_calls(split: LayerChain, width: int) -> list[int]:
+def _logit_calls(parts: ModelParts, width: int) -> list[int]:
     """Return the head's calls in addition to its matrix product, and the number of later outputs that autograd saves."""
-    rows = torch.empty(1, 8, width, device="meta", dtype=split.model.dtype, requires_grad=True)
-    tree = record(split.model, lambda: split.logits(None, rows), rows, [])
+    rows = torch.empty(1, 8, width, device="meta", dtype=parts.model.dtype, requires_grad=True)
+    tree = record(parts.model, lambda: parts.logits(None, rows), rows, [])
     products = [n for n, call in enumerate(tree["calls"]) if call[0] in ("mm", "addmm")]
     if len(products) != 1:
         raise WorkloadError("the head is no single product")

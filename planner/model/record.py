@@ -18,16 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.runtime.errors import WorkloadError
-from penstock.runtime.layers.kernels import (
-    EAGER_ATTENTION,
-    LIBRARY_KERNELS,
-    PLAIN_MLP,
-    ROTARY,
-    gate_of,
-    is_rms_norm,
-    is_rotary_call,
-    rotates,
-)
+from penstock.runtime.layers.kernels import gate_of, is_rms_norm, is_rotary_call, rotates
+from penstock.runtime.layers.transformers_patches import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY
 
 from .trace import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Group, LibraryCall, TensorInfo
 

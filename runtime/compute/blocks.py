@@ -19,10 +19,11 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
 from penstock.runtime.layers.documents import embed_packed, isolated_documents
-from penstock.runtime.layers.kernels import CALL_BY_CALL, gates_of, use_kernels
-from penstock.runtime.layers.layer_chain import Call, LayerChain
+from penstock.runtime.layers.kernels import gates_of, use_kernels
+from penstock.runtime.layers.layer_chain import Call, trace
 from penstock.runtime.layers.meta_models import meta_model
-from penstock.runtime.layers.pointwise import fastest
+from penstock.runtime.layers.model_parts import ModelParts
+from penstock.runtime.layers.pointwise import CALL_BY_CALL, fastest
 from penstock.runtime.layers.tiles import TiledMlp
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Policy, Semantics
@@ -49,13 +50,13 @@ class Templates:
         """Build the modules. WorkloadError if their parameters differ from the workload's. `policy`: checkpointing of MLP tiles;
         default: full. `device`: of computed buffers (frequencies); default: CPU. `loss`: a user's, if the objective is one."""
         self.workload, self.semantics, self.device = workload, semantics, device or torch.device("cpu")
-        self.chain = LayerChain(meta_model(config, semantics))
-        self.chain.trace()
-        self.model, self.layers = self.chain.model, self.chain.layers
+        self.parts = ModelParts(meta_model(config, semantics))
+        self.chain = trace(self.parts)
+        self.model, self.layers = self.parts.model, self.parts.layers
         self.head = OutputHead(self.chain, semantics, {p.name for block in workload.blocks for p in block.trained}, loss)
         for block, layer in enumerate(self.layers, start=1):
             if semantics.train.lora is not None:
-                shared_inputs = self.chain.shared_inputs(block - 1)
+                shared_inputs = self.chain.results[block - 1].shared_inputs
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora, shared_inputs)
         self._check_parameters()
         pointwise = CALL_BY_CALL
@@ -68,10 +69,10 @@ class Templates:
         self._tiled: list[TiledMlp] = []  # by layer; empty without tiles, or if one holds all tokens
         if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
             self._tiled = [TiledMlp(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
-        self.chain.make_buffers(self.device, of_layers=True)
+        self.parts.make_buffers(self.device, of_layers=True)
 
     def _prefix(self, block: int) -> str:
-        return f"{self.chain.layers_name}.{block - 1}."
+        return f"{self.parts.layers_name}.{block - 1}."
 
     def _check_parameters(self) -> None:
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -87,12 +88,11 @@ class Templates:
 
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
         """First layer's input (B, T, D), with an autograd graph in grad mode, and the call of each layer."""
-        self.chain.run_body(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
-        return self.chain.take_calls()
+        return self.chain.embed(self._of_body(weights), tokens_BT)
 
     def look_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table (B, T, D), by the model's embedding module."""
-        table = weights_within(f"{self.chain.embedding_name}.", weights)
+        table = weights_within(f"{self.parts.embedding_name}.", weights)
         rows_BTD = functional_call(self.model.get_input_embeddings(), table, (tokens_BT,))
         return rows_BTD if self.chain.carried is None else self.chain.carried.padded(rows_BTD)
 
@@ -105,7 +105,7 @@ class Templates:
 
     def _of_body(self, weights: Weights) -> Weights:
         """Weights before the layers, by names in the body."""
-        return {name.removeprefix(f"{self.chain.body_name}."): weight for name, weight in weights.items()}
+        return {name.removeprefix(f"{self.parts.body_name}."): weight for name, weight in weights.items()}
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, graph_only: bool = False) -> torch.Tensor:
         """Output (B, T, D) of layer `block` (from 1). `graph_only`, for a recompute: without the output of a tiled MLP."""
@@ -154,7 +154,7 @@ class Templates:
         elif block <= len(self.layers):
             names = [self._prefix(block)[:-1]]
         else:
-            names = [*dict.fromkeys(name.rpartition(".")[0] for name in chain.epilogue_parameters), chain.head_name]
+            names = [*dict.fromkeys(name.rpartition(".")[0] for name in chain.epilogue_parameters), self.parts.head_name]
         torch.default_generator.manual_seed(op_seed(seed, 0, 0, block))
         weights: Weights = {}
         for prefix in names:

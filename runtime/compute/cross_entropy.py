@@ -6,12 +6,12 @@ times the loss is exp(z - top) * (each / total), minus `each` at the target, rou
 
 # N rows, V vocabulary, L lanes, D width
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.cuda.nvrtc import ELEMENT, Kernel, compiled_kernel
+from penstock.runtime.cuda.nvrtc import ELEMENT, Kernel, checked, compiled_kernel
 from penstock.runtime.plan.workload import LOSS_SCRATCH_ELEMENTS, loss_lanes
 from penstock.runtime.units import on_one_line
 
@@ -86,17 +86,13 @@ def loss_kernel(device: torch.device, dtype: torch.dtype, vocab: int) -> Kernel 
     """Kernel for this vocabulary size. None on a CPU; None with a warning if it does not compile or its results differ."""
     if device.type == "cpu":
         return None
-    try:
-        defined: dict[str, str | int] = {"LOGIT": ELEMENT[dtype], "THREADS": loss_lanes(vocab) // 8}
-        kernel = compiled_kernel("loss.cu", "cross_entropy", device=device, **defined)
-        if is_equal_to_reference(kernel, device, dtype, vocab):
-            return kernel
-        cause = "its kernel computes other numbers"
-    except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler
-        cause = on_one_line(str(error), 120)
     slower = "moves more than three times the bytes of each logit, up to a tenth of a step"
-    warnings.warn(f"the loss runs call by call on {device.type} ({cause}): {slower}", RuntimeWarning, stacklevel=2)
-    return None
+    defined: dict[str, str | int] = {"LOGIT": ELEMENT[dtype], "THREADS": loss_lanes(vocab) // 8}
+    return checked(
+        partial(compiled_kernel, "loss.cu", "cross_entropy", device=device, **defined),
+        lambda kernel: "" if is_equal_to_reference(kernel, device, dtype, vocab) else "its kernel computes other numbers",
+        f"the loss runs call by call on {device.type}, and {slower}",
+    )
 
 
 def is_equal_to_reference(kernel: Kernel, device: torch.device, dtype: torch.dtype, vocab: int) -> bool:

@@ -32,8 +32,9 @@ class OutputHead:
         self.objective, self.function = semantics.objective, loss or known_loss(semantics.objective)
         self._chain, self._trained = chain, trained
         self._is_online, self._n_rows = semantics.loss == "online", semantics.loss_tile_tokens
-        self.weight, self._prefix = f"{chain.head_name}.weight", f"{chain.norm_name}."
-        self._names = [f"{chain.head_name}.{name}" for name in ("weight", "bias") if getattr(chain.head, name, None) is not None]
+        self.weight, self._prefix = f"{chain.parts.head_name}.weight", f"{chain.norm_name}."
+        parts = [name for name in ("weight", "bias") if getattr(chain.parts.head, name, None) is not None]
+        self._names = [f"{chain.parts.head_name}.{name}" for name in parts]
         if semantics.norm == "fused":
             use_fused_norm(chain.norm)
 
@@ -194,7 +195,7 @@ class OutputHead:
         return zip(*(x.split(self._n_rows) for x in tensors), strict=True)
 
     def _logits(self, head: Weights, normed_ND: Tensor) -> Tensor:
-        return self._chain.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
+        return self._chain.parts.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
 
     def _answers(self, targets_BT: Tensor, extras: Extras) -> Responses:
         return Responses(targets_BT, extras.get(ANSWER.name), self.objective.rows_each)

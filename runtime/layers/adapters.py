@@ -12,29 +12,28 @@ The node is one library call, so that activation checkpointing stores both of it
 # N rows, I inputs, O outputs, R rank, S = R times the number of projections with one input, E experts
 from collections.abc import Iterable, Sequence
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.moe import grouped_mm_experts_forward
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.train import ADAPTERS, EXPERTS, Lora
 
 from .documents import LIBRARY
+from .transformers_patches import IS_TRANSPOSED, replace_grouped_products
 
 
 def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shared_inputs: Iterable[Sequence[str]] = ()) -> None:
     """Insert adapters into a module. `names`: of their factors, with the prefix. WorkloadError for a submodule without support.
-    `shared_inputs`: names of submodules with the same input, e.g. [("mlp.gate_proj", "mlp.up_proj")] (`split.shared_inputs`)."""
+    `shared_inputs`: names of submodules with the same input, e.g. [("mlp.gate_proj", "mlp.up_proj")] (layer_chain.py)."""
     for name in dict.fromkeys(name.rsplit(".", 2)[0].removesuffix(".base_layer") for name in names):
         parent, _, child = name.removeprefix(prefix).rpartition(".")
         part: Any = getattr(module.get_submodule(parent), child, None)
         if isinstance(part, nn.Linear):
             setattr(module.get_submodule(parent), child, AdaptedLinear(part, lora))
-        elif child == EXPERTS and getattr(part, "is_transposed", None) is not None:
+        elif child == EXPERTS and getattr(part, IS_TRANSPOSED, None) is not None:
             AdaptedExperts(part, lora)
         else:
             raise WorkloadError(f"{name}: adapters do not support this module; make the plan again")
@@ -140,16 +139,12 @@ class AdaptedExperts(nn.Module):
             part.lora_A = Factor((n_experts * lora.rank, n_in), weight)
             part.lora_B = Factor((n_out, lora.rank * n_experts), weight)
         self.scale, self.is_disabled = lora.scale, False
-        forward: Any = grouped_mm_experts_forward
-        if "_grouped_linear" not in forward.__code__.co_names:  # else adapters would be ignored silently
-            raise WorkloadError("adapters of experts do not support this version of transformers; train without them")
-        names = forward.__globals__ | {"_grouped_linear": partial(self._product, experts)}
-        experts.forward = MethodType(FunctionType(forward.__code__, names, forward.__name__), experts)
+        replace_grouped_products(experts, partial(self._product, experts))
 
     def _product(
         self, experts: Any, x_NI: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False
     ) -> Tensor:
-        """Grouped product of all experts with adapters, in place of transformers' `_grouped_linear`."""
+        """Grouped product of all experts with adapters, in place of transformers'."""
         weight_EIO = weight if is_transposed else weight.transpose(-2, -1)
         part: Any = experts if weight is experts.down_proj else self
         factors = part.lora_A.weight, part.lora_B.weight

@@ -7,7 +7,7 @@ the next document. Document lengths are on the host, so no call synchronises wit
 
 # B sequences, T tokens of a sequence or a document, H heads, E width of a head
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
-from .kernels import EAGER_ATTENTION
 from .layer_chain import Call, Documents, LayerChain, is_view_of_all
 from .recompute import unrecorded
+from .transformers_patches import ALL_ATTENTION_FUNCTIONS, EAGER_ATTENTION, replaced_attention
 from .views import Weights
 
 
@@ -37,19 +36,13 @@ class _Packed:
     attention: Any
 
 
-@contextmanager
-def isolated_documents(call: Call, attention: str, window: int | None) -> Iterator[None]:
+def isolated_documents(call: Call, attention: str, window: int | None) -> AbstractContextManager[None]:
     """Patch transformers' function `attention` to run per document if the call has packed sequences. `window`: in tokens."""
     if call.documents is None:
-        yield
-        return
+        return nullcontext()
     masks = tuple(t for t in call.leaves if isinstance(t, Tensor) and t.dim() == 4)
     packed = _Packed(call.documents, masks, window, ALL_ATTENTION_FUNCTIONS.get(attention))
-    ALL_ATTENTION_FUNCTIONS[attention] = partial(_by_document, packed)
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[attention]
+    return replaced_attention(attention, partial(_by_document, packed))
 
 
 def embed_packed(
@@ -58,8 +51,7 @@ def embed_packed(
     """First layer's input (B, T, D) of packed sequences, and each layer's call. Positions count from each document's start. Masks
     are those of unpacked sequences, taken from `plain`: the model gets a placeholder, which transformers passes on unchanged."""
     no_mask = torch.zeros(1, 1, 1, 1, device=tokens_BT.device)
-    chain.run_body(weights, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=no_mask, use_cache=False)
-    hidden_BTD, calls = chain.take_calls()
+    hidden_BTD, calls = chain.embed(weights, tokens_BT, position_ids=positions_BT, attention_mask=no_mask)
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
         raise WorkloadError("its layers get other arguments if positions are passed")
     for i, (call, unpacked) in enumerate(zip(calls, plain, strict=True)):

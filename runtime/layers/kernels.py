@@ -6,37 +6,23 @@ the semantics name them.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
-from types import FunctionType, MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
 
-from penstock.runtime.errors import PlanError, WorkloadError
-from penstock.runtime.plan.policy import LibraryKernel, Semantics
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan.policy import Semantics
 
-from .pointwise import GATES, Function, Pointwise, several
+from . import transformers_patches as hf
+from .pointwise import CALL_BY_CALL, GATES, ROTATE, Function, Pair, several
 from .recompute import unrecorded
 
-CALL_BY_CALL = Pointwise()
 NORM_ROWS = 1024  # rows of an fp32 chunk in a CPU's norm
-EAGER_ATTENTION = "eager_attention_forward"  # name in modules of transformers
-ROTARY = "apply_rotary_pos_emb"  # name in modules of transformers
-PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # children of a row-wise MLP, down(act(gate(x)) * up(x))
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # activations of transformers with a fused kernel
-# By name in modules of transformers
-LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
-    "causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
-    "torch_chunk_gated_delta_rule": "fla.chunk_gated_delta_rule",
-}
-_DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
 
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -57,8 +43,8 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
 def rotates(function: Callable[..., Any]) -> bool:
     """True if a function of transformers computes the rotary embedding of `rotary`."""
     q, k, cos, sin = _random((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
-    results, turn = _result(function, q, k, cos, sin), (cos.unsqueeze(1), sin.unsqueeze(1))
-    return results is not None and all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), results, strict=True))
+    results, expected = _result(function, q, k, cos, sin), rotary(CALL_BY_CALL[ROTATE], q, k, cos, sin)
+    return results is not None and all(torch.equal(x, y) for x, y in zip(expected, results, strict=True))
 
 
 def is_rotary_call(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
@@ -68,12 +54,12 @@ def is_rotary_call(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
 
 def gate_of(part: nn.Module) -> str | None:
     """Gated activation of a module that is down(act(gate(x)) * up(x)): a name of `pointwise.GATES`; None for other modules."""
-    if {name for name, _ in part.named_children()} != PLAIN_MLP or not _is_gated(type(part).forward):
+    if {name for name, _ in part.named_children()} != hf.PLAIN_MLP or not _is_gated(type(part).forward):
         return None
     act: Any = part.act_fn
     (x,) = _random((256,))
-    y = _result(act, x) if type(act) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
-    return next((name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256)))), None)
+    y = _result(act, x) if type(act) in map(type, map(hf.ACT2FN.__getitem__, hf.ACTIVATIONS)) else None
+    return next((name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL[name][0](x, torch.ones(256)))), None)
 
 
 def gates_of(layers: Iterable[nn.Module]) -> tuple[str, ...]:
@@ -91,7 +77,7 @@ def _is_gated(forward: Callable[..., Any]) -> bool:
 
 def is_rms_norm(part: nn.Module) -> bool:
     """True if a module computes `torch.nn.functional.rms_norm`."""
-    weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
+    weight, eps = getattr(part, "weight", None), getattr(part, hf.NORM_EPS, None)
     named = type(part).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and isinstance(eps, float)
     return named and _is_rms_norm(type(part).forward)
 
@@ -104,18 +90,18 @@ def _is_rms_norm(forward: Callable[..., Any]) -> bool:
     return has_shape and torch.allclose(result, F.rms_norm(x, (8,), weight, 0.1), rtol=1e-5)
 
 
-def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
+def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Mapping[str, Pair] = CALL_BY_CALL) -> None:
     """Replace functions of a decoder layer by the kernels of the semantics, where these are verified to be equal."""
     for part in layer.modules():
         if semantics.norm == "fused" and is_rms_norm(part):
             use_fused_norm(part)
         if semantics.pointwise == "fused":
             if (gate := gate_of(part)) is not None:
-                part.forward = partial(gated_mlp, part, pointwise.gate(gate))
-            _use_rotary(part, pointwise)
+                part.forward = partial(gated_mlp, part, pointwise[gate])
+            _use_rotary(part, pointwise[ROTATE])
         if semantics.library_kernels:
-            named = {n: f for n, f in _replaced_functions(part).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
-            _replace_globals(part, named)
+            named = {n: f for n, f in hf.optional_functions(part).items() if hf.LIBRARY_KERNELS.get(n) in semantics.library_kernels}
+            hf.replace_globals(part, named)
 
 
 def use_fused_norm(norm: Any) -> None:
@@ -165,76 +151,31 @@ def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x.reshape(-1, weight.numel()).split(NORM_ROWS)  # type: ignore[no-any-return]
 
 
-def gated_mlp(mlp: Any, functions: tuple[Function, Function], x: torch.Tensor) -> torch.Tensor:
+def gated_mlp(mlp: Any, functions: Pair, x: torch.Tensor) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) of an MLP of transformers. `functions`: forward and backward of its gated activation."""
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     activation = _OneNode.apply(*functions, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
     return mlp.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
 
 
-def _use_rotary(attention: nn.Module, pointwise: Pointwise) -> None:
+def _use_rotary(attention: nn.Module, functions: Pair) -> None:
     """Replace the rotary embedding in this module's forward."""
     forward: Any = type(attention).forward
-    eager = getattr(forward, "__globals__", {}).get(ROTARY)
-    if eager is None or ROTARY not in forward.__code__.co_names or not rotates(eager):
+    eager = getattr(forward, "__globals__", {}).get(hf.ROTARY)
+    if eager is None or hf.ROTARY not in forward.__code__.co_names or not rotates(eager):
         return
 
     def rotary_or_eager(*args: Any, **options: Any) -> Any:
-        return rotary(pointwise, *args) if is_rotary_call(args, options) else eager(*args, **options)
+        return rotary(functions, *args) if is_rotary_call(args, options) else eager(*args, **options)
 
-    _replace_globals(attention, {ROTARY: rotary_or_eager})
-
-
-def _replace_globals(part: nn.Module, replacements: Mapping[str, Any]) -> None:
-    """Replace global names in this module's forward, without effect on other modules."""
-    if replacements:
-        f: Any = inspect.unwrap(part.forward)
-        f = getattr(f, "__func__", f)
-        forward = FunctionType(f.__code__, f.__globals__ | replacements, f.__name__, f.__defaults__, f.__closure__)
-        forward.__kwdefaults__ = f.__kwdefaults__
-        part.forward = MethodType(forward, part)
-
-
-def _replaced_functions(part: nn.Module) -> dict[str, Any]:
-    """Functions in a module's forward, by name, that transformers replaces if other packages are installed."""
-    forward: Any = inspect.unwrap(type(part).forward)
-    functions = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
-    free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in functions.items()}
-    return {name: f for name, f in functions.items() if "torch_function" in free[name]}
-
-
-def _plain(function: Any) -> Any:
-    """Unwrap a function that the package `kernels` has replaced by a module."""
-    return inspect.getclosurevars(function.forward).nonlocals.get("func") if isinstance(function, nn.Module) else function
-
-
-def use_own_calls(model: nn.Module) -> None:
-    """Make a model use PyTorch calls even if other packages with kernels for it are installed."""
-    for part in model.modules():
-        _replace_globals(part, {name: inspect.unwrap(_plain(f)) for name, f in _replaced_functions(part).items()})
-
-
-def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
-    """PlanError if the plan names a library kernel and the device is no GPU or the package cannot be imported."""
-    for name in semantics.library_kernels:
-        package = name.partition(".")[0]
-        if device != "cuda":
-            raise PlanError(f"the plan computes with {name}, which needs a GPU; plan again with --kernels eager")
-        if find_spec(package) is None:
-            remedy = f"pip install {_DISTRIBUTIONS[package]}, or plan again with --kernels eager"
-            raise PlanError(f"the plan computes with {name}, which is not installed here: {remedy}")
-        try:
-            import_module(package)
-        except Exception as error:  # any failure of a build for another PyTorch or GPU
-            why = " ".join(str(error).split())[:120]
-            raise PlanError(f"the plan computes with {name}, which cannot be imported ({why}); install it again") from None
+    hf.replace_globals(attention, {hf.ROTARY: rotary_or_eager})
 
 
 def rotary(
-    pointwise: Pointwise, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor
+    functions: Pair, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of queries and keys, like `apply_rotary_pos_emb` of transformers."""
-    functions, turn = (pointwise.rotate, pointwise.rotate_back), (cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1))
+    turn = cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1)
     q, k = (_OneNode.apply(*functions, x, *turn) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
     return q, k
 

@@ -4,15 +4,13 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto as auto
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import has_towers
 
-from .kernels import use_own_calls
+from . import transformers_patches as hf
 
 # Fields of files that a plan overrides
 OVERRIDDEN = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
@@ -31,8 +29,9 @@ def read_config(config: dict[str, Any]) -> Any:
     if has_towers(config):  # transformers changes nested objects; other models keep the changes, as in earlier runs
         config = deepcopy(config)
     try:
-        fields = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OVERRIDDEN})  # e.g. infinity
-        return AutoConfig.for_model(config["model_type"], **fields)
+        fields = {k: v for k, v in config.items() if k not in OVERRIDDEN}
+        fields = hf.PreTrainedConfig._decode_special_floats(fields)  # e.g. infinity
+        return hf.AutoConfig.for_model(config["model_type"], **fields)
     except Exception as error:  # any failure with an unexpected value
         raise _workload_error(error) from None
 
@@ -65,7 +64,7 @@ def _any_length(config: dict[str, Any]) -> bool:
     return (config.get("rope_parameters") or {}).get("rope_type") in _ANY_LENGTH
 
 
-def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
+def meta_model(config: dict[str, Any], semantics: Semantics) -> hf.PreTrainedModel:
     """Model of transformers on the meta device; WorkloadError if transformers rejects the configuration."""
     complete = read_config(config)
     try:
@@ -76,16 +75,17 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
         raise _workload_error(error) from None
 
 
-def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
+def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> hf.PreTrainedModel:
     """Model of transformers with random weights on the current device. It uses PyTorch calls, not other packages' kernels."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention, "trust_remote_code": False}
     sees = sees_images(config)
-    kind: Any = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else auto.MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
+    mapping: Any = hf.auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else hf.auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = mapping.get(type(config), None)
     if kind is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = semantics.experts
-    factory: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model: PreTrainedModel = factory.from_config(config, **options)
-    use_own_calls(model)
+    factory: Any = hf.AutoModelForImageTextToText if sees else hf.AutoModelForCausalLM
+    model: hf.PreTrainedModel = factory.from_config(config, **options)
+    hf.use_own_calls(model)
     if not sees:
         return model
     decoder, body = model.get_decoder(), model.base_model
@@ -95,9 +95,9 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTraine
     return model
 
 
-def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
+def _scoring(model: hf.PreTrainedModel, n_labels: int) -> hf.PreTrainedModel:
     head: Any = model.get_output_embeddings()
-    if type(model.config) not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
+    if type(model.config) not in hf.auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
         raise WorkloadError(f"transformers has no sequence classification model of type {model.config.model_type}")
     parent, _, child = next(name for name, part in model.named_modules() if part is head).rpartition(".")
     setattr(model.get_submodule(parent), child, None)
@@ -107,7 +107,7 @@ def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
 
 def sees_images(config: Any) -> bool:
     """True for a vision-language model's configuration; then the text decoder is trained."""
-    return getattr(config, "vision_config", None) is not None and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return getattr(config, "vision_config", None) is not None and type(config) in hf.auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _workload_error(error: Exception) -> WorkloadError:

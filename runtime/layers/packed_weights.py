@@ -6,17 +6,15 @@ an FMA. On a GPU one kernel (`runtime/cuda/unpack.cu`) unpacks a matrix; its bit
 """
 
 # N elements of a flat weight; R rows, C columns; G, H rows and columns of blocks
-import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
+from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, checked, compiled_kernel
 from penstock.runtime.plan import packed as packing
 from penstock.runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
-from penstock.runtime.units import on_one_line
 
 from .pointwise import bits
 
@@ -70,16 +68,8 @@ def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
 
 def unpack_by_calls(packed: Tensor, out: Tensor, base: Base) -> None:
     """Reference implementation of `unpack_into`, by PyTorch calls."""
-    codes, scales = parts(packed, tuple(out.shape), base)
-    if base == "nf4":
-        _unpack_nf4(codes, scales, out.view(-1))
-    elif base == "int8":
-        _unpack_int8(codes.flatten(0, -2), scales, out.flatten(0, -2))
-    elif base == "mxfp4":
-        _unpack_mxfp4(codes, scales.flatten(0, -2), out.flatten(0, -2))
-    else:
-        for codes_RC, scales_GH, out_RC in _matrices(codes, scales, out):
-            _unpack_fp8(codes_RC, scales_GH, out_RC)
+    for matrices in _matrices(*parts(packed, tuple(out.shape), base), out, base):
+        _UNPACK[base](*matrices)
 
 
 _CODE: dict[Base, int] = {"nf4": 0, "int8": 1, "fp8": 2, "mxfp4": 3}  # BASE in unpack.cu
@@ -90,16 +80,13 @@ def unpack_kernel(device: torch.device, base: Base, dtype: torch.dtype) -> Kerne
     """Kernel for weights of this base. None on a CPU; None with a warning if it does not compile or its bits differ."""
     if device.type == "cpu":
         return None
-    try:
-        kernel = kernel_of(base, dtype, partial(compiled_kernel, device=device))
-        if not (fault := unpacking_fault(kernel, device, base, dtype)):
-            return kernel
-    except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler
-        fault = f"its kernel cannot be used ({on_one_line(str(error), 120) or type(error).__name__})"
     times = packing.UNPACK_BYTES_PER_ELEMENT[base] / packing.at_once_bytes((2**13, 2**13), base, 2) * 2**26
     how = f"{packing.UNPACK_KERNELS[base]} calls a chunk on {device.type}, and moves {times:.1f} times the bytes"
-    warnings.warn(f"unpacking {base} runs by {how}: {fault}", RuntimeWarning, stacklevel=2)
-    return None
+    return checked(
+        partial(kernel_of, base, dtype, partial(compiled_kernel, device=device)),
+        partial(unpacking_fault, device=device, base=base, dtype=dtype),
+        f"unpacking {base} runs by {how}",
+    )
 
 
 def kernel_of(base: Base, dtype: torch.dtype, compiler: Callable[..., Kernel]) -> Kernel:
@@ -164,17 +151,16 @@ def prepare(device: torch.device, base: Base, dtype: torch.dtype) -> list[Tensor
     return [pairs.view(torch.int64 if wide is torch.float32 else torch.int32).flatten().to(device), *powers]
 
 
-def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
-    (pairs,) = prepare(out_N.device, "nf4", torch.float32)
-    wide = torch.empty(min(len(out_N), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out_N.device)
-    for start in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
-        part = out_N[start : start + UNPACK_CHUNK_ELEMENTS]
-        n = len(part)
-        indices = part.view(torch.int32)[: n // 2]  # in the output's memory
-        indices.copy_(codes[start // 2 : (start + n) // 2])
-        torch.index_select(pairs, 0, indices, out=wide[:n].view(torch.int64))
-        scale = scales[start // NF4_BLOCK : (start + n) // NF4_BLOCK, None]
-        torch.mul(wide[:n].view(-1, NF4_BLOCK), scale, out=part.view(-1, NF4_BLOCK))
+def _unpack_nf4(codes_RC: Tensor, scales_R: Tensor, out_RC: Tensor) -> None:
+    (pairs,) = prepare(out_RC.device, "nf4", torch.float32)
+    wide = torch.empty(min(out_RC.numel(), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out_RC.device)
+    for rows in _chunks_of_rows(out_RC, 1):
+        part = out_RC[rows]
+        values = wide[: part.numel()].view_as(part)
+        indices = part.view(torch.int32).view(-1)[: part.numel() // 2]  # in the output's memory
+        indices.copy_(codes_RC[rows].view(-1))
+        torch.index_select(pairs, 0, indices, out=values.view(-1).view(torch.int64))
+        torch.mul(values, scales_R[rows, None], out=part)
 
 
 def _unpack_int8(codes_RC: Tensor, scales_R: Tensor, out_RC: Tensor) -> None:
@@ -215,33 +201,25 @@ def pack(weight: Tensor, base: Base) -> Tensor:
     shape = tuple(weight.shape)
     packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8, device=weight.device)
     codes, scales = parts(packed, shape, base)
-    if base == "nf4":
-        _pack_nf4(weight.reshape(-1), codes, scales)
-    elif base == "int8":
-        _pack_int8(weight.flatten(0, -2), codes.flatten(0, -2), scales)
-    elif base == "mxfp4":
-        _pack_mxfp4(weight.flatten(0, -2), codes, scales.flatten(0, -2))
-    else:
-        for weight_RC, codes_RC, scales_GH in _matrices(weight, codes, scales):
-            _pack_fp8(weight_RC, codes_RC, scales_GH)
+    for matrices in _matrices(codes, scales, weight, base):
+        _PACK[base](*matrices)
     if not bool(scales.isfinite().all()) or (base == "mxfp4" and not bool(weight.isfinite().all())):
         n = weight.numel() - int(weight.isfinite().sum())
         raise ValueError(f"{n} of its {weight.numel()} numbers are not finite and cannot be packed as {base}")
     return packed
 
 
-def _pack_nf4(weight_N: Tensor, codes: Tensor, scales: Tensor) -> None:
-    edges = _NF4_EDGES.to(weight_N.device)
-    for start in range(0, len(weight_N), UNPACK_CHUNK_ELEMENTS):
-        wide = weight_N[start : start + UNPACK_CHUNK_ELEMENTS].float().view(-1, NF4_BLOCK)
-        largest = wide.abs().amax(1)
-        scaled = wide * (1.0 / largest.clamp(min=_SMALLEST))[:, None]
-        code = torch.bucketize(scaled, edges, out_int32=True).to(torch.uint8).view(-1, 2)
-        codes[start // 2 :][: len(code)] = code[:, 0] << 4 | code[:, 1]
-        scales[start // NF4_BLOCK :][: len(largest)] = largest
+def _pack_nf4(codes_RC: Tensor, scales_R: Tensor, weight_RC: Tensor) -> None:
+    edges = _NF4_EDGES.to(weight_RC.device)
+    for rows in _chunks_of_rows(weight_RC, 1):
+        wide = weight_RC[rows].float()
+        scales_R[rows] = wide.abs().amax(1)
+        scaled = wide * (1.0 / scales_R[rows].clamp(min=_SMALLEST))[:, None]
+        code = torch.bucketize(scaled, edges, out_int32=True).to(torch.uint8)
+        codes_RC[rows] = code[:, ::2] << 4 | code[:, 1::2]
 
 
-def _pack_int8(weight_RC: Tensor, codes_RC: Tensor, scales_R: Tensor) -> None:
+def _pack_int8(codes_RC: Tensor, scales_R: Tensor, weight_RC: Tensor) -> None:
     for rows in _chunks_of_rows(weight_RC, 1):
         wide = weight_RC[rows].float()
         scales_R[rows] = wide.abs().amax(1)
@@ -249,7 +227,7 @@ def _pack_int8(weight_RC: Tensor, codes_RC: Tensor, scales_R: Tensor) -> None:
         codes_RC[rows] = (wide * factor.masked_fill(factor.isinf(), 0.0)).round_()
 
 
-def _pack_mxfp4(weight_RC: Tensor, codes: Tensor, scales_GC: Tensor) -> None:
+def _pack_mxfp4(codes: Tensor, scales_GC: Tensor, weight_RC: Tensor) -> None:
     """OCP specification: a scale is the power of two in the largest element, divided by that in the largest code."""
     n_columns, edges = weight_RC.shape[1], _E2M1_EDGES.to(weight_RC.device)
     _, powers = prepare(weight_RC.device, "mxfp4", torch.float32)
@@ -262,7 +240,7 @@ def _pack_mxfp4(weight_RC: Tensor, codes: Tensor, scales_GC: Tensor) -> None:
         scales_GC[start : start + len(scale)] = scale
 
 
-def _pack_fp8(weight_RC: Tensor, codes_RC: Tensor, scales_GH: Tensor) -> None:
+def _pack_fp8(codes_RC: Tensor, scales_GH: Tensor, weight_RC: Tensor) -> None:
     for rows in _chunks_of_rows(weight_RC, FP8_BLOCK):
         wide = weight_RC[rows].to(torch.float32, copy=True)
         for blocks, scale in _blocks(wide, scales_GH[rows.start // FP8_BLOCK :]):
@@ -280,12 +258,19 @@ def _chunks_of_rows(matrix_RC: Tensor, step: int) -> Iterator[slice]:
     yield from (slice(start, min(start + n, n_rows)) for start in range(0, n_rows, n))
 
 
-def _matrices(a: Tensor, b: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Matrices of three tensors; joined to one if each ends with a whole block."""
-    if a.dim() == 2 or a.shape[-2] % FP8_BLOCK == 0:
-        yield a.flatten(0, -2), b.flatten(0, -2), c.flatten(0, -2)
+_UNPACK = {"nf4": _unpack_nf4, "int8": _unpack_int8, "fp8": _unpack_fp8, "mxfp4": _unpack_mxfp4}
+_PACK = {"nf4": _pack_nf4, "int8": _pack_int8, "fp8": _pack_fp8, "mxfp4": _pack_mxfp4}
+
+
+def _matrices(codes: Tensor, scales: Tensor, weight: Tensor, base: Base) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Codes, scales and weight as matrices: blocks as rows in nf4; an fp8 stack is joined if its matrices end with whole blocks."""
+    if base == "nf4":
+        yield codes.view(-1, NF4_BLOCK // 2), scales, weight.reshape(-1, NF4_BLOCK)
+    elif base == "fp8" and weight.dim() > 2 and weight.shape[-2] % FP8_BLOCK:
+        yield from zip(codes, scales, weight, strict=True)
     else:
-        yield from zip(a, b, c, strict=True)
+        rows = codes if base == "mxfp4" else codes.flatten(0, -2)
+        yield rows, scales if base == "int8" else scales.flatten(0, -2), weight.flatten(0, -2)
 
 
 def _blocks(matrix_RC: Tensor, scales_GH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,18 +7,17 @@ first call with each new shape, at both ends of each launch. Otherwise the funct
 
 # N elements; B sequences, H heads, T tokens, E width of a head
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, VECTOR_BYTES, Kernel, compiled_kernel
-from penstock.runtime.units import on_one_line
+from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, VECTOR_BYTES, Kernel, checked, compiled_kernel
 
 Function = Callable[..., Any]  # tensors to a tensor or a tuple
+Pair = tuple[Function, Function]  # forward and backward
 Operands = tuple[torch.Tensor, ...]
 
 TEST_REPEATS = 16  # occurrences of each bf16 number, with different second operands
@@ -26,7 +25,7 @@ TEST_TOKENS = 192
 WINDOW = {1: (4096,), 4: (2, 2, 64, MOST_ELEMENTS)}  # size of compared windows, by number of dimensions
 
 
-def _gated(name: str, activation: Function, backward: Function) -> tuple[Function, Function]:
+def _gated(name: str, activation: Function, backward: Function) -> Pair:
     """activation(gate) * up, each call rounded; and gradients of gate and up, by autograd's calls."""
 
     def gated(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
@@ -38,12 +37,6 @@ def _gated(name: str, activation: Function, backward: Function) -> tuple[Functio
 
     gated.__name__, gradients.__name__ = name, f"{name}_gradients"
     return gated, gradients
-
-
-swiglu, swiglu_gradients = _gated("swiglu", F.silu, torch.ops.aten.silu_backward)
-geglu, geglu_gradients = _gated("geglu", F.gelu, torch.ops.aten.gelu_backward)
-_TANH: list[Function] = [partial(gelu, approximate="tanh") for gelu in (F.gelu, torch.ops.aten.gelu_backward)]
-geglu_tanh, geglu_tanh_gradients = _gated("geglu_tanh", *_TANH)
 
 
 def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -59,23 +52,15 @@ def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return (gradient_BHTE * cos + torch.cat((second, -first), -1) + 0.0).contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class Pointwise:
-    swiglu: Function = swiglu
-    swiglu_gradients: Function = swiglu_gradients
-    geglu: Function = geglu
-    geglu_gradients: Function = geglu_gradients
-    geglu_tanh: Function = geglu_tanh
-    geglu_tanh_gradients: Function = geglu_tanh_gradients
-    rotate: Function = rotate
-    rotate_back: Function = rotate_back
-
-    def gate(self, name: str) -> tuple[Function, Function]:
-        """Forward and backward of a gated activation: `swiglu`, `geglu` or `geglu_tanh`."""
-        return getattr(self, name), getattr(self, f"{name}_gradients")
-
-
 GATES = {"swiglu": 0, "geglu_tanh": 1, "geglu": 2}  # ACTIVATION in pointwise.cu
+ROTATE = "rotate"
+_TANH = partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+CALL_BY_CALL: Mapping[str, Pair] = {  # by gate, and ROTATE
+    "swiglu": _gated("swiglu", F.silu, torch.ops.aten.silu_backward),
+    "geglu": _gated("geglu", F.gelu, torch.ops.aten.gelu_backward),
+    "geglu_tanh": _gated("geglu_tanh", *_TANH),
+    ROTATE: (rotate, rotate_back),
+}
 # Memory traffic of a function relative to its kernel
 TIMES_THE_BYTES = {
     **dict.fromkeys(GATES, 5 / 3), **{f"{name}_gradients": 11 / 5 for name in GATES}, "rotate": 5.0, "rotate_back": 7.0
@@ -83,29 +68,26 @@ TIMES_THE_BYTES = {
 
 
 @lru_cache(maxsize=8)
-def fastest(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
+def fastest(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Mapping[str, Pair]:
     """Kernels for the rotary embedding and these gated activations on a GPU; functions on a CPU."""
-    return Pointwise() if device.type == "cpu" else compiled(device, dtype, gates)
+    return CALL_BY_CALL if device.type == "cpu" else compiled(device, dtype, gates)
 
 
-def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
-    """Kernel of each function on the device; the function itself, with a warning, if the kernel's bits differ."""
-    chosen: dict[str, Function] = {}
-    for field in fields(Pointwise):
-        function, gate = getattr(Pointwise(), field.name), field.name.removesuffix("_gradients")
-        if gate not in (*gates, "rotate", "rotate_back"):
-            continue
-        try:
-            one_kernel = OneKernel(function, kernel_of(field.name, dtype, partial(compiled_kernel, device=device)), dtype=dtype)
-        except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler
-            fault: str | None = f"its kernel cannot be compiled ({on_one_line(str(error), 120) or type(error).__name__})"
-        else:
-            fault = _fault(function, one_kernel, device, dtype)
-        if fault is not None:
-            _warn(function, device, dtype, fault)
-        elif one_kernel.is_in_use:
-            chosen[field.name] = one_kernel
-    return Pointwise(**chosen)
+def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Mapping[str, Pair]:
+    best = partial(_kernel_or_call, device=device, dtype=dtype)
+    pairs = {name: CALL_BY_CALL[name] for name in (*gates, ROTATE)}
+    return {**CALL_BY_CALL, **{name: (best(forward), best(backward)) for name, (forward, backward) in pairs.items()}}
+
+
+def _kernel_or_call(function: Function, device: torch.device, dtype: torch.dtype) -> Function:
+    """Kernel of a function on the device; the function itself, with a warning, if the kernel's bits differ."""
+    compiler, fault_of = partial(compiled_kernel, device=device), partial(_fault, function, device=device, dtype=dtype)
+    kernel = checked(
+        lambda: OneKernel(function, kernel_of(function.__name__, dtype, compiler), dtype=dtype),
+        fault_of,
+        _call_by_call(function, device, dtype),
+    )
+    return function if kernel is None or not kernel.is_in_use else kernel
 
 
 def kernel_of(name: str, dtype: torch.dtype, compiler: Callable[..., Kernel]) -> Kernel:
@@ -116,10 +98,9 @@ def kernel_of(name: str, dtype: torch.dtype, compiler: Callable[..., Kernel]) ->
     return compiler("pointwise.cu", "gated" if name == gate else "gated_gradients", ELEMENT=ELEMENT[dtype], ACTIVATION=GATES[gate])
 
 
-def _warn(function: Function, device: torch.device, dtype: torch.dtype, fault: str) -> None:
+def _call_by_call(function: Function, device: torch.device, dtype: torch.dtype) -> str:
     name = function.__name__
-    how = f"call by call on {device.type} in {dtype}, and moves {TIMES_THE_BYTES[name]:.1f} times the bytes"
-    warnings.warn(f"{name} runs {how}: {fault}", RuntimeWarning, stacklevel=3)
+    return f"{name} runs call by call on {device.type} in {dtype}, and moves {TIMES_THE_BYTES[name]:.1f} times the bytes"
 
 
 class OneKernel:
@@ -146,8 +127,9 @@ class OneKernel:
             if n_wrong := self._differences(launches, len(inputs)):
                 self.is_in_use = False
                 del results, launches, operands  # free memory for the function
+                how = _call_by_call(self._function, inputs[0].device, inputs[0].dtype)
                 fault = f"{n_wrong} of its kernel's numbers differ at shape {tuple(inputs[0].shape)}"
-                _warn(self._function, inputs[0].device, inputs[0].dtype, fault)
+                warnings.warn(f"{how}: {fault}", RuntimeWarning, stacklevel=2)
                 return self._function(*inputs)
             self._compared.add(key)
         return results if len(results) > 1 else results[0]
@@ -216,19 +198,15 @@ def _window(x: torch.Tensor, is_last: bool) -> torch.Tensor:
     return x[tuple(slice(max(n - few, 0), n) if is_last else slice(few) for n, few in sizes)]
 
 
-def _fault(function: Function, replacement: Function, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Difference between a function and its replacement; None if they are bitwise identical."""
+def _fault(function: Function, replacement: Function, device: torch.device, dtype: torch.dtype) -> str:
+    """Difference between a function and its replacement; empty if they are bitwise identical."""
     for inputs in probes(function, device, dtype):
-        try:
-            results = several(replacement(*inputs))
-        except RuntimeError as error:  # any failure of a driver
-            return f"its kernel does not run ({on_one_line(str(error), 120)})"
-        pairs = list(zip(several(function(*inputs)), results, strict=True))
+        pairs = list(zip(several(replacement(*inputs)), several(function(*inputs)), strict=True))
         if any(_strides(a) != _strides(b) for a, b in pairs):
             return "its kernel's results have other strides"
         if n_wrong := sum(int((bits(a) != bits(b)).sum()) for a, b in pairs):
-            return f"{n_wrong} of its kernel's {sum(t.numel() for t in results)} numbers differ"
-    return None
+            return f"{n_wrong} of its kernel's {sum(a.numel() for a, _ in pairs)} numbers differ"
+    return ""
 
 
 def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iterator[Operands]:

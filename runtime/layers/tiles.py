@@ -18,10 +18,9 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Policy
 from penstock.runtime.plan.workload import Saved
 
-from .kernels import PLAIN_MLP
 from .recompute import Replay, shelf_in_use, unrecorded
+from .transformers_patches import MLP, NORM_AFTER_MLP, PLAIN_MLP
 
-NORM_AFTER = "post_feedforward_layernorm"  # part of the tile in models that have it
 # Elements added at a time: bounds the fp32 copy of bf16 operands on a CPU; large enough to hide kernel launches on a GPU
 PIECE_ELEMENTS = 2**22
 
@@ -33,13 +32,13 @@ class TiledMlp(nn.Module):
         """Replace `forward` of the layer's modules, which keep weights and names. WorkloadError if its MLP may not be row-wise."""
         super().__init__()
         children: dict[str, Any] = dict(layer.named_children())
-        if {name for name, _ in children["mlp"].named_children()} != PLAIN_MLP:
+        if {name for name, _ in children[MLP].named_children()} != PLAIN_MLP:
             raise WorkloadError("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
-        parts = [children[name] for name in ("mlp", NORM_AFTER) if name in children]
+        parts = [children[name] for name in (MLP, NORM_AFTER_MLP) if name in children]
         self.rows = nn.Sequential(*map(copy.copy, parts))  # share the modules' weights
         for part in parts:
             part.forward = lambda x: x
-        children["mlp"].forward = self.forward
+        children[MLP].forward = self.forward
         self.tile_tokens = tile_tokens
         self.graph_only = False  # True: build the autograd graph without computing the output
         self.is_kept = policy.saved(block) is Saved.ALL

@@ -19,11 +19,10 @@ import torch
 from torch.cuda import Event, Stream
 
 from penstock.runtime.host.slabs import settle_allocator
-from penstock.runtime.layers.attention import use_attention
 from penstock.runtime.plan import Lane, Setup
 from penstock.runtime.plan.timeline import Span
 
-from .streams import CudaStreams
+from .streams import CudaStreams, use_attention
 
 ENDING_S = 10.0  # timeout for the last op of a failed run, before its thread is abandoned
 MANY_CORES = 8  # with so many cores or more, two of them feed a GPU

@@ -13,6 +13,7 @@ from torch.cuda import Event, Stream
 from penstock.runtime.errors import PlanError
 from penstock.runtime.host.memory import Arenas
 from penstock.runtime.host.slabs import register_for_dma, unregister
+from penstock.runtime.plan.policy import AttentionKernel
 
 
 class CudaStreams:
@@ -82,6 +83,13 @@ def free_cuda_bytes(index: int = 0) -> int:
     except RuntimeError as error:
         line = str(error).partition("\n")[0]
         raise PlanError(f"the CUDA device cannot be used ({line[:160]}); check it, or use --device cpu") from None
+
+
+def use_attention(kernel: AttentionKernel) -> None:
+    """Select the fused attention kernel of this process. Calls that it does not support (masks) use the memory-efficient one, and
+    packed documents FlashAttention, because cuDNN compiles and caches a plan for each length."""
+    torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
+    torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
 
 
 def use_same_kernels() -> None:

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from penstock.hwprofiles.schema import read_profile
+from penstock.model_checks import missing_kernels
+from penstock.model_checks.missing_kernels import refuse_any_order, refuse_missing_attention
 from penstock.planner.model.config import read_model
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.errors import PlanError
-from penstock.runtime.layers import attention
-from penstock.runtime.layers.attention import refuse_any_order, refuse_missing_attention, use_attention
+from penstock.runtime.machines.streams import use_attention
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
 from tests.running import make_home, one_line, plan_in, train
@@ -41,7 +42,7 @@ def plan_with(kernel, **fields):
 
 def test_a_missing_kernel_is_refused_with_another_to_plan(monkeypatch):
     queries = []
-    monkeypatch.setattr(attention, "_can_use", lambda *arguments: queries.append(arguments))
+    monkeypatch.setattr(missing_kernels, "_can_use", lambda *arguments: queries.append(arguments))
     refuse_missing_attention(plan_with("flash"))  # PyTorch falls back to another kernel
     refuse_missing_attention(plan_with("cudnn", attention="eager"))  # eager attention needs no fused kernel
     assert queries == []
@@ -50,7 +51,7 @@ def test_a_missing_kernel_is_refused_with_another_to_plan(monkeypatch):
     with pytest.raises(PlanError, match=r"4 heads of 8 in fp32; .* without --deterministic$"):
         refuse_missing_attention(plan_with("deterministic", compute_dtype="fp32"))
     assert queries == [("cudnn", 4, 8, torch.bfloat16), ("deterministic", 4, 8, torch.float32)]
-    monkeypatch.setattr(attention, "_can_use", lambda *arguments: True)
+    monkeypatch.setattr(missing_kernels, "_can_use", lambda *arguments: True)
     refuse_missing_attention(plan_with("cudnn"))
 
 
@@ -61,7 +62,7 @@ def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
     text = plan.read_text()
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
-    monkeypatch.setattr(attention, "_can_use", lambda *arguments: False)
+    monkeypatch.setattr(missing_kernels, "_can_use", lambda *arguments: False)
     for place in ("runtime.machines.torch_machine.TorchMachine.__init__", "training.session.refuse_what_does_not_fit"):
         monkeypatch.setattr(f"penstock.{place}", lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "which this GPU or this version of PyTorch does not support")

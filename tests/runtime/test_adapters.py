@@ -236,7 +236,7 @@ def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, 
     experts.base_layer.is_disabled = True
     assert not torch.allclose(adapted_y, base_y := experts(x, ids, shares))
     assert torch.equal(base_y, outer.base_layer.base_layer(x, ids, shares))
-    monkeypatch.setattr("penstock.runtime.layers.adapters.grouped_mm_experts_forward", lambda self, x, ids, shares: x)
+    monkeypatch.setattr("penstock.runtime.layers.transformers_patches.grouped_mm_experts_forward", lambda self, x, ids, shares: x)
     with pytest.raises(WorkloadError, match="adapters of experts do not support"):
         AdaptedExperts(peft_model.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"), lora)
 

@@ -312,7 +312,7 @@ def test_deterministic_kernels_are_asked_for_before_computing(home, monkeypatch)
     one_line(run(home, "refused", "--deterministic"), 2, "plan again with --deterministic")
     assert run(home, "usual").exit_code == 0
     assert workspaces == []
-    monkeypatch.setattr("penstock.runtime.layers.attention._can_use", lambda *args: True)
+    monkeypatch.setattr("penstock.model_checks.missing_kernels._can_use", lambda *args: True)
     plan_in(home, "--deterministic")
     assert run(home, "again").exit_code == 0  # the plan stores the setting
     assert workspaces == [":4096:8"]

@@ -21,8 +21,9 @@ from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.cuda.nvrtc import compiled_kernel
 from penstock.runtime.errors import PlanError, WorkloadError
 from penstock.runtime.layers import kernels, pointwise
-from penstock.runtime.layers.kernels import CALL_BY_CALL, is_rms_norm, rms_norm, rotary, use_kernels, use_own_calls
-from penstock.runtime.layers.pointwise import TIMES_THE_BYTES, OneKernel, fastest, several
+from penstock.runtime.layers.kernels import is_rms_norm, rms_norm, rotary, use_kernels
+from penstock.runtime.layers.pointwise import CALL_BY_CALL, ROTATE, OneKernel, fastest, several
+from penstock.runtime.layers.transformers_patches import ACTIVATIONS, use_own_calls
 from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.lanes import diagonal, mostly_slow
@@ -49,12 +50,12 @@ def random_tensor(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch
 
 
 @SAMPLED
-@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())), activation=st.sampled_from(kernels.ACTIVATIONS))
+@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())), activation=st.sampled_from(ACTIVATIONS))
 def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dtype: torch.dtype, activation: str) -> None:
     gate, up = (random_tensor(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
     gradient = random_tensor(data, 33, 24, dtype=dtype)
     inputs = gate.flatten(), up.flatten()
-    actual = kernels._OneNode.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
+    actual = kernels._OneNode.apply(*CALL_BY_CALL[GATE_OF[activation]], *inputs).view_as(gate)
     expected = ACT2FN[activation](gate) * up
     assert same_bytes((actual,), (expected,))
     assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (actual, expected)))
@@ -68,7 +69,7 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
     gradient = random_tensor(data, 2, 3, 7, 8, dtype=dtype)
     if data.draw(st.booleans(), label="token after token"):  # memory order after fused attention; otherwise head by head
         gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
-    actual, _ = rotary(CALL_BY_CALL, x, x.detach(), cos, sin)
+    actual, _ = rotary(CALL_BY_CALL[ROTATE], x, x.detach(), cos, sin)
     expected, _ = apply_rotary_pos_emb(x, x.detach(), cos, sin)
     assert same_bytes((actual,), (expected,))
     assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (actual, expected)))
@@ -78,10 +79,10 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
 def test_a_gpu_has_a_kernel_of_eagers_bits_for_each_function(dtype: torch.dtype) -> None:
     """Use several launches, too. A fault must warn, and fall back to the function."""
-    cuda, plain = torch.device("cuda"), pointwise.Pointwise()
+    cuda = torch.device("cuda")
     fast = pointwise.compiled(cuda, dtype, tuple(pointwise.GATES))
-    for name in TIMES_THE_BYTES:
-        function, kernel = getattr(plain, name), getattr(fast, name)
+    for function, kernel in ((CALL_BY_CALL[key][k], fast[key][k]) for key in fast for k in (0, 1)):
+        name = function.__name__
         assert isinstance(kernel, OneKernel), name
         compiled = pointwise.kernel_of(name, dtype, partial(compiled_kernel, device=cuda))
         by_pieces = OneKernel(function, compiled, limit=30_000)

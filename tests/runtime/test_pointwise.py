@@ -9,7 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.cuda.nvrtc import MOST_ELEMENTS
 from penstock.runtime.layers import pointwise
-from penstock.runtime.layers.pointwise import GATES, TIMES_THE_BYTES, OneKernel, Pointwise, compiled, kernel_of, probes, several
+from penstock.runtime.layers.pointwise import (
+    CALL_BY_CALL,
+    GATES,
+    ROTATE,
+    TIMES_THE_BYTES,
+    OneKernel,
+    compiled,
+    kernel_of,
+    probes,
+    several,
+)
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.lanes import diagonal
 from tests.training import same_bits
@@ -22,7 +32,7 @@ OTHER_SHARE = 4e-3
 
 
 def function_of(name: str) -> pointwise.Function:
-    return getattr(Pointwise(), name)
+    return {function.__name__: function for pair in CALL_BY_CALL.values() for function in pair}[name]
 
 
 def one_kernel(name: str, dtype: torch.dtype, folder: Path, limit: int = MOST_ELEMENTS) -> OneKernel:
@@ -125,9 +135,9 @@ def test_operands_that_a_kernel_cannot_read_are_the_functions(tmp_path: Path) ->
         raise AssertionError("no launch is right for these")
 
     x, y = torch.randn(6, 8), torch.randn(6, 8)
-    gate = OneKernel(pointwise.swiglu, unused)
+    gate = OneKernel(function_of("swiglu"), unused)
     for inputs in ((x.t(), y.t()), (x, y.bfloat16()), (x[:0], y[:0]), (x, y[:1])):
-        assert same_bits(gate(*inputs), pointwise.swiglu(*inputs))
+        assert same_bits(gate(*inputs), function_of("swiglu")(*inputs))
     q, turn, odd = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 3, 5, 8)
     rotation = OneKernel(pointwise.rotate, unused)
     for inputs in ((q.transpose(2, 3), turn.transpose(2, 3), turn.transpose(2, 3)), (q, odd, odd), (q, turn.half(), turn)):
@@ -156,9 +166,9 @@ def test_without_a_compiler_functions_run_call_by_call(monkeypatch: pytest.Monke
         raise RuntimeError("no compiler\nhere")
 
     monkeypatch.setattr(pointwise, "compiled_kernel", broken)
-    message = r"^rotate runs call by call .* moves 5.0 times the bytes: .* compiled \(no compiler\\nhere\)$"
+    message = r"^rotate runs call by call .* moves 5.0 times the bytes: .* used \(no compiler\\nhere\)$"
     with pytest.warns(RuntimeWarning, match=message):
-        assert compiled(CPU, torch.float32, tuple(GATES)) == Pointwise()
+        assert compiled(CPU, torch.float32, tuple(GATES)) == CALL_BY_CALL
 
 
 @NEEDS_A_COMPILER
@@ -171,8 +181,8 @@ def test_a_kernel_whose_bits_differ_is_not_used(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(pointwise, "compiled_kernel", broken_kernel)
     with pytest.warns(RuntimeWarning, match=r"^rotate_back runs call by call .*differ at shape "):
         kernels = compiled(CPU, torch.bfloat16, ())
-    assert kernels.rotate_back is pointwise.rotate_back
-    assert isinstance(kernels.rotate, OneKernel)
+    assert kernels[ROTATE][1] is pointwise.rotate_back
+    assert isinstance(kernels[ROTATE][0], OneKernel)
 
 
 class Traffic(TorchDispatchMode):

@@ -1,9 +1,8 @@
-"""Selection of a GPU's attention kernel, which plans name because it decides bits and time.
-
-Packed documents always use FlashAttention, because cuDNN compiles and caches a plan for each length.
-"""
+"""Check that this machine has the kernels that a plan names, because they decide bits and time."""
 
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
@@ -17,12 +16,23 @@ WORDS: Mapping[AttentionKernel, str] = {
     "deterministic": "FlashAttention with sums in a fixed order",
     "cudnn": "cuDNN's attention",
 }
+_DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
 
 
-def use_attention(kernel: AttentionKernel) -> None:
-    """Select the fused attention kernel of this process. Calls that it does not support (masks) use the memory-efficient one."""
-    torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
-    torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
+def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
+    """PlanError if the plan names a library kernel and the device is no GPU or the package cannot be imported."""
+    for name in semantics.library_kernels:
+        package = name.partition(".")[0]
+        if device != "cuda":
+            raise PlanError(f"the plan computes with {name}, which needs a GPU; plan again with --kernels eager")
+        if find_spec(package) is None:
+            remedy = f"pip install {_DISTRIBUTIONS[package]}, or plan again with --kernels eager"
+            raise PlanError(f"the plan computes with {name}, which is not installed here: {remedy}")
+        try:
+            import_module(package)
+        except Exception as error:  # any failure of a build for another PyTorch or GPU
+            why = " ".join(str(error).split())[:120]
+            raise PlanError(f"the plan computes with {name}, which cannot be imported ({why}); install it again") from None
 
 
 def refuse_any_order(semantics: Semantics) -> None:

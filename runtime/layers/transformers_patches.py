@@ -1,0 +1,110 @@
+"""Names of transformers on which layers rely, and all patches of its functions.
+
+Other files of this folder import transformers from here. A test looks up each name in the installed version.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto import modeling_auto as auto
+
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan.policy import LibraryKernel
+
+__all__ = ["ACT2FN", "ALL_ATTENTION_FUNCTIONS", "AutoConfig", "AutoModelForCausalLM", "AutoModelForImageTextToText"]
+__all__ += ["BaseModelOutputWithPast", "PreTrainedConfig", "PreTrainedModel", "auto"]
+
+# Attributes by class or module
+ATTRIBUTES: Mapping[Any, tuple[str, ...]] = {
+    PreTrainedModel: (
+        *("_can_set_experts_implementation", "_init_weights", "_no_split_modules", "base_model", "base_model_prefix"),
+        *("get_decoder", "get_input_embeddings", "get_output_embeddings"),
+    ),
+    PreTrainedConfig: ("_attn_implementation", "_decode_special_floats", "get_text_config", "to_dict", "to_json_string"),
+    auto: tuple(f"MODEL_FOR_{kind}_MAPPING" for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION")),
+}
+# Global names in functions of model files
+EAGER_ATTENTION, ROTARY = "eager_attention_forward", "apply_rotary_pos_emb"
+LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
+    "causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule": "fla.chunk_gated_delta_rule",
+}
+_GROUPED_PRODUCT = "_grouped_linear"  # in `grouped_mm_experts_forward`
+_OPTIONAL = "torch_function"  # free variable of functions that transformers replaces if other packages are installed
+# Children and attributes of modules
+MLP, PLAIN_MLP = "mlp", {"gate_proj", "up_proj", "down_proj", "act_fn"}  # row-wise, down(act(gate(x)) * up(x))
+NORM_AFTER_MLP, NORM_EPS = "post_feedforward_layernorm", "variance_epsilon"
+IS_TRANSPOSED = "is_transposed"  # of stacked experts: (experts, inputs, outputs)
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", "embedding_norm")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # keys of ACT2FN with a fused kernel
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Temporarily replace the `forward` of these modules, and no other attribute."""
+    originals = {part: vars(part).get("forward") for part in forwards}
+    for part, forward in forwards.items():
+        vars(part)["forward"] = forward
+    try:
+        yield
+    finally:
+        for part, original in originals.items():
+            vars(part).pop("forward") if original is None else vars(part).update(forward=original)
+
+
+@contextmanager
+def replaced_attention(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Temporarily replace a registered attention function, or the eager attention of all modules."""
+    ALL_ATTENTION_FUNCTIONS[name] = function
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def replace_globals(part: nn.Module, replacements: Mapping[str, Any]) -> None:
+    """Replace global names in this module's forward, without effect on other modules."""
+    if replacements:
+        forward: Any = inspect.unwrap(part.forward)
+        part.forward = MethodType(_with_globals(getattr(forward, "__func__", forward), replacements), part)
+
+
+def replace_grouped_products(experts: nn.Module, product: Callable[..., Any]) -> None:
+    """Replace the products of a module with stacked experts. WorkloadError if transformers computes these elsewhere."""
+    if _GROUPED_PRODUCT not in grouped_mm_experts_forward.__code__.co_names:  # else adapters would be ignored silently
+        raise WorkloadError("adapters of experts do not support this version of transformers; train without them")
+    experts.forward = MethodType(_with_globals(grouped_mm_experts_forward, {_GROUPED_PRODUCT: product}), experts)
+
+
+def _with_globals(f: Any, replacements: Mapping[str, Any]) -> FunctionType:
+    copied = FunctionType(f.__code__, f.__globals__ | replacements, f.__name__, f.__defaults__, f.__closure__)
+    copied.__kwdefaults__ = f.__kwdefaults__
+    return copied
+
+
+def optional_functions(part: nn.Module) -> dict[str, Any]:
+    """Functions in a module's forward, by name, that transformers replaces if other packages are installed."""
+    forward: Any = inspect.unwrap(type(part).forward)
+    functions = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
+    free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in functions.items()}
+    return {name: f for name, f in functions.items() if _OPTIONAL in free[name]}
+
+
+def use_own_calls(model: nn.Module) -> None:
+    """Make a model use PyTorch calls even if other packages with kernels for it are installed."""
+    for part in model.modules():
+        replace_globals(part, {name: inspect.unwrap(_plain(f)) for name, f in optional_functions(part).items()})
+
+
+def _plain(function: Any) -> Any:
+    """Unwrap a function that the package `kernels` has replaced by a module."""
+    return inspect.getclosurevars(function.forward).nonlocals.get("func") if isinstance(function, nn.Module) else function
