@@ -19,10 +19,10 @@ from penstock.runtime.plan import Policy, Semantics, Update
 from tests.adversary import PLENTY_BYTES, Cell, cell, held, hill_climb, relaxation_of, start_of, with_state_on_device
 from tests.lanes import mostly_slow
 
-N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are compared with their bounds
-# Regressions: (cell, policy seed) with a bound above a simulated step in an earlier version
-CAUGHT = [(10_607, ~10_607), (11_064, ~11_064), (11_359, ~11_359), (700_640, 700_640), (5_000_157, 5), (5_000_052, ~5_000_052)]
-CAUGHT_HARD = [15, 53, 82, 5_000_068]  # regressions among hard cells
+N_TRIES = 8
+# Regressions: cells and policy seeds with a bound above a simulated step in an earlier version
+CAUGHT = [(cell, number, ~number) for number in (10_607, 11_064, 11_359, 5_000_052)]
+CAUGHT += [(cell, 700_640, 700_640), (cell, 5_000_157, 5), *((hard_cell, number, ~number) for number in (15, 53, 82, 5_000_068))]
 N_STAYING = 2  # policies with optimizer state on the device, if they fit
 # Regressions with accumulation groups smaller than the step: model, machine, sequence length, sequences, group sizes
 GROUPED = [
@@ -35,27 +35,23 @@ GROUPED = [
 ]
 
 
-def broken(case: Cell, seed: int, n_tries: int) -> list[str]:
+def broken(case: Cell, seed: int) -> list[str]:
     """Return violated bounds for a sampled policy, its hill-climbing result and policies with state on the device."""
     rng = random.Random(seed)
     start = start_of(rng, case)
     if start is None:
         return []
     relaxation = relaxation_of(case)
-    fastest, _ = hill_climb(rng, case, start, n_tries)
+    fastest, _ = hill_climb(rng, case, start, N_TRIES)
     staying = with_state_on_device(rng, case, N_STAYING)
     checks = [h for policy in dict.fromkeys((start, fastest, *staying)) for h in held(case, policy, relaxation)]
     return [f"cell {case.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in checks if h.is_broken]
 
 
-@mostly_slow("first", range(0, N_CELLS, N_PER_TEST), fast=(4,))
-def test_no_plan_is_faster_than_a_bound(first):
-    assert [message for number in range(first, first + N_PER_TEST) for message in broken(cell(number), number, N_TRIES)] == []
-
-
-@mostly_slow("first", range(0, 4 * N_PER_TEST, N_PER_TEST))
-def test_no_plan_is_faster_than_a_bound_in_hard_cells(first):
-    assert [message for number in range(first, first + N_PER_TEST) for message in broken(hard_cell(number), number, N_TRIES)] == []
+@mostly_slow(("make", "first"), [*((cell, 5 * i) for i in range(20)), *((hard_cell, 5 * i) for i in range(8))], fast=(8, 20))
+def test_no_plan_is_faster_than_a_bound(make, first):
+    """Two policies of each of five cells are compared with their bounds."""
+    assert [message for number in range(first, first + 5) for message in broken(make(number), number)] == []
 
 
 @mostly_slow("number", range(900_000, 900_008))
@@ -72,14 +68,9 @@ def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
         assert relaxation.least_s(family) <= linear_s * (1 + 1e-5)
 
 
-@pytest.mark.parametrize(("number", "seed"), CAUGHT)
-def test_bounds_hold_in_cells_where_they_once_did_not(number, seed):
-    assert broken(cell(number), seed, N_TRIES) == []
-
-
-@mostly_slow("number", CAUGHT_HARD)
-def test_bounds_hold_in_hard_cells_where_they_once_did_not(number):
-    assert broken(hard_cell(number), ~number, N_TRIES) == []
+@mostly_slow(("make", "number", "seed"), CAUGHT, fast=range(7))
+def test_bounds_hold_in_cells_where_they_once_did_not(make, number, seed):
+    assert broken(make(number), seed) == []
 
 
 @pytest.mark.parametrize("number", [742, 755])

@@ -25,8 +25,8 @@ def named(profile, name, **price):
     return Profile.from_json(fields)
 
 
-def compared(*profiles, fixed=DEFERRED, free=SIZES):
-    return sorted((candidate(MODEL, profile, SEMANTICS, fixed, free) for profile in profiles), key=Candidate.rank)
+def compared(*profiles, fixed=DEFERRED):
+    return sorted((candidate(MODEL, profile, SEMANTICS, fixed, SIZES) for profile in profiles), key=Candidate.rank)
 
 
 def alone(profile, **options):
@@ -42,10 +42,10 @@ def test_ranks_do_not_depend_on_the_order_of_the_question():
     assert rankings[0][0].speed.predicted.tokens_per_s == pytest.approx(2 * rankings[0][1].speed.predicted.tokens_per_s, rel=5e-3)
 
 
-@mostly_slow(("policy", "free"), [(None, SIZES), (DEFERRED, SIZES)], fast=(1,))
-def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
-    least = alone(H200, fixed=policy, free=free).smallest_host_bytes
-    exact, short = (alone(H200.with_memory(None, least - n), fixed=policy, free=free) for n in (0, 1))
+@mostly_slow("policy", [None, DEFERRED], fast=(1,))
+def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy):
+    least = alone(H200, fixed=policy).smallest_host_bytes
+    exact, short = (alone(H200.with_memory(None, least - n), fixed=policy) for n in (0, 1))
     assert exact.speed.predicted.host_peak_bytes == least
     assert short.speed is None
     assert short.refusal.fields["short_host_bytes"] >= 1

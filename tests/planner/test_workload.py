@@ -36,13 +36,18 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("internlm3", {"qkv_bias": True, "bias": True, "head_dim": None}),
     ("internlm3", {"qkv_bias": ..., "bias": ..., "attention_bias": True, "mlp_bias": True}),
 ]
+CONFIGS = [
+    *({k: v for k, v in tiny_config(t, **overrides).items() if v is not ...} for t, overrides in VARIANTS if t in MODEL_TYPES),
+    *(config for name in shipped_models() if (config := read_model(name).config)["model_type"] in MODEL_TYPES),
+]
 
 
 def attention_of(model_type: str) -> str:
     return "eager" if model_type in EAGER_ONLY else "sdpa"
 
 
-def parameters_agree(config: dict[str, Any]) -> None:
+@mostly_slow("config", CONFIGS, ids=lambda config: config["model_type"])
+def test_weights_have_the_names_shapes_and_order_of_transformers(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         expected = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
     workload = build_workload(Model(config), semantics(attention=attention_of(config["model_type"])))
@@ -50,16 +55,6 @@ def parameters_agree(config: dict[str, Any]) -> None:
     head = workload.blocks[-1].parameters[-1]
     assert workload.tied == (head.tied_to == "model.embed_tokens.weight") == (expected[-1][0] != "lm_head.weight")
     assert head.shape == workload.blocks[0].parameters[0].shape
-
-
-@mostly_slow(("model_type", "overrides"), [variant for variant in VARIANTS if variant[0] in MODEL_TYPES])
-def test_weights_have_the_names_shapes_and_order_of_transformers(model_type: str, overrides: dict[str, Any]) -> None:
-    parameters_agree({k: v for k, v in tiny_config(model_type, **overrides).items() if v is not ...})
-
-
-@mostly_slow("name", [name for name in shipped_models() if read_model(name).config["model_type"] in MODEL_TYPES])
-def test_every_shipped_model_has_the_weights_of_the_real_one(name: str) -> None:
-    parameters_agree(read_model(name).config)
 
 
 @mostly_slow("model_type", MODEL_TYPES)
