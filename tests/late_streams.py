@@ -19,7 +19,7 @@ from penstock.runtime.machines.lanes import CudaDevice
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan
 
-from .training import Remembers, machine_for, plan_of, poison, released_slots
+from .training import Hostile, machine_for, plan_of
 
 
 class LateStream:
@@ -151,20 +151,8 @@ class OnGpu(TorchMachine):
         super().__init__(plan, *args, device=CudaDevice(streams), **kwargs)
 
 
-class Poisoned(Remembers, OnGpu):
+class Poisoned(Hostile, OnGpu):
     """Fill a slot with NaN on release, in the stream that used it last."""
-
-    def __init__(self, plan: Plan, *args, **kwargs) -> None:
-        super().__init__(plan, *args, **kwargs)
-        self.released = released_slots(plan)
-
-    def work(self, index, op, step):
-        self.around(super().work, self.released, index, op, step)
-
-    def around(self, work, released, index, op, step):
-        work(index, op, step)
-        for slot in released[index]:
-            poison(self.arenas, slot)
 
 
 def machine_of(config, semantics, policy, seed=0, haste=0.0, machine_type=Poisoned):

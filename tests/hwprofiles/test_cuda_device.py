@@ -1,8 +1,6 @@
 """CudaDevice of the probe: on a GPU if available, else on a fake of torch.cuda that runs work on the CPU and records calls."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,85 +18,37 @@ from penstock.hwprofiles.probe.probe import probed
 from penstock.hwprofiles.schema import Profile
 from penstock.runtime.errors import ProfileError
 from penstock.runtime.machines.streams import has_cuda
-
-
-class RememberingCuda:
-    """Fake of torch.cuda that performs work on the CPU at once and records calls."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}  # bytes by address
-        self.most_pinned = 0
-        self.current: list[object] = []
-        self.asked: list[tuple[Any, ...]] = []
-
-    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802
-        self.pinned[address] = n_bytes
-        self.most_pinned = max(self.most_pinned, len(self.pinned))
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.pinned[address]
-        return 0
-
-    @contextmanager
-    def stream(self, stream: object) -> Iterator[None]:
-        self.current.append(stream)
-        try:
-            yield
-        finally:
-            self.current.remove(stream)
-
-
-class RememberedEvent:
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        assert enable_timing
-        assert blocking, "events must block, because polling takes a core from the optimizer"
-        self.stream: object = None
-
-    def record(self, stream: object) -> None:
-        self.stream = stream
-
-    def synchronize(self) -> None:
-        assert self.stream is not None
-
-    def elapsed_time(self, end: "RememberedEvent") -> float:
-        assert end.stream is self.stream
-        return 250.0
+from tests.fake_cuda import FakeCuda
 
 
 @pytest.fixture
-def remembered(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, RememberingCuda]:
-    stub = RememberingCuda()
-    for name, value in {
-        "is_available": lambda: True, "device_count": lambda: 2,
-        "Stream": lambda device: SimpleNamespace(device=device, wait_event=lambda event: stub.asked.append(("wait", event))),
-        "Event": RememberedEvent, "stream": stub.stream, "synchronize": lambda device: None,
+def remembered(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, FakeCuda]:
+    calls: dict[str, Any] = {
+        "is_available": lambda: True, "device_count": lambda: 2, "synchronize": lambda device: None,
         "empty_cache": lambda: None, "mem_get_info": lambda device: (100, 200), "memory_reserved": lambda device: 50,
-        "memory_allocated": lambda device: 20, "cudart": lambda: stub,
-        "get_device_properties": lambda device: SimpleNamespace(name="Stub", major=9, minor=0),
-        "clock_rate": lambda device: 1700, "power_draw": lambda device: 650_000,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    device = CudaDevice(1)
+        "memory_allocated": lambda device: 20, "clock_rate": lambda device: 1700, "power_draw": lambda device: 650_000,
+        "get_device_properties": lambda device: SimpleNamespace(name="Fake", major=9, minor=0),
+    }  # fmt: skip
+    cuda, device = FakeCuda(monkeypatch, **calls), CudaDevice(1)
     device._device = torch.device("cpu")
     monkeypatch.setattr("penstock.hwprofiles.probe.cuda.WORKING_BYTES", 0)
-    return device, stub
+    return device, cuda
 
 
 @pytest.mark.parametrize("work", [kernels.copy("h2d", 1000), kernels.copy("d2h", 2**20), kernels.copy("h2d", 4096, node=0)])
-def test_host_memory_is_pinned_where_it_is_and_let_go(remembered: tuple[CudaDevice, RememberingCuda], work: Any) -> None:
-    device, stub = remembered
+def test_host_memory_is_pinned_where_it_is_and_let_go(remembered: tuple[CudaDevice, FakeCuda], work: Any) -> None:
+    device, cuda = remembered
     with device.prepared(work) as ready:
-        assert list(stub.pinned.values()) == [kernels.COLD_BYTES]
-        assert device.run(ready, 3).seconds == 0.25
+        assert list(cuda.registered.values()) == [kernels.COLD_BYTES]
+        assert device.run(ready, 3).seconds > 0
         assert device.load(ready, 2) == Load(1.7e9, 650.0, None)
-    assert stub.pinned == {}
+    assert cuda.registered == {}
     with device.prepared(kernels.copy("h2d", 1000, "pageable")) as ready:
-        assert stub.pinned == {}
+        assert cuda.registered == {}
         device.run(ready, 1)
     with pytest.raises(ProfileError), device.prepared(work):
         raise ProfileError("any")
-    assert stub.pinned == {}
+    assert cuda.registered == {}
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(remembered, monkeypatch):
@@ -107,16 +57,18 @@ def test_memory_that_cannot_be_pinned_is_an_error(remembered, monkeypatch):
         pass
 
 
-def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDevice, RememberingCuda]) -> None:
-    device, stub = remembered
+def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDevice, FakeCuda]) -> None:
+    device, cuda = remembered
     both, n_calls = [kernels.copy("h2d", 2**20), kernels.copy("d2h", 2**20)], [0]
     with device.prepared(both[0]) as up, device.prepared(both[1]) as down, device.background([up, down]):
-        assert stub.most_pinned == 2
+        assert cuda.most_slabs == 2
         with device.prepared(host_kernels.updates(1, 50_000_000)) as ready:
             assert device.run(ready, 1).seconds > 0
-            assert [n for n in stub.pinned.values() if n != kernels.COLD_BYTES] == [50_000_000], "the memory of the host's threads"
+            assert [n for n in cuda.registered.values() if n != kernels.COLD_BYTES] == [50_000_000], (
+                "the memory of the host's threads"
+            )
     device.release()
-    assert (stub.pinned, stub.current) == ({}, [])
+    assert (cuda.registered, cuda.current) == ({}, [])
 
     def fail() -> None:
         n_calls[0] += 1
@@ -127,8 +79,8 @@ def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDev
     assert n_calls == [1]
 
 
-def test_every_kind_of_work_is_made_and_timed_on_its_stream(remembered: tuple[CudaDevice, RememberingCuda]) -> None:
-    device, stub = remembered
+def test_every_kind_of_work_is_made_and_timed_on_its_stream(remembered: tuple[CudaDevice, FakeCuda]) -> None:
+    device, cuda = remembered
     kinds = [kernels.library_calls(is_cpu=False), kernels.pointwise(600), kernels.eager(4, 8, 16), *kernels.norm(4, 8).values()]
     kinds += [kernels.loss(4, 16), kernels.activation(4, 8), kernels.unpacking("int8", [(4, 8)]), kernels.narrow(4, 8, 16, 2)]
     kinds += [kernels.behind(kernels.product("bf16", 4, 8, 16), work) for work in kinds[-4:]]
@@ -136,15 +88,18 @@ def test_every_kind_of_work_is_made_and_timed_on_its_stream(remembered: tuple[Cu
         kinds += [kernels.product(dtype, 4, 8, 16), *kernels.attention(dtype, 1, 2, 8, 16).values()]
     for work in kinds:
         with device.prepared(work) as ready:
-            assert device.run(ready, 2).seconds == 0.25
+            assert device.run(ready, 2).seconds > 0
+    assert len(cuda.timed) >= len(kinds)
+    assert all(first is last for first, last in cuda.timed)
+    assert {*cuda.flags} == {(True, True)}, "events must block, because polling takes a core from the optimizer"
     with device.prepared(kernels.HANDOVER) as ready:
         assert device.run(ready, 1).seconds < 10
-    assert len(stub.asked) == 2, "another stream waits for the first, in both directions"
+    assert len(cuda.waits) == 2, "another stream waits for the first, in both directions"
     assert device.memory() == (130, 200)
     facts = device.facts()
-    assert (facts.name, facts.capability, facts.host_bytes) == ("Stub", (9, 0), device.host.free_bytes)
+    assert (facts.name, facts.capability, facts.host_bytes) == ("Fake", (9, 0), device.host.free_bytes)
     device.reserve(100)
-    assert stub.current == []
+    assert cuda.current == []
 
 
 def enabled() -> set[str]:

@@ -9,25 +9,23 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planner.model.workload import build_workload
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.executor import Execution, OpError, execute
 from penstock.runtime.plan import Kind, Lane, Policy, Update, saves
-from penstock.runtime.plan.workload import Model
 from penstock.training.device import device_of
 from penstock.training.validation import evaluate, generate
 from tests.forwards import LateForBoth, sequences, sequences_of, watch_forwards
-from tests.lanes import examples, mostly_slow
+from tests.lanes import mostly_slow
 from tests.late_streams import LateStreams, Poisoned, machine_of
 from tests.running import lines_of, make_home, one_line, plan_in, train
-from tests.strategies import policies
 from tests.tiny import tiny_config
-from tests.training import EVERYTHING, N_STEPS, clip_some_steps, differences, plain, semantics_of
+from tests.training import EVERYTHING, N_STEPS, differences, plain, semantics_of
 
-LAW = settings(max_examples=examples(8), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+from .test_exactness import LAW, sampled
+
 HASTE = (0.0, 0.5, 0.9)
 
 
@@ -35,22 +33,11 @@ HASTE = (0.0, 0.5, 0.9)
 @LAW
 @given(data=st.data())
 def test_late_streams_train_the_bits_of_the_plain_loop(model_type, data):
-    n_layers = data.draw(st.integers(1, 4), label="n_layers")
-    semantics = semantics_of(
-        model_type,
-        compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype"),
-        clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip_norm"),
-        micro_batch=data.draw(st.sampled_from([1, 3]), label="micro_batch"),  # one of four remains
-    )
-    key = (("num_hidden_layers", n_layers), ("tie_word_embeddings", data.draw(st.booleans(), label="tied")))
-    if semantics.clip_norm is not None:
-        semantics = clip_some_steps(model_type, semantics, key)
-    config = tiny_config(model_type, **dict(key))
-    policy = data.draw(policies(semantics, build_workload(Model(config), semantics)), label="policy")
+    config, semantics, policy, expected = sampled(data, [model_type])
     seed, haste = data.draw(st.integers(0, 99), label="seed"), data.draw(st.sampled_from(HASTE), label="haste")
     machine = machine_of(config, semantics, policy, seed, haste)
     execute(machine.plan, machine, N_STEPS)
-    assert differences(machine) == []
+    assert differences(machine, expected) == []
 
 
 EDGES = {  # (waiting lane, awaited lane) for all waits on streams

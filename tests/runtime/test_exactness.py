@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,12 +16,13 @@ from penstock.planner.model.workload import build_workload
 from penstock.runtime.compute.blocks import op_seed
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.executor import execute
-from penstock.runtime.plan import Kind, Policy, Slot, Update, Wait, saves
+from penstock.runtime.plan import Kind, Policy, Semantics, Slot, Update, Wait, saves
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model, Saved
 from tests import training
 from tests.edits import with_waits
 from tests.lanes import examples, mostly_slow
+from tests.reference import Reference
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, families, tiny_config
 from tests.training import LEAN, Hostile, differences, fused, machine_for, plan_of, same_state, semantics_of, streamed, trained
@@ -28,11 +30,11 @@ from tests.training import LEAN, Hostile, differences, fused, machine_for, plan_
 LAW = settings(max_examples=examples(12), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@mostly_slow("family", families(MODEL_TYPES), fast=(0, 2, 5, 7), ids=lambda family: family[0])
-@LAW
-@given(data=st.data())
-def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
-    """Poison slots on release and delay lanes at random; clip in some steps, apply dropout, and run MLPs by tiles."""
+def sampled(data: st.DataObject, family: Sequence[str]) -> tuple[dict, Semantics, Policy, Reference | None]:
+    """Return configuration, semantics, policy and result of a training; the result is None for that of the plain loop.
+
+    Some steps are clipped, attention has dropout, MLPs run by tiles.
+    """
     model_type = data.draw(st.sampled_from(family), label="model_type")
     compute_dtype = data.draw(st.sampled_from(["bf16", "bf16", "bf16", "fp32"]), label="compute_dtype")
     tied = data.draw(st.booleans(), label="tied")
@@ -67,12 +69,20 @@ def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
         semantics = training.clip_some_steps(model_type, semantics, key)
     workload = build_workload(Model(tiny_config(model_type, **overrides)), semantics)
     policy = data.draw(policies(semantics, workload), label="policy")
-    config = tiny_config(model_type, **overrides, attention_dropout=dropout)
+    expected = training.kept_whole(model_type, semantics, (*key, ("attention_dropout", dropout))) if dropout else None
+    return tiny_config(model_type, **overrides, attention_dropout=dropout), semantics, policy, expected
+
+
+@mostly_slow("family", families(MODEL_TYPES), fast=(0, 2, 5, 7), ids=lambda family: family[0])
+@LAW
+@given(data=st.data())
+def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
+    """Poison slots on release and delay lanes at random."""
+    config, semantics, policy, expected = sampled(data, family)
     machine = streamed(config, semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays"))
     norms = [machine.results[step].grad_norm for step in range(training.N_STEPS)]
-    if clipped == "some steps" and not dropout:
+    if semantics.clip_norm not in (None, 0.5) and expected is None:
         assert min(norms) < semantics.clip_norm < max(norms), "both outcomes of a speculation"
-    expected = training.kept_whole(model_type, semantics, (*key, ("attention_dropout", dropout))) if dropout else None
     assert differences(machine, expected) == []
 
 

@@ -1,4 +1,4 @@
-"""Host memory of a run: slabs, fixed arenas, registration for DMA, one copy of each weight."""
+"""Memory of a run: slabs, slots of arenas and their views, registration for DMA, one copy of each weight, constant over steps."""
 
 import faulthandler
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.hwprofiles.probe.cpu import resident_bytes
@@ -24,12 +24,13 @@ from penstock.runtime.host.memory import Arenas
 from penstock.runtime.host.optimizer import Master
 from penstock.runtime.host.slabs import host_slab, register_for_dma
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan import Arena, Lane, Place, Policy, Slot, Update
+from penstock.runtime.plan import Arena, Lane, Place, Policy, Slot, Update, saves
 from penstock.runtime.units import MiB
+from tests.fake_cuda import Driver
 from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.tour import ROOT
-from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, streamed
+from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, streamed, trained
 
 PAGE_BYTES = resource.getpagesize()
 CPU = torch.device("cpu")
@@ -141,31 +142,6 @@ def test_a_child_process_does_not_get_the_arenas():
 def test_an_arena_that_a_system_refuses_is_one_line():
     with pytest.raises(PlanError, match=r"\Aarena state of \d+ bytes cannot be allocated \(.*\)\Z"):
         Arenas([Arena("state", Place.HOST, (2**52,))], CPU)
-
-
-class Driver:
-    """Register slabs up to a sum of sizes. Lock whole pages, each once."""
-
-    def __init__(self, limit: int = 2**40) -> None:
-        self.most = limit
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802 its name
-        for start, n in list(self.registered.items()):  # several threads register
-            if page_of(address) <= page_of(start + n - 1) and page_of(start) <= page_of(address + n_bytes - 1):
-                return 712  # cudaErrorHostMemoryAlreadyRegistered
-        if sum(self.registered.values()) + n_bytes > self.most:
-            return 2
-        self.registered[address] = n_bytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.registered[address]
-        return 0
-
-
-def page_of(address: int) -> int:
-    return address // PAGE_BYTES
 
 
 HELD = {"state": (3 * MiB, 2 * MiB), "norm": (256,), "staging": ()}
@@ -342,3 +318,41 @@ def test_loading_saving_and_resuming_hold_one_tensor_at_most(tmp_path):
     assert growth["save"] < 16 * MiB, "a split master is put together in pieces, and nothing else is made"
     for name in ("load", "resume"):
         assert growth[name] < allowed, f"{name}: {growth[name] / 1e6:.0f} MB of {growth['model'] / 1e6:.0f} MB"
+
+
+sizes = st.lists(st.integers(0, 6).map(lambda n: n * 256), min_size=1, max_size=5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(sizes, min_size=1, max_size=4))
+def test_slots_have_the_bytes_asked_for_and_never_overlap(slot_bytes):
+    """Slots begin as zeros and are filled with distinct numbers. No number changes afterwards."""
+    requested = [Arena(f"arena_{'abcd'[i]}", Place.DEVICE, tuple(s)) for i, s in enumerate(slot_bytes)]
+    arenas = Arenas(requested, CPU)
+    assert arenas.n_bytes == {a.name: a.n_bytes for a in requested}
+    slots = [Slot(a.name, i) for a in requested for i in range(len(a.slot_bytes))]
+    for number, slot in enumerate(slots):
+        assert not arenas.raw(slot).any()
+        arenas.raw(slot).fill_(number)
+    for number, slot in enumerate(slots):
+        assert bool((arenas.raw(slot) == number).all())
+
+
+def test_writing_a_view_keeps_what_autograd_saved_of_another():
+    arenas = Arenas([Arena("activations", Place.DEVICE, (256,))], CPU)
+    slot = Slot("activations", 0)
+    x = arenas.view(slot, "fp32", (4,)).fill_(3.0).requires_grad_()
+    y = (x * x).sum()
+    arenas.view(slot, "fp32", (4,)).fill_(5.0)
+    assert torch.autograd.grad(y, x)[0].tolist() == [10.0] * 4, "the slot's content now, as the plan says, and no error"
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_steps():
+    """Python does not see autograd graphs: if 20 steps leak theirs, the process grows by 20 times `kept_bytes`."""
+    config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)
+    plan = plan_of(config, semantics_of("llama", seq_len=128), Policy(save=saves(all=(1, 2)), accumulation_group=4))
+    machine = trained(plan, TorchMachine, n_steps=10)
+    before_bytes = resident_bytes()
+    execute(plan, machine, 20, first_step=10)
+    assert resident_bytes() - before_bytes < 20 * plan.kept_bytes / 3

@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from penstock.runtime.machines import lanes
 from penstock.runtime.machines.lanes import LaneThread
 from penstock.runtime.machines.streams import CudaStreams
 from penstock.runtime.plan import Kind, Lane, Policy, saves
+from tests.fake_cuda import FakeCuda
 from tests.late_streams import OnGpu, Poisoned, machine_of
 from tests.null_machine import NullMachine
 from tests.tiny import tiny_config
@@ -50,50 +50,11 @@ def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
                 assert span.start_s >= earlier.end_s - 1e-6
 
 
-class Stub:
-    """Replace torch.cuda: execute at once on the CPU, and record calls."""
-
-    def __init__(self):
-        self.ranges, self.locked, self.current, self.flags = [], {}, [], []
-
-    @contextmanager
-    def enter(self, thing):
-        self.current.append(thing)
-        yield
-        self.current.pop()
-
-    def cudaHostRegister(self, address, n_bytes, flags):  # noqa: N802
-        self.locked[address] = n_bytes
-        return 0
-
-    def cudaHostUnregister(self, address):  # noqa: N802
-        del self.locked[address]
-
-    def stream(self, device):
-        return SimpleNamespace(wait_event=lambda event: event.recorded_s, synchronize=lambda: None)
-
-    def event(self, enable_timing=False, blocking=False):
-        self.flags.append((enable_timing, blocking))
-        event = SimpleNamespace(recorded_s=None)
-        event.record = lambda stream: setattr(event, "recorded_s", time.perf_counter())
-        event.synchronize = lambda: event.recorded_s
-        event.elapsed_time = lambda last: (last.recorded_s - event.recorded_s) * 1e3
-        return event
-
-
 @pytest.fixture
-def stub(monkeypatch):
-    stub = Stub()
-    for name, value in {
-        "set_device": lambda device: None, "init": lambda: None, "get_device_name": lambda device: "Stub", "Stream": stub.stream,
-        "Event": stub.event, "device": stub.enter, "stream": stub.enter, "cudart": lambda: stub,
-        "max_memory_reserved": lambda device: 9,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", stub.ranges.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: stub.ranges.append("end"))
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in stub.locked)
-    return stub
+def cuda(monkeypatch):
+    calls = {"set_device": lambda device: None, "init": lambda: None}
+    calls |= {"get_device_name": lambda device: "Fake", "max_memory_reserved": lambda device: 9}
+    return FakeCuda(monkeypatch, **calls)
 
 
 class OnTheCpu(CudaStreams):
@@ -105,14 +66,14 @@ class OnTheCpu(CudaStreams):
         return tensor.clone()
 
 
-def test_torch_is_asked_for_events_ranges_and_locked_slabs(stub):
+def test_torch_is_asked_for_events_ranges_and_locked_slabs(cuda):
     """Check blocking events, ranges named after ops, and backward on the lane's own thread."""
     threads = set()
 
     class Watched(Remembers, OnGpu):
         def work(self, index, op, step):
             if op.lane is not Lane.CPU:
-                threads.add((op.lane, torch._C._is_multithreading_enabled(), torch.is_grad_enabled(), len(stub.current) > 0))
+                threads.add((op.lane, torch._C._is_multithreading_enabled(), torch.is_grad_enabled(), len(cuda.current) > 0))
             super().work(index, op, step)
 
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(save=saves(products=(1,))))
@@ -121,16 +82,16 @@ def test_torch_is_asked_for_events_ranges_and_locked_slabs(stub):
     assert differences(machine) == []
     assert len(timeline.spans) == N_STEPS * len(plan.ops)
     assert threads == {(lane, False, False, True) for lane in (Lane.GPU, Lane.H2D, Lane.D2H)}
-    assert all(blocking for _, blocking in stub.flags)
-    assert {name for name in stub.ranges if name != "end"} == {op.name for op in plan.ops if op.lane is not Lane.CPU}
-    assert stub.ranges.count("end") * 2 == len(stub.ranges)
-    assert sorted(stub.locked.values()) == sorted(slab.numel() for slab in machine.arenas.host_slabs().values() if slab.numel())
-    assert (machine.device_name(), machine.device_peak_bytes()) == ("Stub", 9)
+    assert all(blocking for _, blocking in cuda.flags)
+    assert {name for name in cuda.ranges if name != "end"} == {op.name for op in plan.ops if op.lane is not Lane.CPU}
+    assert cuda.ranges.count("end") * 2 == len(cuda.ranges)
+    assert sorted(cuda.registered.values()) == sorted(slab.numel() for slab in machine.arenas.host_slabs().values() if slab.numel())
+    assert (machine.device_name(), machine.device_peak_bytes()) == ("Fake", 9)
     del machine
-    assert stub.locked == {}
+    assert cuda.registered == {}
 
 
-def test_a_failing_op_ends_its_range_and_a_late_error_says_so(stub):
+def test_a_failing_op_ends_its_range_and_a_late_error_says_so(cuda):
     streams = OnTheCpu()
 
     def fail():
@@ -138,7 +99,7 @@ def test_a_failing_op_ends_its_range_and_a_late_error_says_so(stub):
 
     with pytest.raises(RuntimeError, match="no"):
         streams.issue(streams.stream(), "backward gpu b1 m0", fail)
-    assert stub.ranges == ["backward gpu b1 m0", "end"]
+    assert cuda.ranges == ["backward gpu b1 m0", "end"]
     with pytest.raises(RuntimeError, match=r"^no \(a device reports errors late: an earlier op may be at fault\)$"):
         streams.finish(SimpleNamespace(synchronize=fail))
 
