@@ -86,7 +86,7 @@ class OpTableBuilder:
             self.operands.append(rows[:, (rows[0] != NONE) & (rows[2] != NONE)])
 
     def build(self, n_steps: int = 2, extra_waits: Callable[["OpTable"], Mapping[int, Wait]] = lambda ops: {}) -> "OpTable":
-        """Sort the ops and derive their waits. `after` returns additional waits by op number."""
+        """Sort the ops and derive their waits. `extra_waits` returns further waits by op number."""
         place, *ops = np.concatenate(self.ops, axis=1)
         order = np.argsort(place, kind="stable")
         kinds, blocks, micro_batches = (column[order] for column in ops)
@@ -119,7 +119,7 @@ class OpTable:
         return OpTable(kinds, blocks, micro_batches, NOTHING, np.array(waits, dtype=np.int64).reshape(-1, 4).T, plan.repeat)
 
     def ordered(self, extra_waits: Mapping[int, Wait], n_steps: int = 2) -> "OpTable":
-        """Return a copy with the minimal waits that preserve program order. `after` holds additional waits by op number."""
+        """Return a copy with the minimal waits that preserve program order. `extra_waits` holds further waits by op number."""
         return replace(self, waits=waits_of(LANE_NUMBERS[self.kinds], *self.uses(), extra_waits, n_steps))
 
     def op(self, i: int) -> Op:

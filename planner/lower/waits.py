@@ -16,7 +16,7 @@ def waits_of(lanes: Column, uses: Column, first: Column, extra_waits: Mapping[in
     """Return the minimal waits that preserve program order for conflicting slot accesses (read-write, write-read, write-write).
 
     Rows of the result: waiting op, distance, back, op waited for. Op i reads the slots `uses[first[2 * i]:first[2 * i + 1]]` and
-    writes `uses[first[2 * i + 1]:first[2 * i + 2]]`. `after` holds additional waits by op. Steps are walked in program order; the
+    writes `uses[first[2 * i + 1]:first[2 * i + 2]]`. `extra_waits`: further waits by op. Steps are walked in program order; the
     waits of the second step hold for every later one (tests walk a third).
     """
     n, extra = len(lanes), np.full((2, len(lanes)), NONE)

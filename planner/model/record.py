@@ -201,7 +201,7 @@ def record(
     inputs: Sequence[torch.Tensor],
     library_kernels: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Record `run`, a forward pass of the module on `hidden` and other tensors `given`; return the trace in JSON form."""
+    """Record `run`, a forward pass of the module on `hidden` and other `inputs`; return the trace in JSON form."""
     recorder = _Recorder(module, hidden, inputs)
     with ExitStack() as stack:
         for place, name, original, kind, part in _parts(module, library_kernels):

@@ -72,7 +72,7 @@ def fit_sizes(recorded: Recorded, window: int | None) -> Iterator[dict[str, Any]
 
 
 def polynomial(recorded: Recorded, numbers: Sequence[int], lengths: Sequence[int], checks: Sequence[tuple[int, int]]) -> Any:
-    """Fit one tree to recorded sizes (numbers x lengths) and validate it on `others`. Raise ValueError if no polynomial fits."""
+    """Fit one tree to recorded sizes (numbers x lengths) and validate it on `checks`. Raise ValueError if no polynomial fits."""
     tree = fitted({(n, t): recorded(n, t) for n in numbers for t in lengths})
     if any(evaluated(tree, *size) != recorded(*size) for size in checks):
         raise ValueError("sizes are no polynomials")

@@ -138,7 +138,7 @@ class ComputeTime:
         return self._extrapolated(name, FAULTS_OFF_BY, as_moved_bytes / self._memory_bytes_per_s)
 
     def _extrapolated(self, name: str, factor: tuple[float, float] | float | None, seconds: float) -> float:
-        """Register an extrapolation, off `by` a factor (or m and width of a product); return the seconds times `longer_outside`."""
+        """Register an extrapolation, off by a `factor` (or m and width of a product); return the seconds times `longer_outside`."""
         self.outside[name] = factor
         return seconds * self.longer_outside.get(name, 1.0)
 

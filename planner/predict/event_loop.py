@@ -253,7 +253,7 @@ def _end_turn(ops: Ops, s: State, step: int, turn: int) -> None:
 
 @compiled_bare
 def _skip(ops: Ops, s: State, step: int, earlier: int, n_cycles: int, n_cycle: int) -> None:
-    """Skip `n_cycles` cycles of `n_cycle` repetitions, each equal to the one from repetition `before` to now."""
+    """Skip `n_cycles` cycles of `n_cycle` repetitions, each equal to the one from repetition `earlier` to now."""
     if n_cycles <= 0:
         return
     n_lanes = len(s.position)

@@ -152,7 +152,7 @@ def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 
 
 def _changed(blocks: Sequence[int], candidates: Sequence[int], change: int) -> Iterator[tuple[int, ...]]:
-    """Yield `blocks` plus `more` evenly spaced blocks of `of`, or minus that number of its own."""
+    """Yield `blocks` with `change` evenly spaced candidates added, or as many of its own removed."""
     pool = [b for b in candidates if b not in blocks] if change > 0 else list(blocks)
     if abs(change) <= len(pool):
         yield tuple(sorted({*blocks} ^ {*evenly(pool, abs(change))}))

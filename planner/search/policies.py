@@ -48,12 +48,8 @@ class Family:
 
     def policy(self) -> Policy:
         """The member that needs the least memory without offloaded boundaries."""
-        return Policy(
-            accumulation_group=self.accumulation_group,
-            update=self.update,
-            boundary_stride=self.boundary_stride,
-            device_blocks=self.mixed_blocks,
-        )
+        size, stride = self.accumulation_group, self.boundary_stride
+        return Policy(accumulation_group=size, update=self.update, boundary_stride=stride, device_blocks=self.mixed_blocks)
 
 
 class Slots(NamedTuple):

@@ -100,7 +100,7 @@ class Request:
 
 
 def does_not_fit(request: Request, needs: list[Footprint]) -> DoesNotFitError:
-    """Build the error with the missing bytes and the smallest changes that fit. `found`: needs of each policy.
+    """Build the error with the missing bytes and the smallest changes that fit. `needs`: those of each policy.
 
     Missing bytes and larger memory refer to one policy, so that the change resolves the shortage.
     """

@@ -61,14 +61,8 @@ def page(facts: Facts, where: str, created: str = "") -> str:
 def _environment() -> Environment:
     environment = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    environment.filters |= {
-        "exact": report_lines.exact,
-        "bytes": show_bytes,
-        "count": show_count,
-        "rate": show_rate,
-        "duration": show_duration,
-        "digest": _digest,
-    }
+    shown = {"exact": report_lines.exact, "bytes": show_bytes, "count": show_count, "rate": show_rate, "duration": show_duration}
+    environment.filters |= shown | {"digest": _digest}
     return environment
 
 
