@@ -64,7 +64,7 @@ def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "_can_use", lambda *arguments: False)
     for place in (
         "penstock.runtime.machines.torch_machine.CudaMachine.__init__",
-        "penstock.training.session.refuse_what_does_not_fit",
+        "penstock.training.inputs.refuse_what_does_not_fit",
     ):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "which this GPU or this version of PyTorch does not support")
