@@ -127,7 +127,7 @@ def _profile(machine: str | Path | Profile) -> Profile:
 
 def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
     """Return the semantics of a step, with defaults and kernels for the model and the machine."""
-    from penstock.planner.search.micro_batch import LOSS_TILE
+    from penstock.planner.search.tuning import LOSS_TILE
 
     if decided := sorted(raw.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")

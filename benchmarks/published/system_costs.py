@@ -11,8 +11,8 @@ from math import ceil
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Direction, Profile
 from penstock.planner.predict.compute_time import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call
 from penstock.planner.predict.cost import region_of
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.workload import ITEM_BYTES, Block, Matmul, Workload
 
 BF16 = ITEM_BYTES["bf16"]

@@ -10,9 +10,9 @@ from benchmarks.published.system_pipeline import Task, ends_s
 from benchmarks.published.systems import SYSTEMS, MegaTrain, Run, claimed_flop, predict
 from penstock.hwprofiles.schema import AttentionCall, read_profile
 from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.units import GiB
 
 SERVERS = ("mi355x", "gh200", "h100-sxm", "rtx4090-server")
