@@ -86,8 +86,9 @@ def test_a_model_of_tokens_gets_a_head_and_keeps_its_weights(home):
 )
 def test_a_label_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, says):
     settings = DataSettings(str(write_lines(tmp_path / "a.jsonl", [TEXTS[0], TEXTS[0] | row])))
+    request = DataRequest(settings, None, 272, 32, 4, 0, tmp_path / "run" / "tokens", objective=parse_objective("classify"))
     with pytest.raises(DataError, match=rf"^.*{says}.*$") as error:
-        read_data(DataRequest(settings, None, 272, 32, 4, 0, tmp_path / "run" / "tokens", objective=parse_objective("classify")))
+        read_data(request)
     assert "\n" not in str(error.value)
 
 
