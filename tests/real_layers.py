@@ -4,6 +4,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,13 @@ WIDER = {"hidden_size": 128, "intermediate_size": 352}  # wide enough that const
 def hf_model(config: dict[str, Any], **options: Any) -> torch.nn.Module:
     """Return the model of a configuration with random weights."""
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **options)
+
+
+def load_model(folder: Path, loader: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    """Load a model with transformers, which uses every weight in the folder and misses none."""
+    model, report = loader.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    return model
 
 
 def semantics(batch: int = 2, seq_len: int = 48, dtype: str = "fp32", **fields: Any) -> Semantics:

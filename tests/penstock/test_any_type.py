@@ -14,8 +14,8 @@ from penstock.checkpoint.conversion import Conversion
 from penstock.runtime.units import show_bytes
 from tests.every_type import every_type, tiny, verdict
 from tests.lanes import mostly_slow
-from tests.real_layers import hf_model
-from tests.running import SIZES, UNSEARCHED, make_home, one_line, penstock, plan_in, succeeded, train, weights_sha
+from tests.real_layers import hf_model, load_model
+from tests.running import SIZES, UNSEARCHED, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 TYPES = ["deepseek_v3", "qwen3_next", "gemma3_text", "glm4_moe", "phi3", "olmo2", "llama4_text", "falcon_h1", "qwen2_5_vl"]
 TYPES += ["gemma3", "gemma3n_text"]
@@ -39,33 +39,29 @@ def loader(config):
 
 
 @mostly_slow("model_type", TYPES)
-def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_type):
-    home = make_home(tmp_path)
+def test_a_trained_model_of_any_type_is_loaded_by_transformers(home, model_type):
     initial = published(home, model_type)
     plan = home / "plan.json"
     succeeded(penstock("plan", home / model_type, *SIZES, *UNSEARCHED, "-o", plan))
     output = succeeded(train(home, plan, *SAYS, scratch=())).output
     last = home / "out" / "checkpoint-4"
     held = sum(tensor.nbytes for path in last.glob("*.safetensors") for tensor in load_file(path).values())
-    assert f"{show_bytes(held)} each, " in output, "what is asked of the disk before the first step, towers among it"
+    assert f"{show_bytes(held)} each, " in output, "disk space of checkpoints with towers, checked before the first step"
     unbroken = weights_sha(last)
     shutil.rmtree(last)
     succeeded(train(home, plan, *SAYS, "--resume", scratch=()))
-    assert weights_sha(last) == unbroken, "a resumed run comes to the same bytes"
-    model, report = loader(tiny(model_type)).from_pretrained(last, output_loading_info=True)
-    assert not any(report.values()), report
-    final = model.state_dict()
+    assert weights_sha(last) == unbroken, "a resumed run is bitwise identical"
+    final = load_model(last, loader(tiny(model_type))).state_dict()
     assert final.keys() == initial.keys()
     frozen = {name for name in initial if any(part in name for part in ("correction_bias", "visual", "vision", "multi_modal"))}
-    assert all(torch.equal(final[name], initial[name]) for name in frozen), "what is no weight stays, and so do towers"
+    assert all(torch.equal(final[name], initial[name]) for name in frozen), "buffers and towers are unchanged"
     changed = [name for name in initial if not torch.equal(final[name], initial[name])]
     assert len(changed) > 0.8 * len(initial.keys() - frozen)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_adapters_of_the_text_leave_towers_alone(tmp_path, model_type):
+def test_adapters_of_the_text_leave_towers_alone(home, model_type):
     """Projections of towers have the same names; PEFT finds only those of the decoder."""
-    home = make_home(tmp_path)
     published(home, model_type)
     plan = plan_in(home, "--train", "lora:r=4,alpha=8", model=model_type)
     succeeded(train(home, plan, "--tokenizer", "bytes", steps=2, scratch=()))
@@ -78,16 +74,13 @@ def test_adapters_of_the_text_leave_towers_alone(tmp_path, model_type):
     assert reference.keys() == actual.keys()
     assert all(torch.equal(reference[name], factor) for name, factor in actual.items())
     succeeded(penstock("merge", home / model_type, last, "--out", home / "merged"))
-    merged, report = kind.from_pretrained(home / "merged", output_loading_info=True)
-    assert not any(report.values()), report
-    final, by_peft = merged.state_dict(), in_peft.merge_and_unload().state_dict()
+    final, by_peft = load_model(home / "merged", kind).state_dict(), in_peft.merge_and_unload().state_dict()
     changed = {f"base_model.model.{name}" for name in initial if not torch.equal(initial[name], final[name])}
     assert changed == {f"{name.rpartition('.lora_')[0]}.weight" for name in actual}
     assert all(torch.equal(final[name], weight.bfloat16()) for name, weight in by_peft.items())
 
 
-def test_what_is_not_there_for_towers_is_refused_in_one_line(tmp_path):
-    home = make_home(tmp_path)
+def test_what_is_not_there_for_towers_is_refused_in_one_line(home):
     (home / "vl").mkdir()
     (home / "vl" / "config.json").write_text(json.dumps(tiny("qwen3_vl")))
     one_line(train(home, plan_in(home, model="vl")), 2, "--from-scratch: this model's vision tower has no random weights")

@@ -10,14 +10,13 @@ import pytest
 from penstock.runtime.host import base_file
 from tests.lanes import mostly_slow
 from tests.penstock.test_adapter_runs import BYTES, LORA, files, trained, with_weights
-from tests.running import make_home, one_line, penstock, plan_in, train
+from tests.running import one_line, penstock, plan_in, train
 
 POLICY = {"update": "deferred", "disk_blocks": [1, 3], "prefetch_depth": 1}
 
 
 @pytest.fixture
-def home(tmp_path):
-    home = make_home(tmp_path)
+def home(home):
     with_weights(home / "model", "qwen3")
     (home / "policy.json").write_text(json.dumps(POLICY))
     return home
@@ -55,15 +54,11 @@ def test_a_run_asks_for_the_disk_of_its_plan_in_one_line(home):
     one_line(train(home, planned(home), "--disk", home / "file", scratch=BYTES), 2, "file", "cannot be opened (File exists)")
 
 
-def test_a_plan_says_how_it_is_run(home):
-    words = (*LORA, "--disk-read", "1GB", "--policy", home / "policy.json", "-o", home / "plan.json")
-    result = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, *words)
-    assert "plan.json --data FOLDER --disk FOLDER" in result.stderr
-
-
-def test_a_plan_needs_the_rate_of_its_disk(home):
-    result = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, *LORA, "--policy", home / "policy.json")
-    one_line(result, 2, "cpu-2core: its profile has no disk; say how fast its disk is read with --disk-read")
+def test_a_plan_needs_the_rate_of_its_disk_and_says_how_it_is_run(home):
+    words = ("--seq-len", 32, *LORA, "--policy", home / "policy.json", "-o", home / "plan.json")
+    plan = ("plan", home / "model", "--machine", "cpu-2core", *words)
+    one_line(penstock(*plan), 2, "cpu-2core: its profile has no disk; say how fast its disk is read with --disk-read")
+    assert "plan.json --data FOLDER --disk FOLDER" in penstock(*plan, "--disk-read", "1GB").stderr
 
 
 def test_a_disk_pulled_out_in_mid_run_leaves_the_last_checkpoint(home, monkeypatch):

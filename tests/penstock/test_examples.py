@@ -1,13 +1,14 @@
 """Example scripts in `examples/` run on a tiny model."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
+from tests.bytes_of_files import write_lines
 from tests.chats import write_talker
+from tests.forks import Forked
 from tests.real_layers import hf_model
 from tests.tiny import tiny_config
 from tests.tour import ROOT
@@ -37,9 +38,10 @@ def test_an_example_runs_on_a_tiny_model(name: str, tmp_path: Path) -> None:
     chats = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 20]
     pairs = [{"prompt": q, "chosen": a, "rejected": "No."} for q, a in turns * 10]
     for file, rows in (("chats", chats), ("held-out", chats[:4]), ("preferences", pairs)):
-        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{file}.jsonl", rows)
     arguments, printed = ARGUMENTS[name]
-    command = [sys.executable, ROOT / "examples" / f"{name}.py", *arguments]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert printed in result.stdout
+    program = f"import runpy; runpy.run_path({str(ROOT / 'examples' / name)!r} + '.py', run_name='__main__')"
+    process = Forked([sys.executable, "-c", program, *arguments], cwd=tmp_path, stdout=PIPE, stderr=PIPE)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert printed in output

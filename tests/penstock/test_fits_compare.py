@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from penstock.cli.fits_compare import _larger, swept
-from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
+from penstock.hwprofiles.quantity import BASES
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.search.search import search_machine
 from penstock.planner.show.compare import COLUMNS
@@ -19,15 +18,13 @@ from penstock.planner.show.price import JOB_TITLES, hourly
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import Policy
 from penstock.runtime.units import parse_count
-from tests.running import one_line, penstock
+from tests.running import one_line, penstock, succeeded
 
 SMALL = ["qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "2", "--tokens", "3M", "--usd-per-hour", "0.5", "--usd", "4000"]
 
 
-def output_of(*words: str) -> str:
-    result = CliRunner().invoke(cli, list(words))
-    assert result.exit_code == 0, result.output
-    return result.stdout
+def output_of(*words: object) -> str:
+    return succeeded(penstock(*words)).stdout
 
 
 @pytest.mark.parametrize("width", [60, 250])
@@ -46,15 +43,14 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(width, capsys, 
 
 def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
-    monkeypatch.setattr(
-        "penstock.planner.show.compare.search_machine", lambda *args: search_machine(*args[:3], Policy(), *args[4:])
-    )  # it needs no search
+    unsearched = lambda *args: search_machine(*args[:3], Policy(), *args[4:])  # noqa: E731
+    monkeypatch.setattr("penstock.planner.show.compare.search_machine", unsearched)
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
-    result = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
+    result = penstock(*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB")
     assert {row["machine"] for row in json.loads(result.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
     assert result.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is planned with that\n"
     for args, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
-        fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *args])
+        fewer = penstock(*words, "8xrtx4090", *args)
         assert [row["machine"] for row in json.loads(fewer.stdout)["machines"]] == [name]
         assert fewer.stderr == f"8xrtx4090: {n} of its 8 GPUs\n"
 
@@ -67,12 +63,12 @@ def test_results_of_processes_come_in_the_order_of_the_tasks() -> None:
 def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> None:
     """Prices from the command line are stored in the plan."""
     plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    planned = json.loads(output_of("plan", *SMALL, "--machine", "rtx4090-desktop", "-o", str(plan), "--json"))
+    planned = json.loads(output_of("plan", *SMALL, "--machine", "rtx4090-desktop", "-o", plan, "--json"))
     (compared,) = json.loads(output_of("compare", *SMALL, "--machines", "rtx4090-desktop", "--json"))["machines"]
     for key in ("usd_per_million_tokens", "bought_usd_per_million_tokens", "job"):
         assert planned[key] == compared[key], key
     assert compared["usd_per_million_tokens"] == pytest.approx(0.5 / 3600 / compared["tokens_per_s"] * 1e6)
-    output_of("report", str(plan), "-o", str(page))
+    output_of("report", plan, "-o", page)
     text = page.read_text()
     assert f"rented: {compared['usd_per_million_tokens']:.3g} USD per million tokens, at 0.5 USD an hour" in text
     assert f"bought: {compared['bought_usd_per_million_tokens']:.3g} USD per million tokens" in text
@@ -84,6 +80,9 @@ def test_machines_are_listed_with_the_sources_of_their_numbers() -> None:
     assert list(machines) == shipped_profiles()
     assert (machines["rtx4090-desktop"]["most_host_bytes"], machines["h100-sxm"]["most_host_bytes"]) == (253 * 10**9, None)
     assert [name for name, m in machines.items() if m["numbers"]["measured"]] == ["cpu-2core", "h100-16core", "h200-16core"]
+    for *fractions, worst in (m["rests_on"].values() for m in machines.values()):
+        assert sum(fractions) == pytest.approx(1), "shares of all sources add up to one"
+        assert all(0 < part["fraction"] <= 1 and part["basis"] != BASES[0] for part in worst)
     assert len(output_of("machines").splitlines()) == len(machines) + 1
 
 

@@ -46,7 +46,6 @@ def pairs_of(path, *rows, **settings):
 
 @pytest.fixture
 def tea(home):
-    """Folder with training pairs and held-out pairs."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
@@ -70,8 +69,7 @@ def test_a_pair_is_two_sequences_with_only_answers_learned(tmp_path, row):
 
 
 def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
-    long = {"prompt": "x" * 70, "chosen": "yes", "rejected": "no"}
-    data = pairs_of(tmp_path / "a.jsonl", long, PAIR)
+    data = pairs_of(tmp_path / "a.jsonl", {"prompt": "x" * 70, "chosen": "yes", "rejected": "no"}, PAIR)
     assert data.n_sequences == 1
     assert data.parts[0].counts["unsupervised"] == 2
 
@@ -182,8 +180,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
     succeeded(train(home, plan, steps=4))
     held, _ = load_file(home / "out" / "reference.safetensors").values()
     assert (held.shape, held.dtype, int((held != 0).sum())) == ((6, 1, 32), torch.float32, 16 * 6)
-    written = ("forward", plan, "--data", home / "data", "--out", home / "ref", *SCRATCH)
-    succeeded(command(*written))
+    succeeded(command("forward", plan, "--data", home / "data", "--out", home / "ref", *SCRATCH))
     succeeded(train(home, plan, "--reference", home / "ref", out="again"))
     lines = [[{"loss": line["loss"], "norm": line["grad_norm"]} for line in lines_of(home, out)] for out in ("out", "again")]
     assert lines[0] == lines[1]
@@ -269,13 +266,11 @@ def test_a_reference_of_something_else_is_refused(tea):
     plan, ref = plan_in(tea, *DPO), tea / "ref"
     succeeded(command("forward", plan, "--data", tea / "data", "--out", ref, *SCRATCH))
     one_line(train(tea, plan, "--reference", ref, "--seed", 1), 2, "another weights")
-    other_plan = plan_in(tea, *DPO, "--compute", "fp32", name="other.json")
-    one_line(train(tea, other_plan, "--reference", ref), 2, "another compute_dtype")
+    one_line(train(tea, plan_in(tea, *DPO, "--compute", "fp32", name="o.json"), "--reference", ref), 2, "another compute_dtype")
     assert {"weights", "library_kernels"} <= json.loads(safe_open(ref, "pt").metadata()["key"]).keys()
     one_line(train(tea, plan_in(tea, "--loss", "orpo", name="orpo.json"), "--reference", ref), 2, "the plan's loss takes none")
     one_line(train(tea, plan, "--loss", "dpo"), 2, "leave --loss out")
-    held_out = ("--eval-data", tea / "held-out.jsonl")
-    one_line(train(tea, plan, "--reference", ref, *held_out), 2, "holds nothing of this data")
+    one_line(train(tea, plan, "--reference", ref, "--eval-data", tea / "held-out.jsonl"), 2, "holds nothing of this data")
     ref.write_bytes(ref.read_bytes()[:-8])
     one_line(train(tea, plan, "--reference", ref), 2, "not a whole safetensors file")
     save_file({"a": torch.zeros(1)}, ref)
@@ -284,7 +279,6 @@ def test_a_reference_of_something_else_is_refused(tea):
 
 def test_the_reference_of_an_adapter_is_its_base(tea):
     succeeded(train(tea, plan_in(tea, "--loss", "orpo"), out="base", steps=2))
-    base = tea / "base" / "checkpoint-2"
     plan = plan_in(tea, "--train", "lora:r=4", *DPO, model="base/checkpoint-2", name="lora.json")
     succeeded(train(tea, plan, scratch=["--tokenizer", "bytes"], out="tuned", steps=2))
     again = ("--adapter", tea / "tuned" / "checkpoint-2", "--tokenizer", "bytes")
@@ -292,7 +286,6 @@ def test_the_reference_of_an_adapter_is_its_base(tea):
     both = [load_file(tea / out / "reference.safetensors") for out in ("tuned", "more")]
     assert both[0].keys() == both[1].keys()
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
-    assert base.is_dir()
 
 
 USER_LOSSES = """
@@ -304,59 +297,29 @@ def focal(logits, targets, gamma=2.0):
 
 def half(chosen, rejected, n_chosen, n_rejected):
     return F.softplus(rejected / n_rejected - chosen / n_chosen)
-
-def mean(logits, targets):
-    return F.cross_entropy(logits, targets)
-
-def still(logits, targets):
-    return F.cross_entropy(logits.detach(), targets, reduction="none")
-
-def broken(logps, n_tokens):
-    return logps.log()
-
-def mixed(logits, targets):
-    losses = F.cross_entropy(logits, targets, reduction="none")
-    return losses - losses.mean()
-
-def unnamed(x, y):
-    return x
-
-def inplace(logits, targets):
-    return F.cross_entropy(logits, targets.clamp_(min=0), reduction="none")
-
-def wide(logits, targets):
-    kept = logits
-    for _ in range(40):
-        kept = kept.sigmoid()
-    return kept.sum(-1)
-
-def several(logps, **more):
-    return -logps
-
-def loud(logps, Weight):
-    return -logps * Weight
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("function", "says"),
     [
-        ("mean", "no sum and no mean"),
-        ("still", "has no gradient"),
-        ("broken", "is not finite"),
-        ("mixed", "depends on others"),
-        ("unnamed", "has the parameters of no kind of loss"),
-        ("inplace", "changes its argument targets"),
-        ("wide", "save at most 64"),
-        ("several", "takes **more"),
-        ("loud", "asks for 'Weight'"),
-        ("absent", "holds no function 'absent'"),
+        ("def f(logits, targets): return ce(logits, targets)", "no sum and no mean"),
+        ("def f(logits, targets): return ce(logits.detach(), targets, reduction='none')", "has no gradient"),
+        ("def f(logps, n_tokens): return logps.log()", "is not finite"),
+        ("def f(logits, targets): return ce(logits, targets, reduction='none') - logits.mean()", "depends on others"),
+        ("def f(x, y): return x", "has the parameters of no kind of loss"),
+        ("def f(logits, targets): return ce(logits, targets.clamp_(0), reduction='none')", "changes its argument targets"),
+        ("def f(logits, targets):\n  for _ in range(40): logits = logits.sigmoid()\n  return logits.sum(-1)", "save at most 64"),
+        ("def f(logps, **more): return -logps", "takes **more"),
+        ("def f(logps, Weight): return -logps * Weight", "asks for 'Weight'"),
+        ("", "holds no function 'f'"),
     ],
+    ids=lambda value: value.removeprefix("def ")[:30],
 )
-def test_a_function_that_is_no_loss_is_refused_in_a_line(tmp_path, name, says):
-    (tmp_path / "own.py").write_text(USER_LOSSES)
+def test_a_function_that_is_no_loss_is_refused_in_a_line(tmp_path, function, says):
+    (tmp_path / "own.py").write_text(f"from torch.nn.functional import cross_entropy as ce\n{function}\n")
     with pytest.raises(PlanError) as error:
-        user_loss(function_in(f"{tmp_path}/own.py:{name}"))
+        user_loss(function_in(f"{tmp_path}/own.py:f"))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.chats import write_talker
 from tests.forks import Forked
 from tests.lanes import mostly_slow
-from tests.real_layers import hf_model
+from tests.real_layers import hf_model, load_model
 from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 from tests.tiny import tiny_config
 
@@ -25,10 +24,7 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
     assert lines[0]["tokens"] == 128
     assert lines[0]["supervised_tokens"] <= 124
-    model, report = AutoModelForCausalLM.from_pretrained(home / "out" / "checkpoint-12", output_loading_info=True, dtype="auto")
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert model.dtype == torch.bfloat16
+    assert load_model(home / "out" / "checkpoint-12", dtype="auto").dtype == torch.bfloat16
     rows = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
     assert rows[0] == ["", "predicted", "measured", "error"]
     assert {row[0] for row in rows[1:]} >= {"step", "busy, gpu", "busy, h2d", "busy, d2h", "busy, cpu", "process, peak"}
@@ -57,7 +53,6 @@ LION = "lion:moments=bf16"
 
 @mostly_slow(("optimizer", "numba", "value"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
 def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, value):
-    """The mode is printed in one line."""
     plan = plan_in(home, "--optimizer", optimizer)
     words = [numba, "run", plan, "--data", home / "data", "--out", home / "out", "--steps", 1, *SCRATCH]
     command, alone = [sys.executable, "-c", RUN, *map(str, words)], os.environ | {"OMP_NUM_THREADS": "1"}
@@ -88,8 +83,7 @@ def test_a_plan_of_a_configuration_trains_the_models_weights(home):
     lean = json.loads((home / "model" / "config.json").read_text())
     (home / "model" / "config.json").write_text(json.dumps(lean | {"vocab_size": 420}))
     plan, folder = plan_in(home), real_model(home)
-    result = succeeded(train(home, plan, "--model", folder, steps=1, scratch=()))
-    assert "RANDOM" not in result.stderr
+    assert "RANDOM" not in succeeded(train(home, plan, "--model", folder, steps=1, scratch=())).stderr
     assert json.loads((home / "out" / "checkpoint-1" / "config.json").read_text())["eos_token_id"] == 2
     assert (home / "out" / "checkpoint-1" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     config = json.loads((folder / "config.json").read_text())

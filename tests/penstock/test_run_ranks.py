@@ -1,9 +1,10 @@
-"""Several ranks: same files as one rank, also after faults."""
+"""Several ranks, also on several hosts: same files as one rank, also after faults."""
 
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from tests.lanes import mostly_slow
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.rank_runs import begun, by_hand, contents, is_that_of_one, pid_of, planned, run_to_end, said_by, step_of, wait_for, words
 from tests.running import lines_of, penstock, plan_in, succeeded
+from tests.tour import ROOT
 
 
 def logged(home, out):
@@ -34,7 +36,6 @@ def logged(home, out):
 
 @mostly_slow("is_forked", [True, False], ids=["forked", "started anew"])
 def test_another_number_of_ranks_goes_on_to_the_same_bytes(home, is_forked):
-    """Evaluate, sample and save during the run; two ranks, then one."""
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
     succeeded(penstock(*words(home, planned(home, 1), *looks, out="alone")))
     shared = run_to_end(words(home, planned(home, 2), *looks, steps=2), is_forked)
@@ -103,8 +104,7 @@ def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
     assert outputs[0] == outputs[1]
     assert outputs[0].splitlines()[-1] == "the loop is over"
     assert contents(home / "1" / "checkpoint-6") == contents(home / "2" / "checkpoint-6")
-    references = {(home / n / "reference.safetensors").read_bytes() for n in ("1", "2")}
-    assert len(references) == 1
+    assert len({(home / n / "reference.safetensors").read_bytes() for n in ("1", "2")}) == 1
     alone = Forked([*program, *words], env=os.environ | rank_runs.QUIET, stderr=subprocess.PIPE)
     assert "or a program with torchrun --nproc-per-node 2" in alone.communicate(timeout=60)[1]
 
@@ -154,3 +154,57 @@ def test_ranks_share_a_packed_base_and_a_kill_costs_no_bit(home):
     assert contents(checkpoint) == contents(home / "alone" / f"checkpoint-{n}")
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), checkpoint)
     assert all(weight.abs().sum() > 0 for name, weight in loaded.named_parameters() if "lora_B" in name)
+
+
+HOSTS = ["--gpus", 2, "--hosts", 2, "--network-gbit", 100]
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_hosts_leave_the_files_of_one_process(home):
+    arguments = words(home, plan_in(home, "--policy", "megatrain", *rank_runs.BATCH, "--gpus", 1, *HOSTS[2:], name="hosts.json"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    how = {"cwd": ROOT, "env": os.environ | rank_runs.QUIET, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hosts = [subprocess.Popen([*torchrun, "--node-rank", host, "-m", "penstock", *arguments], **how) for host in "01"]
+    try:
+        outputs = [process.communicate(timeout=120)[1] for process in hosts]
+    finally:
+        for process in hosts:
+            process.kill()
+    assert [process.returncode for process in hosts] == [0, 0], outputs
+    assert "step 4/4" in outputs[0]
+    assert "step" not in outputs[1], "the first rank speaks"
+    assert is_that_of_one(home, 4)
+
+
+@pytest.mark.slow
+def test_hosts_with_different_numbers_of_ranks_are_refused(home):
+    outcomes = by_hand([words(home, planned(home, 4))] * 4, LOCAL_RANK=[*"0012"], LOCAL_WORLD_SIZE=[*"1333"])
+    assert all(code for _, code in outcomes)
+    assert "hosts have different numbers of ranks" in outcomes[0][0][1]
+    assert not (home / "out").exists()
+
+
+def test_a_plan_for_several_hosts_is_not_started_on_one(home):
+    plan = plan_in(home, "--policy", "megatrain", *rank_runs.BATCH, *HOSTS, name="hosts.json")
+    refused = run_to_end(words(home, plan))
+    assert refused.returncode == 2
+    assert "torchrun --nnodes 2 --nproc-per-node 2" in refused.stderr
+    arguments = ("plan", home / "model", "--machine", "h100-sxm", "--gpus", 2)
+    assert "has no network; give the rate" in penstock(*arguments, "--hosts", 2).output
+    alone = penstock(*arguments, "--network-gbit", 400)
+    assert alone.exit_code == 2
+    assert "give their number with --hosts" in alone.output
+
+
+@pytest.mark.slow
+def test_hosts_are_emulated_by_one_of_their_ranks(home):
+    plan = plan_in(home, "--policy", "megatrain", *rank_runs.BATCH, *HOSTS, name="hosts.json")
+    result = succeeded(penstock(*words(home, plan, "--device", "emulated", steps=3)))
+    assert "emulated cpu-2core" in result.stdout

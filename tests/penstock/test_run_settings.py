@@ -14,6 +14,7 @@ from penstock.runtime.plan import PlanFile
 from penstock.settings import DataSettings, EvaluationSettings, RunSettings
 from penstock.training.inputs import prompts_of
 from penstock.training.session import steps_of
+from tests.bytes_of_files import write_lines
 from tests.lanes import mostly_slow
 from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
@@ -23,7 +24,7 @@ from_scratch: true
 tokenizer: bytes
 data:
   path: {home}/data
-out: {home}/{out}
+out: {home}/out
 epochs: 1.5
 seed: 3
 optimizer:
@@ -41,10 +42,10 @@ monitors: [tensorboard]
 """
 
 
-def write_file(home, out="out", text=FILE):
+def write_file(home):
     plan_in(home)
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune, or to take arms. " * 3)
-    (home / "run.yaml").write_text(text.format(home=home, out=out))
+    (home / "run.yaml").write_text(FILE.format(home=home))
     return home / "run.yaml"
 
 
@@ -77,10 +78,9 @@ def test_a_run_from_a_file_does_all_that_it_says(home):
 
 
 def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
-    answer = {"role": "assistant"}
-    conversations = [("A number." * (n % 3 + 1), {"role": "user", "content": f"What is {n}?"}) for n in range(12)]
-    chats = [{"messages": [question, answer | {"content": content}]} for content, question in conversations]
-    (home / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    turns = ((f"What is {n}?", "A number." * (n % 3 + 1)) for n in range(12))
+    chats = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns]
+    write_lines(home / "chats.jsonl", chats)
     plan = plan_in(home, "--seq-len", 96)
     flags = ["--packing", "documents", "--prompt", "What is 3?", "--eval-data", home / "chats.jsonl", "--schedule", "cosine"]
     args = ["--format", "messages", *SCRATCH]
@@ -105,7 +105,6 @@ def test_prompts_are_turns_where_conversations_are_learned(home, row, heard):
 
 
 def test_the_settings_in_the_folder_make_the_same_run_again(home):
-    """The file holds command line values and defaults."""
     file = write_file(home)
     succeeded(penstock("run", home / "plan.json", "--config", file, "--steps", 4, "--seed", 5, "--out", home / "first"))
     written = home / "first" / "run.yaml"

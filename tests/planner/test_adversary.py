@@ -64,8 +64,7 @@ def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
     case, rng = cell(number), random.Random(number)
     evaluator = Evaluator(case.model, case.workload, case.semantics, case.profile, case.clipped_fraction)
     for policy in [start for _ in range(12) if (start := start_of(rng, case)) is not None]:
-        plan = evaluator.setup(policy)
-        assert evaluator.bound_s(policy) == policy_bound(plan, CostModel(case.profile)).seconds
+        assert evaluator.bound_s(policy) == policy_bound(evaluator.setup(policy), CostModel(case.profile)).seconds
         relaxation, family = Relaxation(evaluator), family_of(policy, case.semantics)
         relaxed = relaxation.solve(family)
         linear_s = relaxation.linear_bound_s(family)
@@ -109,8 +108,7 @@ def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, 
     for size in sizes:
         smallest = Family(Update.DEFERRED, size, size, 1).policy()
         for depth, n_slots in ((1, 1), (3, 2), (1, 8)):
-            policy = replace(smallest, prefetch_depth=depth, gradient_slots=n_slots)
-            checks = held(case, policy, relaxation)
+            checks = held(case, replace(smallest, prefetch_depth=depth, gradient_slots=n_slots), relaxation)
             assert checks, "a step that repeats"
             assert [h for h in checks if h.is_broken] == []
 

@@ -62,11 +62,8 @@ def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
     monkeypatch.setattr(attention, "_can_use", lambda *arguments: False)
-    for place in (
-        "penstock.runtime.machines.torch_machine.TorchMachine.__init__",
-        "penstock.training.session.refuse_what_does_not_fit",
-    ):
-        monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
+    for place in ("runtime.machines.torch_machine.TorchMachine.__init__", "training.session.refuse_what_does_not_fit"):
+        monkeypatch.setattr(f"penstock.{place}", lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "which this GPU or this version of PyTorch does not support")
     one_line(train(home, plan, "--device", "cuda", "--deterministic"), 2, "plan again with --deterministic")
     assert not (home / "out").exists()
@@ -80,13 +77,6 @@ def test_deterministic_runs_need_deterministic_plans():
     refuse_any_order(semantics_of("gpt_oss"))
 
 
-def chosen(model, machine, **options):
-    config = read_model(model)
-    plain = Semantics(2048, 4, 1, attention=supported_attention(config)[0])
-    how = with_kernels(config, plain, read_profile(machine), **options)
-    return how.norm, how.loss, how.pointwise, how.attention_kernel
-
-
 @pytest.mark.parametrize(
     ("model", "machine", "options", "kernels"),
     [
@@ -98,7 +88,10 @@ def chosen(model, machine, **options):
     ],
 )
 def test_a_plan_names_the_fastest_kernels_of_model_and_machine(model, machine, options, kernels):
-    assert chosen(model, machine, **options) == kernels
+    config = read_model(model)
+    plain = Semantics(2048, 4, 1, attention=supported_attention(config)[0])
+    how = with_kernels(config, plain, read_profile(machine), **options)
+    assert (how.norm, how.loss, how.pointwise, how.attention_kernel) == kernels
 
 
 def test_cudnn_is_not_planned_for_windows_wide_heads_or_fp32():

@@ -1,4 +1,4 @@
-"""Plan checker: correct plans pass, mutants with different training results are rejected."""
+"""Plan checker: correct plans pass; mutants with different training results, and illegal policies, are rejected."""
 
 import time
 from collections.abc import Callable
@@ -16,30 +16,23 @@ from penstock.planner.lower.lower import lower
 from penstock.runtime.errors import PlanError, ProfileError
 from penstock.runtime.plan import OPS, Kind, Plan, Policy, Semantics, Slot, Update, Wait, saves
 from penstock.runtime.plan.footprint import host_needs
+from penstock.runtime.plan.train import Train
 from penstock.runtime.plan.workload import Block, Parameter, Saved, Tier
 from tests import edits
 from tests.edits import error_of, index, passes, reordered, sizes_of, small, under, with_op, with_profile, with_sizes, with_slots
 from tests.lanes import examples
-from tests.mutants import MUTATIONS, NORMS, tally
+from tests.mutants import ADAPTED, MUTATIONS, NORMS, tally
 from tests.oracle import needed_bytes, race, same_training, unrolled
 from tests.strategies import MODEL, PROFILE, plans, small_workload, with_smaller
 
 law = settings(deadline=None)  # independent of machine load
 
 
-# -- correct plans pass --------------------------------------------------------------------------------------------------------
-
-
-@law
-@given(plans())
-def test_every_plan_of_the_planner_passes(plan: Plan) -> None:
-    check(plan)
-    assert "\n" not in summary(plan)
-
-
 @law
 @given(plans(max_layers=3, max_micro_batches=3))
-def test_the_oracle_finds_no_race_in_them(plan: Plan) -> None:
+def test_every_plan_of_the_planner_passes_and_has_no_race(plan: Plan) -> None:
+    check(plan)
+    assert "\n" not in summary(plan)
     assert race(plan, unrolled(plan)) is None
 
 
@@ -50,9 +43,6 @@ def test_squares_of_forty_weights_take_more_than_one_unit() -> None:
     plan = lower(MODEL, replace(small_workload(3, tied=False), blocks=blocks), Semantics(4, 1, 1), Policy(), PROFILE)
     assert sizes_of(plan, "norm") == (256, 512, 512, 512, 256, 256)
     check(plan)
-
-
-# -- wrong plans fail ----------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=examples(100))
@@ -96,9 +86,6 @@ def test_slots_hold_what_goes_into_them_and_no_byte_less(plan: Plan, data: st.Da
     assert f"{slot} has {sizes[slot.index]} bytes, but " in error_of(with_sizes(plan, slot.arena, sizes))
 
 
-# -- vector clocks against paths ----------------------------------------------------------------------------------------------
-
-
 @law
 @given(plans(max_layers=3, max_micro_batches=2), st.data())
 def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.DataObject) -> None:
@@ -114,11 +101,7 @@ def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.Data
                 assert clocks.ordered(j, j_step, i, step) == ((j, j_step) in ancestors)
 
 
-# -- error messages ------------------------------------------------------------------------------------------------------------
-
-
 def without_wait(plan: Plan, name: str, kind: Kind) -> Plan:
-    """Remove the waits of the named op for ops of this kind."""
     waits = plan.ops[index(plan, name)].waits
     return with_op(plan, name, waits=tuple(w for w in waits if plan.ops[w.op].kind is not kind))
 
@@ -186,9 +169,6 @@ def test_barrier_waits_for_updates_on_host_and_device() -> None:
     assert "under barrier it must wait for op" in error_of(with_op(plan, load.name, waits=earlier))
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------------
-
-
 @law
 @given(plans())
 def test_memory_is_enough_at_the_peak_and_not_one_byte_below(plan: Plan) -> None:
@@ -220,9 +200,6 @@ def test_a_profile_without_its_numbers_is_refused() -> None:
     for path, value in (("device", None), ("device.memory_bytes", "1e9"), ("host.runtime_bytes", {"value": float("nan")})):
         with pytest.raises(ProfileError, match=f"profile: {path.partition('.')[0]}"):
             check(with_profile(small(), path, value))
-
-
-# -- hostile plans -------------------------------------------------------------------------------------------------------------
 
 
 def with_blocks(plan: Plan, *blocks: Block) -> Plan:
@@ -275,3 +252,74 @@ def test_a_plan_changed_in_many_ways_passes_or_is_a_plan_error(plan: Plan, chang
     for part in ("semantics", "policy", "workload", "arenas"):
         passes(replace(plan, **{part: getattr(donor, part)}))
         passes(edits.set_op(plan, 0, donor.ops[-1]) if plan.ops else plan)
+
+
+SEPARATE = ADAPTED | {"device_blocks": (1, 2, 3)}
+IN_ORDER = "blocks must be blocks 0..4 in ascending order, each once"
+
+ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # choices of a legal plan, changes to its policy, message
+    ({"update": Update.EAGER}, {"speculate_blocks": (1,)}, "they need update deferred"),
+    ({}, {"update": Update.EAGER}, "eager updates need --clip-norm none"),
+    ({}, {"speculate_blocks": (3, 1, 0)}, f"speculate_{IN_ORDER}"),
+    ({}, {"resident_blocks": (2, 2)}, f"resident_{IN_ORDER}"),
+    ({}, {"spill_blocks": (3,)}, "spill_blocks must be blocks 0..2 in ascending order"),
+    ({"tied": True}, {"device_blocks": (0,)}, "device_blocks must be blocks 1..3"),
+    ({"device_blocks": (1,)}, {"resident_blocks": (1,)}, "block 1 is in device_blocks and in resident_blocks"),
+    ({"device_blocks": (1,)}, {"speculate_blocks": (1,)}, "leave them out of speculate_blocks"),
+    ({"n_micro_batches": 2}, {"square_on_device": True}, "need all micro-batches in one group"),
+    ({"n_micro_batches": 2}, {"accumulation_group": 3}, "a group of 3 micro-batches, but a step has 2"),
+    ({}, {"boundary_stride": 4}, "boundary_stride is 4, but the model has 3 layers"),
+    ({"boundary_stride": 2}, {"save": saves(all=(1,))}, "excludes save and spill_blocks"),
+    ({"save": saves(all=(1,))}, {"offload_blocks": (1,)}, "offload_blocks must be layers that save attention or products"),
+    ({}, {"save": (Saved.ALL, Saved.INPUT)}, "save ends with a layer that saves its input"),
+    ({}, {"save": saves(all=(4,))}, "save names layer 4, but the model has 3"),
+    ({}, {"save": saves(products=(2,))}, "this model's layers cannot save only products"),
+    ({"spill_blocks": (0, 2)}, {"save": saves(all=(1,))}, "leave the block before it out of spill_blocks"),
+    ({"n_micro_batches": 2, "accumulation_group": 2, "ranks": 2}, {"accumulation_group": 1}, "several ranks exchange whole sums"),
+    ({"ranks": 2}, {"device_blocks": (1,)}, "leave out square_on_device and device_blocks"),
+    # Where weights are frozen
+    (SEPARATE, {"speculate_blocks": (1,)}, "update barrier or deferred"),
+    (SEPARATE, {"device_blocks": (1, 2)}, "must be all partly trained blocks, or none"),
+    ({"train": Train(layers=(2, 2))}, {"spill_blocks": (1,)}, "backward ends at block 3"),
+)
+
+
+@pytest.mark.parametrize(("choices", "changes", "complaint"), ILLEGAL)
+def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
+    """The checker (of a plan with this policy) and lowering raise the same message."""
+    plan = small(**choices)
+    check(plan)
+    message = error_of(under(plan, **changes))
+    assert complaint in message
+    with pytest.raises(PlanError) as caught:
+        lower(MODEL, plan.workload, plan.semantics, replace(plan.policy, **changes), PROFILE)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("choices", "changes", "message"),
+    [
+        ({"update": Update.EAGER}, {"clip_norm": 1.0}, "eager updates need"),
+        ({}, {"compute_dtype": "fp32", "master_dtype": "bf16"}, "fp32 compute from a bf16 master"),
+        ({}, {"sum_groups": 2}, "a step of 1 micro-batches has no 2 sum groups"),
+        ({}, {"base": "nf4"}, "trained weights cannot be packed"),
+        (SEPARATE | {"n_micro_batches": 2}, {"sum_groups": 2}, "partly trained blocks in order, not in sum groups"),
+        (SEPARATE, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
+    ],
+)
+def test_semantics_that_a_policy_does_not_suit_are_refused(choices: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    plan = small(**choices)
+    assert message in error_of(replace(plan, semantics=replace(plan.semantics, **changes)))
+
+
+def test_ways_to_recompute_are_asked_of_layers_that_need_them() -> None:
+    """This includes the smaller last micro-batch; layers that save everything or only their input need no tier."""
+    workload, tier = small_workload(3, tied=False), Tier(Saved.ATTENTION, 1000, 500, 0, False, 0, 0)
+    blocks = tuple(replace(b, tiers=(tier,) if i == 2 else ()) for i, b in enumerate(workload.blocks))
+    workload, policy = replace(workload, blocks=blocks, smaller=blocks), Policy(save=saves(all=(1, 3), attention=(2,)))
+    plan = lower(MODEL, workload, Semantics(4, 3, 2), policy, PROFILE)
+    check(plan)
+    assert "cannot save only attention" in error_of(under(plan, save=saves(all=(1,), attention=(2, 3))))
+    assert "cannot save only products" in error_of(under(plan, save=saves(products=(2,))))
+    poor = tuple(replace(b, tiers=()) for b in blocks)
+    assert "cannot save only attention" in error_of(replace(plan, workload=replace(workload, smaller=poor)))

@@ -5,15 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import penstock
-from penstock.cli.main import cli
 from penstock.planner.check.claim import check_claim, check_origin, check_search, name_conflicts
 from penstock.planner.search.claim import claimed
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Plan, PlanFile
 from tests.lanes import mostly_slow
+from tests.running import penstock as invoke
+from tests.running import succeeded
 
 OPTIONS = {"machine": "rtx4090-desktop", "seq_len": 512, "batch_size": 4}
 WAYS = {
@@ -27,9 +27,7 @@ WAYS = {
 
 def planned(path: Path, **options: object) -> PlanFile:
     flags = {f"--{name.replace('_', '-')}": "none" if value is None else str(value) for name, value in options.items()}
-    words = [word for flag in flags.items() for word in flag]
-    result = CliRunner().invoke(cli, ["plan", "qwen2.5-0.5b", *words, "-o", str(path)])
-    assert result.exit_code == 0, result.stderr
+    succeeded(invoke("plan", "qwen2.5-0.5b", *(word for flag in flags.items() for word in flag), "-o", path))
     return PlanFile.read(path)
 
 
@@ -84,20 +82,17 @@ def test_a_slower_policy_claimed_to_be_the_best_is_refused(honest: PlanFile, tmp
 def tampered(plan: Plan) -> dict[str, Plan]:
     first, layer, *layers_after, head = plan.workload.blocks
     frozen, *weights = layer.parameters
-    layers = {
-        "what a layer keeps": replace(layer, kept_bytes=layer.kept_bytes - 256),
-        "what a layer computes": replace(layer, n_kernels=layer.n_kernels - 1),
-        "what is trained": replace(layer, parameters=(replace(frozen, frozen=True), *weights)),
-        "a weight twice": replace(layer, parameters=(frozen, frozen, *weights[1:])),
-        "what is tied": layer,
-    }
-    untied = replace(head, parameters=tuple(replace(p, tied_to=None) for p in head.parameters))
-    heads = dict.fromkeys(layers, head) | {"what is tied": untied}
+
+    def with_blocks(layer=layer, head=head):
+        return replace(plan, workload=replace(plan.workload, blocks=(first, layer, *layers_after, head)))
+
     arenas = (replace(plan.arenas[0], slot_bytes=(*plan.arenas[0].slot_bytes, 256)), *plan.arenas[1:])
     return {
-        name: replace(plan, workload=replace(plan.workload, blocks=(first, layer, *layers_after, heads[name])))
-        for name, layer in layers.items()
-    } | {
+        "what a layer keeps": with_blocks(replace(layer, kept_bytes=layer.kept_bytes - 256)),
+        "what a layer computes": with_blocks(replace(layer, n_kernels=layer.n_kernels - 1)),
+        "what is trained": with_blocks(replace(layer, parameters=(replace(frozen, frozen=True), *weights))),
+        "a weight twice": with_blocks(replace(layer, parameters=(frozen, frozen, *weights[1:]))),
+        "what is tied": with_blocks(head=replace(head, parameters=tuple(replace(p, tied_to=None) for p in head.parameters))),
         "an arena": replace(plan, arenas=arenas),
         "the model": replace(plan, model=replace(plan.model, config=plan.model.config | {"num_hidden_layers": 1})),
     }

@@ -27,8 +27,8 @@ def named(profile, name, **price):
     return Profile.from_json(fields)
 
 
-def compared(*profiles, semantics=SEMANTICS, fixed=DEFERRED, free=SIZES):
-    return sorted((candidate(MODEL, profile, semantics, fixed, free) for profile in profiles), key=Candidate.rank)
+def compared(*profiles, fixed=DEFERRED, free=SIZES):
+    return sorted((candidate(MODEL, profile, SEMANTICS, fixed, free) for profile in profiles), key=Candidate.rank)
 
 
 def alone(profile, **options):

@@ -112,7 +112,6 @@ def test_an_update_of_less_state_waits_for_memory_or_arithmetic():
 
 
 def under_uploads(name, fraction):
-    """Return a shipped profile with an optimizer rate under concurrent uploads."""
     fields = read_profile(name).to_json()
     for point in fields["host"]["optimizer"]:
         alone = point["params_per_s"]
@@ -122,7 +121,6 @@ def under_uploads(name, fraction):
 
 @pytest.mark.parametrize(("name", "fraction"), [("h200-16core", 0.9), ("h200-16core", 0.65), ("h100-16core", 0.7), ("gb200", 0.75)])
 def test_a_simulated_update_has_the_measured_rate_alone_and_beside_uploads(name, fraction):
-    """Compare a plan with back-to-back uploads and a plan without uploads."""
     profile = under_uploads(name, fraction)
     setup, cost, region = plan_of(), CostModel(profile), region_of(profile)
     update, load = (demand(cost, setup, kind, 3) for kind in (Kind.UPDATE, Kind.LOAD))
@@ -132,18 +130,15 @@ def test_a_simulated_update_has_the_measured_rate_alone_and_beside_uploads(name,
         plan = Plan(setup.semantics, Policy(), setup.model, setup.workload, {}, (), tuple(ops))
         (span,) = (s for s in simulate(plan, [update] + [load] * 40 * uploads, region, 1).timeline.spans if s.op == 0)
         assert n_params / (span.end_s - span.start_s) == pytest.approx(expected, rel=0.01)
-    counted = demand(CostModel(read_profile(name)), setup, Kind.UPDATE, 3)
-    assert dict(update.uses)[Resource.DRAM] >= dict(counted.uses)[Resource.DRAM], "bounds rest on the counted bytes"
-    assert update.alone_s == pytest.approx(counted.alone_s)
 
 
 def test_an_update_beside_uploads_draws_between_counted_bytes_and_all_there_is():
     setup = plan_of()
-    for name, fraction in (("h200-pcie5", 0.5), ("h200-pcie5", 1.0), ("gb10", 1.0), ("rtx4090-desktop", 0.3)):
+    for name, fraction in (("h200-pcie5", 0.5), ("h200-pcie5", 1.0), ("gb10", 1.0), ("gb200", 0.75), ("rtx4090-desktop", 0.3)):
         profile = under_uploads(name, fraction)
         update, counted = (demand(CostModel(p), setup, Kind.UPDATE, 3) for p in (profile, read_profile(name)))
         used, least = (dict(d.uses)[Resource.DRAM] for d in (update, counted))
-        assert least <= used <= profile.host.dram_bytes_per_s.value
+        assert least <= used <= profile.host.dram_bytes_per_s.value, "bounds rest on the counted bytes"
         assert update.alone_s == counted.alone_s, "alone it keeps its rate"
 
 
@@ -158,8 +153,7 @@ def test_unpacking_and_narrow_products_take_their_own_rates_where_they_were_meas
     launches_s = 4 * b - a
     assert 3 * b < a < 4 * b
     assert 0 < launches_s < b
-    layer = setup.workload.blocks[3]
-    products = [m for m in layer.matmuls if min(m.k, m.n) == 16]
+    products = [m for m in setup.workload.blocks[3].matmuls if min(m.k, m.n) == 16]
     assert products
     for m in products:
         slow_s, usual_s = (CostModel(p)._matmul("bf16", m) for p in (slower, usual))

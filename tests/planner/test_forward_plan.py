@@ -24,32 +24,33 @@ def wrong_value(plan: Plan, order) -> str | None:
     read: dict[Slot, int] = {}
     for index, step in order:
         op = plan.ops[index]
-        if op.kind is Kind.READ:
-            read[op["frozen"]] = op.block
-            continue
-        if op.kind in (Kind.LOAD, Kind.DEQUANTISE):
-            if op.get("frozen") is not None and read.get(op["frozen"]) != op.block:
-                return f"step {step}, {op.name}: {op['frozen']} holds block {read.get(op['frozen'])}"
-            if op.kind is Kind.DEQUANTISE and parts.get(op["packed"]) != op.block:
-                return f"step {step}, {op.name}: {op['packed']} holds block {parts.get(op['packed'])}"
-            is_part = plan.semantics.ranks > 1 and plan.workload.blocks[op.block].trained
-            parts[op["weights"]] = op.block
-            weights[op["weights"]] = None if is_part else op.block
-            continue
-        if op.kind is Kind.GATHER:
-            weights[op["weights"]] = parts.pop(op["weights"], None)
-            continue
-        if weights.get(op["weights"]) != op.block:
-            return f"step {step}, {op.name}: {op['weights']} holds block {weights.get(op['weights'])}"
-        if op.block and held.get(op["x"]) != (op.block - 1, op.micro_batch, step):
-            return f"step {step}, {op.name}: {op['x']} holds {held.get(op['x'])}"
-        held |= dict.fromkeys(op.every("y"), (op.block, op.micro_batch, step))
+        place = f"step {step}, {op.name}"
+        match op.kind:
+            case Kind.READ:
+                read[op["frozen"]] = op.block
+            case Kind.LOAD | Kind.DEQUANTISE:
+                if op.get("frozen") is not None and read.get(op["frozen"]) != op.block:
+                    return f"{place}: {op['frozen']} holds block {read.get(op['frozen'])}"
+                if op.kind is Kind.DEQUANTISE and parts.get(op["packed"]) != op.block:
+                    return f"{place}: {op['packed']} holds block {parts.get(op['packed'])}"
+                is_part = plan.semantics.ranks > 1 and plan.workload.blocks[op.block].trained
+                parts[op["weights"]] = op.block
+                weights[op["weights"]] = None if is_part else op.block
+            case Kind.GATHER:
+                weights[op["weights"]] = parts.pop(op["weights"], None)
+            case _:
+                if weights.get(op["weights"]) != op.block:
+                    return f"{place}: {op['weights']} holds block {weights.get(op['weights'])}"
+                if op.block and held.get(op["x"]) != (op.block - 1, op.micro_batch, step):
+                    return f"{place}: {op['x']} holds {held.get(op['x'])}"
+                held |= dict.fromkeys(op.every("y"), (op.block, op.micro_batch, step))
     return None
 
 
 @given(plan=plans(), n=COUNTS)
 @LAW
-def test_every_forward_finds_its_values_whatever_the_timing(plan, n):
+def test_every_forward_finds_its_values_in_the_arenas_of_training(plan, n):
+    """Whatever the timing; a forward plan has no arena of its own."""
     forward = forward_plan(plan, n)
     graph = unrolled(forward, 3)
     assert nx.is_directed_acyclic_graph(graph)
@@ -57,14 +58,31 @@ def test_every_forward_finds_its_values_whatever_the_timing(plan, n):
     assert wrong_value(forward, nx.lexicographical_topological_sort(graph)) is None
     computed = [(op.block, op.micro_batch) for op in forward.ops if op.kind is Kind.FORWARD]
     assert sorted(computed) == [(b, m) for b in range(len(plan.workload.blocks)) for m in range(n)]
+    assert forward.arenas == plan.arenas
+    sizes = {Slot(a.name, i): n_bytes for a in plan.arenas for i, n_bytes in enumerate(a.slot_bytes)}
+    trained: dict[Slot, set[int]] = {}  # blocks that training loads into the slot
+    for op in plan.ops:
+        if op.kind is Kind.LOAD:
+            trained.setdefault(op["weights"], set()).add(op.block)
+    layers = {*range(1, plan.workload.n_layers + 1)}
+    streamed = layers - {*plan.policy.resident_blocks}
+    for op in forward.ops:
+        assert all(slot in sizes for _, slot in op.operands)
+        if op.kind is Kind.LOAD:
+            blocks = trained[op["weights"]]
+            through = layers if op["weights"].arena == "packed" else streamed  # resident layers are unpacked first
+            assert op.block in blocks or (op.block in through and blocks <= through)
+        else:
+            assert all(sizes[slot] >= plan.workload.blocks[0].boundary_bytes for name, slot in op.operands if name in ("x", "y"))
+    if n % forward.semantics.sum_groups == 0:  # ranks shard weights by sum groups
+        assert Plan.parse(str(forward)) == forward
 
 
 @given(plan=plans(), data=st.data())
 @LAW
 def test_no_wait_can_be_left_out(plan, data):
     forward = forward_plan(plan, data.draw(COUNTS))
-    waiting = [i for i, op in enumerate(forward.ops) if op.waits]
-    i = data.draw(st.sampled_from(waiting))
+    i = data.draw(st.sampled_from([i for i, op in enumerate(forward.ops) if op.waits]))
     ops = [replace(op, waits=()) if j == i else op for j, op in enumerate(forward.ops)]
     unsafe = replace(forward, ops=tuple(ops))
     assert race(unsafe, unrolled(unsafe)) is not None
@@ -89,27 +107,3 @@ def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):
     assert places == sorted(places), "layer by layer, group by group"
     optional_lanes = {Lane.NET: plan.semantics.ranks > 1, Lane.DISK: bool(plan.policy.disk_blocks)}
     assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | {lane for lane, has in optional_lanes.items() if has}
-
-
-@given(plan=plans(), n=COUNTS)
-@LAW
-def test_a_forward_plan_fits_the_arenas_of_training(plan, n):
-    forward = forward_plan(plan, n)
-    assert forward.arenas == plan.arenas
-    sizes = {Slot(a.name, i): n_bytes for a in plan.arenas for i, n_bytes in enumerate(a.slot_bytes)}
-    trained: dict[Slot, set[int]] = {}  # blocks that training loads into the slot
-    for op in plan.ops:
-        if op.kind is Kind.LOAD:
-            trained.setdefault(op["weights"], set()).add(op.block)
-    layers = {*range(1, plan.workload.n_layers + 1)}
-    streamed = layers - {*plan.policy.resident_blocks}
-    for op in forward.ops:
-        assert all(slot in sizes for _, slot in op.operands)
-        if op.kind is Kind.LOAD:
-            blocks = trained[op["weights"]]
-            through = layers if op["weights"].arena == "packed" else streamed  # resident layers are unpacked first
-            assert op.block in blocks or (op.block in through and blocks <= through)
-        else:
-            assert all(sizes[slot] >= plan.workload.blocks[0].boundary_bytes for name, slot in op.operands if name in ("x", "y"))
-    if n % forward.semantics.sum_groups == 0:  # ranks shard weights by sum groups
-        assert Plan.parse(str(forward)) == forward

@@ -48,9 +48,12 @@ def test_the_bound_is_the_best_of_all_points(data: st.DataObject) -> None:
 
 
 def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    def giving_up(*arguments: Any, integrality: Any, **options: Any) -> Any:
+    """A linear program is solved again, with presolve."""
+
+    def giving_up(*arguments: Any, integrality: Any, options: dict[str, Any], **keywords: Any) -> Any:
         lost = OptimizeResult(status=4, message="Solve error", mip_dual_bound=None, fun=None, x=None)
-        return lost if any(integrality) else milp(*arguments, integrality=integrality, **options)
+        is_lost = any(integrality) or not options["presolve"]
+        return lost if is_lost else milp(*arguments, integrality=integrality, options=options, **keywords)
 
     program = Program()
     program.variable(0, 3, cost=-1.0)
@@ -58,17 +61,6 @@ def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.Monk
     assert program.solve() == (-2.0, [2.0])
     monkeypatch.setattr("penstock.planner.bounds.integer.milp", giving_up)
     assert program.solve() == (-2.5, [0.0])
-
-
-def test_a_linear_program_that_loses_the_solver_is_presolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*arguments: Any, options: dict[str, Any], **keywords: Any) -> Any:
-        failed = OptimizeResult(status=4, message="Unknown", fun=None)
-        return milp(*arguments, options=options, **keywords) if options["presolve"] else failed
-
-    program = Program()
-    program.variable(0, 3, cost=-1.0)
-    program.at_most({0: 2.0}, 5.0)
-    monkeypatch.setattr("penstock.planner.bounds.integer.milp", lost)
     assert program.solve(integers=False) == (-2.5, [2.5])
 
 

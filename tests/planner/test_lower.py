@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.planner.check.shape import _own_bytes
+from penstock.planner.lower import passes
 from penstock.planner.lower.lower import barrier
 from penstock.planner.lower.op_table import KINDS, NAMES, n_ops
-from penstock.planner.lower.passes import (
-    computed,
-    with_activations,
-    with_gradients,
-    with_saved,
-    with_squares,
-    with_updates,
-    with_weights,
-)
 from penstock.runtime.plan import Kind, Op, Plan, Policy, Slot, Update, Wait
 from penstock.runtime.plan.footprint import host_needs
 from penstock.runtime.plan.optimizer import STORED_BYTES
@@ -68,19 +60,19 @@ def test_an_op_waits_for_the_last_writer_and_all_readers_of_it() -> None:
 
 
 PASSES = [  # pass, kinds of ops that it adds, operands that it adds to existing ops
-    (with_weights, {Kind.READ, Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER}, {"weights", "trained"}),
-    (with_activations, {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
-    (with_saved, {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
-    (with_gradients, {Kind.EXCHANGE, Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "into", "gradient"}),
-    (with_squares, {Kind.SQUARE, Kind.OFFLOAD_SQUARES}, {"squares", "norm"}),
-    (with_updates, {Kind.NORM, Kind.CLIP, Kind.UPDATE, Kind.UPDATE_ON_DEVICE, Kind.SPECULATE, Kind.SETTLE}, set()),
+    (passes.with_weights, {Kind.READ, Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER}, {"weights", "trained"}),
+    (passes.with_activations, {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
+    (passes.with_saved, {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
+    (passes.with_gradients, {Kind.EXCHANGE, Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "into", "gradient"}),
+    (passes.with_squares, {Kind.SQUARE, Kind.OFFLOAD_SQUARES}, {"squares", "norm"}),
+    (passes.with_updates, {Kind.NORM, Kind.CLIP, Kind.UPDATE, Kind.UPDATE_ON_DEVICE, Kind.SPECULATE, Kind.SETTLE}, set()),
 ]
 
 
 @law
 @given(cases())
 def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
-    step = computed(case.plan)
+    step = passes.computed(case.plan)
     builder, grouped = step.builder, None
     for one_pass, kinds, names in PASSES:
         n_ops, n_parts, n_uses = builder.n_ops, len(builder.ops), len(builder.operands)
@@ -114,8 +106,7 @@ def test_dtypes_decide_sizes_of_slots_and_never_the_ops(case: Case) -> None:
         if case.policy.device_blocks and not case.workload.trains_all:
             gradient = "fp32"  # summed on the device, legal only in fp32
         dtypes_of = {"compute_dtype": compute, "gradient_dtype": gradient, "master_dtype": master, "weight_rounding": "half_up"}
-        semantics = replace(case.semantics, **dtypes_of)
-        assert replace(case, semantics=semantics).plan.ops == case.plan.ops
+        assert replace(case, semantics=replace(case.semantics, **dtypes_of)).plan.ops == case.plan.ops
 
 
 def walk(plan: Plan, *kinds: Kind) -> list[tuple[str, int]]:

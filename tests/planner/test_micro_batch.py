@@ -17,19 +17,11 @@ from penstock.planner.model.workload import build_workload, read_model, supporte
 from penstock.planner.predict.cost import region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.simulate import simulate
+from penstock.planner.search import micro_batch as size_module
 from penstock.planner.search import search as search_module
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
-from penstock.planner.search.micro_batch import (
-    LEAST_LOSS_TILE,
-    MORE_PARTS,
-    MOST_MICRO_BATCHES,
-    N_PARTS,
-    SIZES,
-    candidates,
-    sizes_of,
-)
-from penstock.planner.search.micro_batch import LOSS_TILE as LOSS_TILES
+from penstock.planner.search.micro_batch import SIZES, candidates, sizes_of
 from penstock.planner.search.remedy import Request
 from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import NEAR_FRACTION, search
@@ -41,15 +33,13 @@ from tests.tiny import tiny_config
 
 GB, GIB = 10**9, 2**30
 LONG = 512 * 1024
-LOSS_TILE = LOSS_TILES["eager"]
+LOSS_TILE = size_module.LOSS_TILE["eager"]
 SMALL = Model(tiny_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=4096))
 # Model, machine, device memory, sequence length, sequences: limited by compute, memory, link or optimizer
 CELLS = [(SMALL, "rtx4090-desktop", 24 * GB, 1024, 6), (SMALL, "rtx4090-desktop", 2 * GB, 1024, 8)]
 CELLS += [(SMALL, "h200-pcie5", 3 * GB, 4096, 7), (SMALL, "gh200", 3 * GB, 256, 4)]
 CELLS += [(read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 5)]
 SEARCHED_CELLS = (0, 4)  # cells with a search of every size
-
-
 MANY = 12  # number of sizes above which the test searches every third size
 
 
@@ -83,7 +73,6 @@ def alone(cell: int, semantics: Semantics) -> SearchResult | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", SEARCHED_CELLS)
 def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
-    """Search every size in full, including sizes between the candidates."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
     profile = machine_with(machine, device_bytes)
     semantics, free = start(model, profile, seq_len, batch), SIZES - {"micro_batch"}
@@ -140,7 +129,7 @@ def test_candidates_are_few_and_cut_a_batch_into_equal_parts(batch: int) -> None
     sizes = candidates(Semantics(seq_len=1, batch_size=batch, micro_batch=1))
     assert sizes[0] == batch
     assert sizes == sorted(set(sizes), reverse=True)
-    assert len(sizes) <= len(N_PARTS) + len(MORE_PARTS)
+    assert len(sizes) <= len(size_module.N_PARTS) + len(size_module.MORE_PARTS)
     for larger, smaller in pairwise(sizes):
         assert larger <= 2 * smaller + 1
     assert sizes[-1] == 1
@@ -164,10 +153,7 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
     semantics = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     resized = chosen(read_model("qwen2.5-0.5b"), profile, semantics, free)
-    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > MOST_MICRO_BATCHES
-
-
-# -- greedy plans ---------------------------------------------------------------------------------------------------------
+    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > size_module.MOST_MICRO_BATCHES
 
 
 @mostly_slow("cell", range(len(CELLS)))
@@ -182,17 +168,13 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
     for policy in policies:
         plan = lower(model, workload, semantics, policy, profile.to_json())
         check(plan)
-        demands = greedy.cost.demands(plan)
-        step_s = simulate(plan, demands, region_of(profile)).step_s
+        step_s = simulate(plan, greedy.cost.demands(plan), region_of(profile)).step_s
         lanes_s = busy_s(greedy.evaluator.setup(policy), greedy.cost).values()
         assert max(lanes_s) <= greedy.evaluator.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1
         if larger < len(workload.blocks) and policy.save == (Saved.ALL,) * workload.n_layers and not policy.device_blocks:
             extended = replace(policy, resident_blocks=tuple(range(larger + 1)))
             assert not footprint(frame(model, workload, semantics, extended), profile).fits, "memory is left"
-
-
-# -- user-specified sizes, and tiles --------------------------------------------------------------------------------------
 
 
 @mostly_slow("seq_len", [2**17, 2**15, 4096])
@@ -225,7 +207,6 @@ def test_half_a_million_tokens_of_a_7b_model_fit_by_tiles_alone() -> None:
 
 
 def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
-    """Use a vocabulary much larger than the layers and decreasing device memory."""
     model, profile = Model(tiny_config("llama", vocab_size=100_000)), read_profile("cpu-2core")
     tiles = []
     for memory_bytes in (GIB * 4, GIB * 2, GIB, GIB // 2, GIB // 4):
@@ -238,7 +219,7 @@ def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
             assert head.transient_bytes < larger_head.transient_bytes > max(b.transient_bytes for b in layers)
     assert tiles == sorted(tiles, reverse=True)
     assert tiles[0] == LOSS_TILE
-    assert tiles[-1] == LEAST_LOSS_TILE
+    assert tiles[-1] == size_module.LEAST_LOSS_TILE
 
 
 def test_sizes_of_a_model_that_never_fits_need_the_least_memory() -> None:

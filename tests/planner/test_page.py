@@ -10,10 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 
-from penstock.cli.main import cli
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower import arenas
 from penstock.planner.lower.lower import lower
@@ -29,6 +27,7 @@ from penstock.runtime.plan import Kind, PlanFile, Semantics
 from penstock.runtime.plan.timeline import Span, Timeline
 from tests.browser import browse, chromium, run_in
 from tests.report_cases import Page, line, make_plan, make_run, page_of, written
+from tests.running import penstock, succeeded
 from tests.strategies import plans, predicted
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\"'&&lt;{{ 7 * 7 }}\u2028\u202e"
@@ -191,8 +190,7 @@ return found;
 @pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
 def test_in_a_browser_every_picture_is_drawn_and_answers(planned, ran, tmp_path):
     page = tmp_path / "report.html"
-    result = CliRunner().invoke(cli, ["report", str(planned), str(ran), "-o", str(page)])
-    assert result.exit_code == 0, result.output
+    succeeded(penstock("report", planned, ran, "-o", page))
     state, problems = run_in(page, USE, width=500)
     assert problems == []
     assert state["fits"]
@@ -205,8 +203,8 @@ def test_in_a_browser_every_picture_is_drawn_and_answers(planned, ran, tmp_path)
     text, number = state["chosen"]
     assert text.startswith(f"op {number}: ")
     assert "waits for" in text
-    stranger = page.read_text().replace("</main>", "<script>document.title = 'stranger'</script><img src=x onerror='1'></main>")
-    page.write_text(stranger)
+    stranger = "<script>document.title = 'stranger'</script><img src=x onerror='1'></main>"
+    page.write_text(page.read_text().replace("</main>", stranger))
     dom = browse(page, "--dump-dom")
     assert "<title>stranger" not in dom
     assert 'class="scripted"' in dom  # set by the script of the page

@@ -2,53 +2,30 @@
 
 import pytest
 
-from penstock.hwprofiles.quantity import BASES
-from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.provenance import provenance_of, standard
+from penstock.planner.predict.provenance import provenance_of
+from penstock.planner.predict.scaled_profile import with_quantities
 from penstock.runtime.plan import Lane, Policy, Semantics
 
 
-def plan_on(profile):
-    model, semantics = read_model("qwen2.5-0.5b"), Semantics(1024, 4, 2)
-    return lower(model, build_workload(model, semantics), semantics, Policy(), profile.to_json())
-
-
-def only(profile, place, kind="assumed"):
-    """Return the profile with all quantities "measured", except those below `place`, which get the source kind `kind`."""
-    fields = profile.to_json()
+def only(profile, place):
+    """Return the profile with all quantities "measured", except those below `place`, which are "assumed"."""
+    is_odd = lambda path, quantity: quantity.model_copy(update={"source": "odd"} if path.startswith(place) else {})  # noqa: E731
+    fields = with_quantities(profile, is_odd).to_json()
     for source in fields["sources"].values():
         source |= {"kind": "measured", "device": profile.device.name, "scaled": False}
-    fields["sources"]["odd"] = {"kind": kind, "detail": "odd", "date": None, "device": None, "driver": None}
-
-    def mark(part, path=""):
-        if isinstance(part, dict):
-            if "spread_fraction" in part and path.startswith(place):
-                part["source"] = "odd"
-            for key, item in part.items():
-                mark(item, f"{path}.{key}" if path else key)
-        elif isinstance(part, list):
-            for item in part:
-                mark(item, path)
-
-    mark(fields)
+    fields["sources"]["odd"] = {"kind": "assumed", "detail": "odd", "date": None, "device": None, "driver": None}
     return Profile.from_json(fields)
-
-
-@pytest.mark.parametrize("name", shipped_profiles())
-def test_shares_of_all_sources_add_up_to_one(name):
-    provenance = standard(read_profile(name))
-    assert sum(provenance.fraction(basis) for basis in BASES) == pytest.approx(1)
-    assert all(0 < part.fraction <= 1 for part in provenance.parts)
-    assert all(part.basis != BASES[0] for part in provenance.worst)
 
 
 def test_a_share_is_the_seconds_of_its_ops():
     """If only matrix product rates are assumed, the assumed fraction is their share of device time."""
     profile = read_profile("cpu-2core")  # measured points only: no product is limited by memory
-    plan = plan_on(profile)
+    model, semantics = read_model("qwen2.5-0.5b"), Semantics(1024, 4, 2)
+    plan = lower(model, build_workload(model, semantics), semantics, Policy(), profile.to_json())
     cost = CostModel(profile)
 
     def device_s(model):

@@ -29,22 +29,21 @@ SMALL = DESKTOP.with_memory(3 * GB, 64 * GB)
 MEMORY = [(n_device * 10 * MB, n_host * 10 * MB) for n_device in (100, 430, 600) for n_host in (600, 1400, 1510, 10000)]
 
 
-def refusal(profile, semantics=SEMANTICS, fixed=None):
-    """Return the error of a search, or None if a policy fits."""
-    needs = needs_of(profile, semantics, fixed)
-    return None if any(n.fits for n in needs) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), needs)
+def refusal(profile, fixed):
+    needs = needs_of(profile, fixed)
+    return None if any(n.fits for n in needs) else does_not_fit(Request(MODEL, SEMANTICS, profile, fixed, frozenset()), needs)
 
 
-def needs_of(profile, semantics=SEMANTICS, fixed=None):
-    workload = build_workload(MODEL, semantics)
+def needs_of(profile, fixed):
     if fixed is not None:
-        return [footprint(frame(MODEL, workload, semantics, fixed), profile)]
-    return [needs for _, needs in smallest_plans(MODEL, workload, semantics, profile)]
+        return [needs_with(Request(MODEL, SEMANTICS, profile, fixed, frozenset()), fixed)]
+    return [needs for _, needs in smallest_plans(MODEL, build_workload(MODEL, SEMANTICS), SEMANTICS, profile)]
 
 
-def sizes_in(change):
-    """Parse the memory sizes of a suggested change, e.g. {"host": 64 * GB}."""
-    return {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", change)}
+def needs_with(request, policy=Policy()):  # noqa: B008 frozen
+    """Return the memory footprint of this policy at the sizes of the request."""
+    model, semantics = request.model, request.semantics
+    return footprint(frame(model, build_workload(model, semantics), semantics, policy), request.profile)
 
 
 @mostly_slow(("device", "host"), MEMORY)
@@ -55,7 +54,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     if error is None:
         return
     short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
-    named = sizes_in(error.smallest_change)
+    named = {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", error.smallest_change)}
     assert {place for place, n_bytes in short.items() if n_bytes} == set(named), str(error)
     # Device memory is reported as short only if no policy fits the device.
     assert bool(error.short_device_bytes) == all(needs.short_device_bytes for needs in needs_of(profile, fixed=fixed))
@@ -82,8 +81,7 @@ def test_less_optimizer_state_is_named_where_it_fits(host_memory, optimizer, sug
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, host_memory)
     plain = Semantics(4096, 16, 1)
     request = Request(model, replace(plain, **optimizing(optimizer, None)), profile, None, SIZES).resized()
-    needs = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), profile)]
-    changes = dict(_changes(request, needs))
+    changes = dict(_changes(request, [needs_with(request)]))
     (text,) = [text for text in changes if text.startswith("--optimizer")]
     assert text.startswith(f"--optimizer {suggestion}")
     again = replace(request, semantics=replace(plain, **optimizing(text.split()[1], None))).resized()
@@ -96,11 +94,9 @@ def test_what_changes_no_bit_is_named_first_and_each_with_its_rate(fixed):
     """An 8B model in 64 GB: 24-bit masters fit because the device can hold the state of one layer."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, 64 * GB)
     initial = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused", attention_kernel="flash")
-    semantics = Request(model, initial, profile, None, SIZES).resized().semantics
-    workload = build_workload(model, semantics)
-    policy = baseline(fixed, semantics, workload) if fixed else None
-    needs = [footprint(frame(model, workload, semantics, policy or Policy()), profile)]
-    error = does_not_fit(Request(model, semantics, profile, policy, SIZES), needs)
+    request = Request(model, initial, profile, None, SIZES).resized()
+    policy = baseline(fixed, request.semantics, build_workload(model, request.semantics)) if fixed else None
+    error = does_not_fit(replace(request, fixed=policy), [needs_with(request, policy or Policy())])
     memory, *lossy = error.smallest_change.split(", or ")
     assert memory.startswith("--host-memory 1")
     assert all(re.search(r"about [1-9],\d{3} tokens/s\)$", change) for change in (memory, *lossy)), lossy
@@ -110,12 +106,9 @@ def test_what_changes_no_bit_is_named_first_and_each_with_its_rate(fixed):
 
 def test_no_change_makes_a_plan_too_long_to_write():
     semantics = replace(SEMANTICS, batch_size=2**21)
-    workload = build_workload(MODEL, semantics)
-    assert most_ops(workload, semantics) > MAX_PLAN_OPS
-    profile = DESKTOP.with_memory(None, GB)
-    needs = [footprint(frame(MODEL, workload, semantics, Policy()), profile)]
-    error = does_not_fit(Request(MODEL, semantics, profile, Policy(), frozenset()), needs)
-    assert "no change that was tried" in error.smallest_change
+    assert most_ops(build_workload(MODEL, semantics), semantics) > MAX_PLAN_OPS
+    request = Request(MODEL, semantics, DESKTOP.with_memory(None, GB), Policy(), frozenset())
+    assert "no change that was tried" in does_not_fit(request, [needs_with(request)]).smallest_change
 
 
 @mostly_slow("named", [SIZES, frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}])
@@ -125,8 +118,8 @@ def test_no_change_resets_a_size_that_the_user_named(named):
     semantics = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
     free = SIZES - named
     request = Request(model, semantics, SMALL, None, free).resized()
-    needs = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), SMALL)]
-    changes = [*_changes(request, needs), *_with_memory(request, needs[0])]  # fitting or not
+    needs = needs_with(request)
+    changes = [*_changes(request, [needs]), *_with_memory(request, needs)]  # fitting or not
     assert {text.split()[0] for text, _ in changes} >= {"--master", "--gradient-dtype", "--device-memory"}
     for text, changed in changes:
         is_size = text.startswith("--micro-batch")
@@ -150,15 +143,13 @@ def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     """More host memory changes the fastest sizes, and this policy would not fit the device with them."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
     initial = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused")
-    semantics = Request(model, initial, profile, None, SIZES).resized().semantics
-    workload = build_workload(model, semantics)
-    fixed = baseline("megatrain", semantics, workload)
-    needs = footprint(frame(model, workload, semantics, fixed), profile)
-    error = does_not_fit(Request(model, semantics, profile, fixed, SIZES), [needs])
+    request = Request(model, initial, profile, None, SIZES).resized()
+    fixed = baseline("megatrain", request.semantics, build_workload(model, request.semantics))
+    error = does_not_fit(replace(request, fixed=fixed), [needs_with(request, fixed)])
     changed = re.search(r"--host-memory (\w+)(?: --micro-batch \d+)? \(about", error.smallest_change)
     assert changed, error
     larger = profile.with_memory(None, parse_bytes(changed[1]))
-    several = sizes_of(model, semantics, larger)
+    several = sizes_of(model, request.semantics, larger)
     assert any(footprint(frame(model, workload, size, fixed), larger).fits for size, workload in several)
 
 

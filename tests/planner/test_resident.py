@@ -79,8 +79,7 @@ def test_the_least_memory_recomputes_every_layer_from_its_input(batch):
     short = estimate(profile.with_memory(10**9, None), model, s)
     assert short.to_json()["does_not_fit"].startswith("device memory is ")
     least, roomy = estimate(profile.with_memory(short.needs.device_peak_bytes, None), model, s), estimate(profile, model, s)
-    layers = workload.blocks[1:-1]
-    again_s = sum(cost.recompute_s(layer, layer.recompute(Saved.INPUT), s) for layer in layers)
+    again_s = sum(cost.recompute_s(layer, layer.recompute(Saved.INPUT), s) for layer in workload.blocks[1:-1])
     assert least.step_s - roomy.step_s == pytest.approx(batch * again_s)
 
 

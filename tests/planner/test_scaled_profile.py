@@ -16,11 +16,7 @@ def test_every_speed_of_a_profile_and_nothing_else_has_a_group(name):
         is_size = key in {f"{part}_bytes" for part in ("memory", "context", "workspace", "runtime", "pool", "most")}
         is_speed = not is_size and not place.startswith(("price.", "link.host_cores_per_copy"))
         assert (group_of(place) is not None) == is_speed, place
-
-
-def test_no_quantity_is_of_two_speeds():
-    for place, _ in MADE_UP.quantities():
-        assert sum(place.startswith(begins) for _, begins in SPEEDS.values()) <= 1
+        assert sum(place.startswith(begins) for _, begins in SPEEDS.values()) == is_speed, "no quantity is of two speeds"
 
 
 @pytest.mark.parametrize("group", list(Group))

@@ -8,12 +8,10 @@ from math import inf
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.any_memory import with_any_memory
-from penstock.cli.main import cli
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.bounds.bounds import policy_bound, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
@@ -25,23 +23,14 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.resident import resident as all_resident
 from penstock.planner.predict.resident import shares_memory
-from penstock.planner.predict.scaled_profile import Group, faster
+from penstock.planner.predict.scaled_profile import Group, faster, sped_up, with_quantities
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import CUT
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, sizes_of
-from penstock.planner.search.policies import (
-    BASELINES,
-    GRADIENT_SLOTS,
-    Family,
-    Way,
-    baseline,
-    families,
-    smallest_plans,
-    staying,
-    with_ways,
-)
+from penstock.planner.search.policies import BASELINES, Family, Way, baseline, families, smallest_plans, staying, with_ways
+from penstock.planner.search.policies import GRADIENT_SLOTS as SLOTS
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.search import search, search_machine
 from penstock.planner.search.tree import Tree
@@ -53,6 +42,7 @@ from penstock.runtime.plan.workload import Model, Saved
 from penstock.runtime.units import GB
 from tests.adversary import cell, sample_policy, sample_workload
 from tests.lanes import examples, mostly_slow
+from tests.running import penstock, succeeded
 from tests.strategies import MODEL as NOBODY
 from tests.tiny import tiny_config
 
@@ -61,16 +51,9 @@ LEAVING = Way(Saved.PRODUCTS, away=True)
 DESKTOP = read_profile("rtx4090-desktop")
 
 
-def slower(machine, *places, factor=200.0):
-    """Return the machine profile with these rates divided by `factor`, so that they limit the step."""
-    fields = read_profile(machine).to_json()
-    for place in places:
-        node = fields
-        for key in place.split("."):
-            node = node[key]
-        for quantity in [point["rate"] for point in node] if isinstance(node, list) else [node]:
-            quantity["value"] /= factor
-    return Profile.from_json(fields)
+def slower(machine, *places):
+    """Return the machine profile with these rates divided by 200, so that they limit the step."""
+    return with_quantities(read_profile(machine), lambda place, q: sped_up(place, q, 1 / 200) if place.startswith(places) else q)
 
 
 MACHINES = {
@@ -143,7 +126,6 @@ def hold_counts(model, workload, semantics, policy, profile):
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=examples(8))
 def test_the_search_finds_what_brute_force_finds(s, data):
-    """The tolerance is one percent."""
     workload = data.draw(workloads(s, most_layers=2))
     profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
     s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
@@ -250,7 +232,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     if opens:  # branch on group sizes and slot counts
         lowest_s = inf
         for family, family_s in below_s.items():
-            for size, n_slots in product(family.groups, GRADIENT_SLOTS):
+            for size, n_slots in product(family.groups, SLOTS):
                 relaxed = relaxation.solve(replace(family, accumulation_group=size, largest_group=size), None, n_slots)
                 lowest_s = min(lowest_s, max(family_s, relaxed.bound_s) if relaxed else inf)
     assert answer.certificate.policy_bound_s == max(machine_bound(answer.plan, CostModel(profile)).seconds, lowest_s)
@@ -317,20 +299,14 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
     [("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16), ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8)],
 )
 def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, batch):
-    """Append the suggested options to the `plan` command and run it again."""
-    options = ["plan", model, "--machine", machine, "--seq-len", "1024", "--batch-size", str(batch), "--json"]
-    options += ["--device-memory", str(device)] if device else []
-    options += ["--host-memory", str(host)] if host else []
-    rejected = CliRunner().invoke(cli, options)
+    options = ["plan", model, "--machine", machine, "--seq-len", 1024, "--batch-size", batch, "--json"]
+    options += ["--device-memory", device] if device else ["--host-memory", host]
+    rejected = penstock(*options)
     assert rejected.exit_code == 3, rejected.output
     changes = rejected.stderr.split("smallest changes that fit: ")[1].strip().split(", or ")
     assert changes
     for change in changes:
-        accepted = CliRunner().invoke(cli, [*options, *change.partition(" (")[0].split()])
-        assert accepted.exit_code == 0, (change, accepted.stderr)
-
-
-# -- frozen weights -------------------------------------------------------------------------------------------------------
+        succeeded(penstock(*options, *change.partition(" (")[0].split()))
 
 
 def setup_of(model_type, train, n_layers=4, **fields):
@@ -361,8 +337,7 @@ def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     assert min(n.device_peak_bytes for n in needs) <= strided < spread
     tight = with_any_memory(DESKTOP, strided, 10**12)
     model, workload, semantics = setup
-    result = search(model, [(semantics, workload)], tight)
-    assert result.needs.fits
+    assert search(model, [(semantics, workload)], tight).needs.fits
 
 
 def test_adapters_updated_on_the_device_need_no_host_ops():

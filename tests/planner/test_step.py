@@ -45,8 +45,7 @@ def test_the_drawn_step_holds_every_op_once(plan):
     for piece in stretch.within():
         assert 0 <= piece.start_s <= piece.end_s <= stretch.length_s * (1 + 1e-9)
         drawn_s[piece.op] += piece.end_s - piece.start_s
-    n_steps = len(prediction.timeline.step_ends_s)
-    for span in prediction.timeline.from_step(n_steps - 1).spans:
+    for span in prediction.timeline.from_step(len(prediction.timeline.step_ends_s) - 1).spans:
         assert drawn_s[span.op] == pytest.approx(span.end_s - span.start_s, abs=1e-9 * prediction.step_s + 1e-12)
 
 

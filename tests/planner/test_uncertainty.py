@@ -1,6 +1,5 @@
 """Prediction intervals: widths from the spreads of a profile."""
 
-import math
 import random
 from statistics import quantiles
 
@@ -13,7 +12,7 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.compute_time import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.scaled_profile import Group, group_of, with_quantities
+from penstock.planner.predict.scaled_profile import Group, group_of, sped_up, with_quantities
 from penstock.planner.predict.uncertainty import interval, off_by
 from penstock.planner.show.waterfall import RESOURCES
 from penstock.runtime.host import slabs
@@ -38,10 +37,10 @@ def width_s(prediction):
     return prediction.p90_step_s - prediction.p10_step_s
 
 
-def small_plan(machine="h200-pcie5", update="deferred", pointwise="eager"):
+def small_plan(pointwise="eager"):
     model, semantics = read_model("qwen2.5-0.5b"), Semantics(seq_len=512, batch_size=8, micro_batch=8, pointwise=pointwise)
-    profile = read_profile(machine)
-    return lower(model, build_workload(model, semantics), semantics, Policy(update=update), profile.to_json()), profile
+    profile = read_profile("h200-pcie5")
+    return lower(model, build_workload(model, semantics), semantics, Policy(update="deferred"), profile.to_json()), profile
 
 
 @given(cases(), st.integers(1, 8), st.integers(0, 100))
@@ -160,28 +159,14 @@ def test_beyond_a_shipped_grid_a_product_is_off_by_over_a_tenth(machine):
 
 @pytest.mark.slow
 def test_the_interval_is_that_of_plain_sampling():
-    """Compare with independent samples of the profile, each built from JSON."""
+    """Compare with independent samples of the profile."""
     plan, profile = small_plan()
-    fields, rng = profile.to_json(), random.Random(3)
-    steps_s = []
+    rng, steps_s = random.Random(3), []
     for _ in range(100):
-        z = {group: rng.gauss(0, 1) / 1.2815515655446004 for group in Group}
-        steps_s.append(predicted(plan, Profile.from_json(moved(fields, z))).step_s)
+        z = {group: rng.gauss(0, 1) / 1.2815515655446004 for group in Group} | {None: 0.0}
+        moved = with_quantities(profile, lambda place, q: sped_up(place, q, (1 + q.spread_fraction) ** z[group_of(place)]))  # noqa: B023
+        steps_s.append(predicted(plan, moved).step_s)
     tenths = quantiles(steps_s, n=10)
     result = interval(plan, profile, 64)
     percentiles = result.p10_step_s, result.p50_step_s, result.p90_step_s
     assert percentiles == pytest.approx((tenths[0], tenths[4], tenths[8]), rel=0.04)
-
-
-def moved(part, z, place=""):
-    """Return the profile JSON with each quantity shifted by `z[group]` times its spread."""
-    if isinstance(part, dict) and set(part) == {"value", "spread_fraction", "source"}:
-        group = group_of(place)
-        factor = 1.0 if group is None else math.pow(1 + part["spread_fraction"], z[group])
-        is_time = place.endswith(("latency_s", "overhead_s"))
-        return part | {"value": part["value"] / factor if is_time else part["value"] * factor}
-    if isinstance(part, dict):
-        return {key: moved(item, z, f"{place}.{key}" if place else key) for key, item in part.items()}
-    if isinstance(part, list):
-        return [moved(item, z, f"{place}.{i}") for i, item in enumerate(part)]
-    return part

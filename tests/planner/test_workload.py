@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,6 @@ def attention_of(model_type: str) -> str:
     return "eager" if model_type in EAGER_ONLY else "sdpa"
 
 
-# ---- parameters
-
-
 def parameters_agree(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         expected = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
@@ -62,9 +60,6 @@ def test_weights_have_the_names_shapes_and_order_of_transformers(model_type: str
 @mostly_slow("name", [name for name in shipped_models() if read_model(name).config["model_type"] in MODEL_TYPES])
 def test_every_shipped_model_has_the_weights_of_the_real_one(name: str) -> None:
     parameters_agree(read_model(name).config)
-
-
-# ---- work
 
 
 @mostly_slow("model_type", MODEL_TYPES)
@@ -118,9 +113,6 @@ def test_experts_share_rows_evenly_and_lose_none() -> None:
         assert sum(m.m * m.count for m in rows) == 2 * tokens
         assert sum(m.count for m in rows) == min(4, 2 * tokens)
         assert max(m.m for m in rows) - min(m.m for m in rows) <= 1
-
-
-# ---- traffic and saved bytes of a forward
 
 
 @mostly_slow("case", cases(MODEL_TYPES), fast=(0, 9, 10, 12, 14, 16, 18, 22), ids="-".join)
@@ -178,7 +170,6 @@ def test_rows_of_experts_keep_what_autograd_saves_of_them(model_type: str, dtype
 
 
 def test_the_bound_holds_at_a_width_of_real_models() -> None:
-    """Use one layer with the width of a 0.5B model."""
     config = read_model("qwen2.5-0.5b").config | {"num_hidden_layers": 1, "vocab_size": 64}
     model = hf_model(config, attn_implementation="sdpa").to(torch.bfloat16)
     block = build_workload(Model(config), semantics(1, 512, "bf16")).blocks[1]
@@ -187,9 +178,6 @@ def test_the_bound_holds_at_a_width_of_real_models() -> None:
     peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))
     assert peak <= block.transient_bytes <= 1.5 * peak
     assert block.kept_bytes == pytest.approx(saved_bytes(layer, x, kwargs, weights), rel=0.02)
-
-
-# ---- vocabulary blocks
 
 
 @mostly_slow("dtype", DTYPES)
@@ -253,12 +241,9 @@ def test_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: str, d
     assert (block.kept_bytes, block.boundary_bytes) == (0, 0)
 
 
-# ---- reading
-
-
-def write(folder: Path, config: object, name: str = "config.json") -> Path:
-    (folder / name).write_text(config if isinstance(config, str) else json.dumps(config))
-    return folder / name
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
 
 
 def test_a_model_is_a_folder_a_file_or_a_shipped_name(tmp_path: Path) -> None:
@@ -283,14 +268,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "complaint"), WRONG)
 def test_a_wrong_configuration_is_refused_with_its_key(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
-    config = tiny_config("qwen3_moe") | change
-    file = write(tmp_path, {k: v for k, v in config.items() if v is not ...})
-    with pytest.raises(WorkloadError) as caught:
+    file = write(tmp_path, {k: v for k, v in (tiny_config("qwen3_moe") | change).items() if v is not ...})
+    with pytest.raises(WorkloadError, match=rf"^{re.escape(str(file))}.*{complaint}.*$") as caught:
         read_model(str(tmp_path))
-    message = str(caught.value)
-    assert message.startswith(str(file))
-    assert complaint in message
-    assert "\n" not in message
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

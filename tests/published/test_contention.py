@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -14,19 +15,22 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.region import Resource, shares
 from penstock.planner.predict.simulate import simulate
-from penstock.runtime.plan import Kind, Op, Policy, Semantics
+from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics
 from tests.planner.test_simulate import REGION, demanded
 
 LARGE, SMALL = 0, 1  # blocks of a 72B model: the embedding is larger than a layer
 
 
+@cache
+def full_plan() -> Plan:
+    model, semantics = read_model("qwen2.5-72b"), Semantics(seq_len=1024, batch_size=1, micro_batch=1)
+    return lower(model, build_workload(model, semantics), semantics, Policy(), {})
+
+
 def copy_rates(name: str) -> dict[Kind, tuple[float, float]]:
     """Return bytes/s of a layer's upload and download: (alone, during a larger copy in the other direction)."""
-    model, semantics = read_model("qwen2.5-72b"), Semantics(seq_len=1024, batch_size=1, micro_batch=1)
-    profile = read_profile(name)
-    full = lower(model, build_workload(model, semantics), semantics, Policy(), {})
+    profile, full, rates = read_profile(name), full_plan(), {}
     cost = CostModel(profile)
-    rates = {}
     for kind, reverse in ((Kind.LOAD, Kind.OFFLOAD_GRADIENT), (Kind.OFFLOAD_GRADIENT, Kind.LOAD)):
         n_bytes = full.workload.blocks[SMALL].slot_elements * 2  # bf16
         per_s = []
@@ -51,8 +55,7 @@ def test_a_gb300_halves_each_direction_when_both_are_busy():
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_two_directions_together_move_no_more_than_was_measured(name):
     profile = read_profile(name)
-    together = sum(rate for _, rate in copy_rates(name).values())
-    assert together <= profile.link.duplex_bytes_per_s.value * 1.01
+    assert sum(rate for _, rate in copy_rates(name).values()) <= profile.link.duplex_bytes_per_s.value * 1.01
 
 
 MODEL = read_model("qwen2.5-7b")

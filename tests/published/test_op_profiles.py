@@ -3,14 +3,13 @@
 import json
 import math
 import re
-from itertools import product
 
 import pytest
 
-from benchmarks.op_fit import FitResult, attention, collectives, digest_of, eager_rates, memory_rates, norms, products, rows_to_fit
+from benchmarks.op_fit import rows_to_fit
 from benchmarks.op_profiles import FOLDER, profiles
 from benchmarks.published.ops import validate_ops
-from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.hwprofiles.schema import Profile
 from tests.tour import ROOT
 
 CHANCE = 0.01  # significance level: probability that correct spreads cover so few rows
@@ -21,26 +20,6 @@ def test_no_law_is_fitted_to_rows_of_the_test_or_distrusted_rows():
     assert len(rows_to_fit()) > 900
     assert {row.share for row in rows_to_fit()} == {"fit"}
     assert all(row.trust < 3 for row in rows_to_fit())
-
-
-@pytest.mark.slow
-def test_every_number_that_names_rows_names_rows_of_the_fit(monkeypatch):
-    """A source contains a digest of its rows, which must be the digest of a group of today. Values fitted to the rows are tested by
-    the next test; products are fitted here, because rates depend on them."""
-    products()
-    monkeypatch.setattr("benchmarks.op_fit.FitResult.validated", lambda groups, *_: FitResult({}, groups, {}))
-    several = (fitted for by_name in collectives().values() for fitted in by_name.values())
-    groups = [rows for fitted in (*products().values(), *several) for rows in fitted.rows.values()]
-    for kernel, way in product(("flash", "cudnn", "fa3", "aiter"), ("forward", "backward")):
-        groups += [rows for fitted in attention(kernel, way).values() for rows in fitted.rows.values()]
-    for kernel, way in product(("torch-fused", "torch-compile"), ("forward", "backward")):
-        groups += norms(kernel, way).rows.values()
-    groups += [rows for by_name in (eager_rates(), memory_rates()) for _, rows in by_name.values()]
-    known = {digest_of(rows) for rows in groups}
-    details = [(name, source.detail) for name in shipped_profiles() for source in read_profile(name).sources.values()]
-    named = {(name, mark) for name, detail in details for mark in re.findall(r"rows ([0-9a-f]{12})", detail)}
-    assert len(named) > 50
-    assert {(name, mark) for name, mark in named if mark not in known} == set()
 
 
 def test_no_spread_is_tighter_than_the_rows_of_the_test_show():
@@ -65,11 +44,16 @@ def chance_of(n_held, n):
 
 @pytest.mark.slow
 def test_shipped_profiles_are_what_the_fit_gives_today():
-    """Fit all laws again. Values fitted to runs are tested with the ledger of runs."""
+    """Fit all laws again. Values fitted to runs are tested with the ledger of runs. A source contains a digest of its rows."""
+    n_named = 0
     for machine, fields in profiles():
-        shipped = json.loads((FOLDER / f"{machine}.json").read_text())
+        shipped, fitted = json.loads((FOLDER / f"{machine}.json").read_text()), Profile.from_json(fields).to_json()
         for part in ("device", "peers"):
-            assert_close(Profile.from_json(fields).to_json().get(part), shipped.get(part), f"{machine}.{part}")
+            assert_close(fitted.get(part), shipped.get(part), f"{machine}.{part}")
+        digests = [re.findall(r"rows ([0-9a-f]{12})", json.dumps(one["sources"], sort_keys=True)) for one in (fitted, shipped)]
+        assert digests[0] == digests[1], machine
+        n_named += len(digests[1])
+    assert n_named > 50
 
 
 def assert_close(value, shipped, place):

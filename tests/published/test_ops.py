@@ -5,17 +5,16 @@ import json
 from io import StringIO
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.op_ledger import TEST_COVERAGE, WANTED, WHY, misses, page
 from benchmarks.op_profiles import GPUS
 from benchmarks.published.op_rows import COLUMNS, read_ops
 from benchmarks.published.ops import Errors, OpLedger, validate_ops
-from benchmarks.validate import validate
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
 from penstock.runtime.plan import Semantics
+from tests.running import penstock
 from tests.tour import ROOT
 
 SHIPPED = ROOT / "benchmarks" / "published_ops.csv"
@@ -53,7 +52,6 @@ def test_a_hash_of_machine_kind_and_shape_draws_the_test_rows(tmp_path):
 
 
 def test_a_product_a_copy_and_a_layer_are_what_a_plan_books(tmp_path):
-    """Compare with direct calls of the cost model."""
     layer = PRODUCT | {"kind": "layer_forward", "kernel": "eager", "shape": "model=llama-3.1-8b;batch=2;seq=2048"}
     product, copy, layer_op = validate_ops(file_of(tmp_path, PRODUCT, COPY, layer)).ops
     profile = read_profile("h100-sxm")
@@ -70,13 +68,13 @@ def test_a_product_a_copy_and_a_layer_are_what_a_plan_books(tmp_path):
 def test_an_op_without_a_prediction_is_counted_and_says_why(tmp_path):
     gather = PRODUCT | {"kind": "collective", "kernel": "nccl-all_gather", "shape": "gpus=4;bytes=1048576"}
     path = file_of(tmp_path, PRODUCT | {"dtype": "fp8"}, gather, gather | {"machine": "rtx3090-desktop"})
-    report = json.loads(CliRunner().invoke(validate, [path, "--json"]).stdout)
+    report = json.loads(penstock("validate", path, "--json").stdout)
     assert [bool(op.get("why_not")) for op in report["ops"]] == [True, False, True]
     assert report["n_not_predicted"] == 2
     assert set(report["ops"][1]) >= {"machine", "kind", "kernel", "shape", "measured", "predicted", "ratio"}
     for group in report["groups"]:
         assert set(group) >= {"machine", "kind", "kernel", "n", "median_ratio", "median_error_fraction", "p90_error_fraction"}
-    assert "not predicted: 2 rows" in CliRunner().invoke(validate, [path]).stdout
+    assert "not predicted: 2 rows" in penstock("validate", path).stdout
 
 
 def test_rows_of_the_test_are_predicted_as_well_as_was_wanted(ledger):

@@ -1,6 +1,5 @@
 """Models of published systems: uploads, buffers, memory and seconds against their sources."""
 
-import networkx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,15 +51,11 @@ def programs(draw):
 
 def longest_paths(tasks):
     """Reference implementation: a task starts after its dependencies and after the previous task of its queue."""
-    graph = networkx.DiGraph()
-    last = {}
-    for i, task in enumerate(tasks):
-        graph.add_node(i)
-        graph.add_edges_from((j, i) for j in (*task.dependencies, *([last[task.queue]] if task.queue in last else [])))
-        last[task.queue] = i
-    ends = []
-    for i, task in enumerate(tasks):
-        ends.append(max((ends[j] for j in graph.predecessors(i)), default=0.0) + task.demand.uncontended_s)
+    ends, queue_ends = [], {}
+    for task in tasks:
+        begin_s = max([queue_ends.get(task.queue, 0.0), *(ends[j] for j in task.dependencies)])
+        ends.append(begin_s + task.demand.uncontended_s)
+        queue_ends[task.queue] = ends[-1]
     return ends
 
 

@@ -92,8 +92,7 @@ def test_names_and_measurements_do_not_change_predictions(published, ledger):
 
 
 def test_no_constant_belongs_to_a_run_or_a_model(published):
-    owners = {c.owner for stage in STAGES.values() for c in stage.constants}
-    assert owners <= {SOFTWARE, *shipped_profiles()}
+    assert {c.owner for stage in STAGES.values() for c in stage.constants} <= {SOFTWARE, *shipped_profiles()}
     names = [c.name for stage in STAGES.values() for c in stage.constants]
     assert len(set(names)) == len(names)
     assert not [name for name in names for model in shipped_models() if model in name]
@@ -114,7 +113,6 @@ def test_the_shipped_constants_are_those_that_the_fit_finds(published, checked):
 
 
 def test_a_fit_finds_the_constants_that_made_the_runs():
-    """Constants without a run keep their prior."""
     constants = [Constant("m", "rate", 10.0, 0.5, ""), Constant("m", "fixed", 1.0, 0.5, ""), Constant("m", "idle", 5.0, 0.3, "")]
     work = (1.0, 10.0, 100.0, 300.0)
     truth = [n / 14.0 + 1.3 for n in work]

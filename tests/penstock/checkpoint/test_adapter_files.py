@@ -104,8 +104,7 @@ def refused(folder: Path, **overrides: Any) -> str:
 
 
 def set_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps(config | changes))
+    (folder / CONFIG_FILE).write_text(json.dumps(json.loads((folder / CONFIG_FILE).read_text()) | changes))
 
 
 NOT_COMPUTED: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """Full training of weights published in FP8 or MXFP4, compared with a bf16 copy."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from tests.checkpoints import refused
 from tests.every_type import tiny
 from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
-from tests.running import SIZES, UNSEARCHED, make_home, penstock, succeeded, train, weights_sha
+from tests.running import SIZES, UNSEARCHED, penstock, succeeded, train, weights_sha
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
-def random_weight(*shape: int, seed: int) -> torch.Tensor:
+def random(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
@@ -47,7 +48,7 @@ def stored(folder, tensors: dict[str, torch.Tensor]) -> Dequantised:
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_of_transformers(tmp_path, scale_dtype):
-    packed = in_fp8("q.weight", random_weight(256, 384, seed=0), scale_dtype) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
+    packed = in_fp8("q.weight", random((256, 384)), scale_dtype) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
     dequantised = stored(tmp_path, packed | {"norm.weight": torch.ones(5)})
     expected = {
         "q.weight": Fp8Dequantize(None)._dequantize_one(packed["q.weight"], packed["q.weight_scale_inv"], torch.bfloat16),
@@ -70,7 +71,7 @@ def test_values_are_those_of_transformers(tmp_path, scale_dtype):
     ],
 )
 def test_codes_and_scales_that_do_not_match_are_refused(tmp_path, name, changes):
-    packed = in_fp8("q.weight", random_weight(256, 384, seed=0), torch.float32) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
+    packed = in_fp8("q.weight", random((256, 384)), torch.float32) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
     dequantised = stored(tmp_path, packed | changes)
     assert f"{name} is not in" in refused(lambda: dequantised[name])
 
@@ -97,8 +98,7 @@ def published(home, model_type: str) -> None:
 
 
 @mostly_slow("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
-def test_weights_in_few_bits_train_as_a_bf16_copy_of_them(tmp_path, model_type):
-    home = make_home(tmp_path)
+def test_weights_in_few_bits_train_as_a_bf16_copy_of_them(home, model_type):
     published(home, model_type)
     for folder in ("few", "bf16"):
         planned = succeeded(penstock("plan", home / folder, *SIZES, *UNSEARCHED, "-o", home / f"{folder}.json"))

@@ -28,6 +28,7 @@ from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, lora_of,
 from tests.every_type import tiny
 from tests.lanes import diagonal
 from tests.penstock.checkpoint.test_dequantised import published
+from tests.real_layers import load_model
 from tests.running import weights_in
 from tests.tiny import MODEL_TYPES
 
@@ -36,7 +37,6 @@ SHARD = "20KB"  # tiny models then have several shards
 
 
 def folders(tmp_path: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, shard: str = SHARD) -> tuple[Path, Path]:
-    """Return the folders of a model and of an adapter."""
     model, lora = model_of(model_type, dtype), lora_of(model_type)
     model.save_pretrained(tmp_path / "base", max_shard_size=shard)
     return tmp_path / "base", write_adapter(tmp_path / "adapter", lora, factors_of(model, lora))
@@ -66,8 +66,7 @@ def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dty
     plain, merged = plainly_merged(base, adapter, lora_of(model_type).scale), weights_in(tmp_path / "out")
     assert merged.keys() == plain.keys()
     assert all(torch.equal(merged[name], weight) and merged[name].dtype == dtype for name, weight in plain.items())
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values())
+    loaded = load_model(tmp_path / "out")
     assert loaded.dtype == dtype
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == ("lm_head.weight" not in merged)
     by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
@@ -87,9 +86,8 @@ def test_experts_without_adapters_stay_in_mxfp4(tmp_path: Path) -> None:
     initial, final = weights_in(tmp_path / "few"), weights_in(tmp_path / "out")
     assert initial.keys() == final.keys()
     assert {name.split(".")[-2] for name in initial if not initial[name].equal(final[name])} == {*ATTENTION}
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values())
-    assert loaded.model.layers[0].mlp.experts.down_proj.equal(model.model.layers[0].mlp.experts.down_proj)
+    experts = [whole.model.layers[0].mlp.experts.down_proj for whole in (load_model(tmp_path / "out"), model)]
+    assert experts[0].equal(experts[1])
 
 
 def test_experts_are_unpacked_from_codes_and_scales_in_two_files(tmp_path: Path) -> None:
@@ -107,7 +105,7 @@ def test_experts_are_unpacked_from_codes_and_scales_in_two_files(tmp_path: Path)
     one, two = (weights_in(tmp_path / folder) for folder in ("one", "two"))
     assert one.keys() == two.keys()
     assert all(one[name].equal(two[name]) for name in one)
-    assert not any(AutoModelForCausalLM.from_pretrained(tmp_path / "two", output_loading_info=True)[1].values())
+    load_model(tmp_path / "two")
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
@@ -183,8 +181,8 @@ def set_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def set_tensor(base: Path, name: str, tensor: Tensor, file: str = "model.safetensors") -> None:
-    save_file(load_file(base / file) | {name: tensor}, base / file)
+def set_tensor(base: Path, name: str, tensor: Tensor) -> None:
+    save_file(load_file(base / "model.safetensors") | {name: tensor}, base / "model.safetensors")
 
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -199,7 +197,10 @@ def in_two_files(base: Path) -> None:
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (lambda base: set_json(base / "config.json", quantization_config={"quant_method": "gptq"}), "quantization_config"),
-    "no-projection": (lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32)), f"{Q0}.lora_A.weight is no factor"),
+    "no-projection": (
+        lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32)),
+        f"{Q0}.lora_A.weight is no factor",
+    ),
     "a-tensor-in-two-files": (in_two_files, "is in another file too"),
 }
 
@@ -245,4 +246,4 @@ def test_a_merge_that_is_killed_leaves_nothing_that_loads(tmp_path: Path) -> Non
     assert not (tmp_path / "out.partial" / "config.json").exists()
     merge(base, adapter, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    load_model(tmp_path / "out")

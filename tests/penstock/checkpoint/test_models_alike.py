@@ -2,12 +2,11 @@
 
 import json
 import re
-from importlib import resources
 from typing import Any
 
 import pytest
 
-from penstock.planner.model.config import hub_name, shipped_models
+from penstock.planner.model.config import hub_name, shipped_model, shipped_models
 from penstock.runtime.layers.meta_models import difference
 from tests.tiny import MODEL_TYPES, tiny_config
 
@@ -32,14 +31,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def shipped(name: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((resources.files("penstock.planner") / "models" / f"{name}.json").read_bytes())
-    return config
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_shipped_model_is_the_published_one(name: str) -> None:
-    assert difference(shipped(name) | _USUAL | PUBLISHED[name], shipped(name)) is None
+    config = shipped_model(name).config
+    assert difference(config | _USUAL | PUBLISHED[name], config) is None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +51,7 @@ def test_a_shipped_model_is_the_published_one(name: str) -> None:
     ],
 )
 def test_another_model_is_named_by_the_first_difference(name: str, changes: dict[str, Any], expected: str) -> None:
-    message = difference(shipped(name) | changes, shipped(name))
+    message = difference(shipped_model(name).config | changes, shipped_model(name).config)
     assert message is not None
     assert message.startswith(expected)
 

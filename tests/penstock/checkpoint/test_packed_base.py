@@ -23,7 +23,8 @@ from penstock.runtime.layers.packed_weights import pack
 from penstock.runtime.plan.workload import Model
 from tests.accidents import forked_to_die
 from tests.checkpoints import refused
-from tests.penstock.checkpoint.test_dequantised import in_mxfp4
+from tests.penstock.checkpoint import test_dequantised
+from tests.penstock.checkpoint.test_dequantised import in_mxfp4, random
 from tests.runtime.test_packed_weights import unpacked
 from tests.tiny import tiny_config
 
@@ -35,11 +36,7 @@ DENSE, EXPERTS = {"model_type": "llama"}, tiny_config("qwen3_moe")
 SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_experts": 4}
 OLMOE = OlmoeConfig(vocab_size=96, pad_token_id=0, **SMALL).to_dict()
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
-FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
-
-
-def random(shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+FP8 = {"quantization_config": test_dequantised.FP8}
 
 
 @pytest.fixture
@@ -55,12 +52,8 @@ def published(folder, tensors, **config):
     return folder
 
 
-# -- packed once ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def made(monkeypatch):
-    """Record the shapes of packed weights."""
     calls = []
     monkeypatch.setattr(cache_of, "pack", lambda weight, base: calls.append(tuple(weight.shape)) or pack(weight, base))
     return calls
@@ -152,14 +145,11 @@ def gathered(parts):
     return {name: tensor for tensors, _ in parts for name, tensor in tensors.items()}, [meant for _, meant in parts]
 
 
-# -- published by bitsandbytes ----------------------------------------------------------------------------------------
-
-
-def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8, kind="nf4"):
+def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8):
     """Return ({name: tensor}, dequantised weight) of a bitsandbytes layer."""
-    layer = bnb.nn.Linear4bit(*reversed(weight.shape), False, compress_statistics=nested, quant_type=kind, quant_storage=storage)
-    how = {"compress_statistics": nested, "quant_type": kind, "quant_storage": storage, "blocksize": block}
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, **how).to("cpu")
+    how = {"compress_statistics": nested, "quant_type": "nf4", "quant_storage": storage}
+    layer = bnb.nn.Linear4bit(*reversed(weight.shape), False, **how)
+    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, blocksize=block, **how).to("cpu")
     tensors = {name.removesuffix("weight") + key: tensor.detach().clone() for key, tensor in layer.state_dict().items()}
     state = layer.weight.quant_state
     state.shape = torch.Size((1, weight.numel()))  # the CPU kernel assumes that blocks end within a row
@@ -206,9 +196,6 @@ def test_a_file_bitsandbytes_would_not_write_is_refused(tmp_path, odd):
     assert "copy the model again" in refused(lambda: read(Q))
 
 
-# -- published in fp8 -------------------------------------------------------------------------------------------------
-
-
 def of_fp8(name, shape, seed=0, scale_dtype=torch.float32):
     """Return ({name: tensor}, dequantised weight) of random finite codes with scales."""
     codes = random(shape, seed).mul(3000).to(torch.float8_e4m3fn)
@@ -249,9 +236,6 @@ def test_experts_whose_blocks_would_not_meet_are_refused(tmp_path):
     assert "gate_proj.weight does not end at a block boundary" in message
 
 
-# -- published in mxfp4 -----------------------------------------------------------------------------------------------
-
-
 def test_mxfp4_experts_unpack_to_the_bits_of_transformers(tmp_path):
     shape, config = (3, 64, 96), {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     stored = in_mxfp4(GATE_UP, shape, 0)
@@ -269,9 +253,6 @@ def test_mxfp4_experts_unpack_to_the_bits_of_transformers(tmp_path):
         folder = published(tmp_path / str(i), tensors)
         assert message in refused(lambda: packed_base(folder, config, {GATE_UP: shape}, "mxfp4", tmp_path)(GATE_UP))  # noqa: B023
     assert "plan with --base mxfp4" in refused(lambda: packed_base(tmp_path / "model", config, {GATE_UP: shape}, "nf4", tmp_path))
-
-
-# -- rejected files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -78,7 +79,6 @@ def only(files: dict[str, bytes], *steps: int) -> dict[str, bytes]:
 
 
 def noticed(monkeypatch) -> list[Snapshots]:
-    """Record the snapshots of later runs."""
     snapshots = []
 
     class Noticed(Snapshots):
@@ -139,6 +139,17 @@ def held_writer(monkeypatch) -> threading.Event:
     return may_write
 
 
+def once(condition: Callable[[], object], work: Callable[[], object]) -> None:
+    """Start a thread that works as soon as the condition holds."""
+
+    def watch() -> None:
+        while not condition():
+            time.sleep(0.001)
+        work()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 @mostly_slow(("way", "copy_bytes"), [*((way, 160_000) for way in WAYS), ("deferred", 0), ("deferred", 10**9)])
 def test_a_background_checkpoint_is_that_of_idle_lanes(tmp_path, monkeypatch, drained, way, copy_bytes):
     """Files of every step and the training are bitwise identical."""
@@ -180,15 +191,7 @@ def test_with_memory_for_copies_at_most_one_update_waits(tmp_path, monkeypatch, 
     snapshots, may_write = noticed(monkeypatch), held_writer(monkeypatch)
     behind = in_way(tmp_path, way, every=2, copy_bytes=10**9)
     n_blocks = len(order_of_updates(behind.plan))
-
-    def let_go():
-        while not snapshots or n_met(snapshots[0]) < n_blocks - (snapshots[0].n_waited_for == 0):
-            time.sleep(0.001)
-            if snapshots and snapshots[0].n_waited_for:
-                break
-        may_write.set()
-
-    threading.Thread(target=let_go, daemon=True).start()
+    once(lambda: snapshots and (snapshots[0].n_waited_for or n_met(snapshots[0]) >= n_blocks - 1), may_write.set)
     run(behind, 3)
     assert files_of(tmp_path).items() >= only(drained(way)[0], 2).items()
     assert snapshots[0].n_waited_for <= 1
@@ -207,17 +210,9 @@ def test_without_the_gate_a_checkpoint_would_be_torn(tmp_path, monkeypatch, drai
 def test_without_memory_for_a_copy_an_update_waits_for_its_block(tmp_path, monkeypatch):
     snapshots, may_write, copied, reached = noticed(monkeypatch), held_writer(monkeypatch), [], []
     monkeypatch.setattr(host_state.HostState, "copied", lambda *args: copied.append(args))
-
-    def watch() -> None:
-        while not snapshots or not snapshots[0].n_waited_for:
-            time.sleep(0.001)
-        reached.append(snapshots[0].n_waited_for)
-        may_write.set()
-
-    watching = threading.Thread(target=watch, daemon=True)
-    watching.start()
+    let_go = lambda: (reached.append(snapshots[0].n_waited_for), may_write.set())  # noqa: E731
+    once(lambda: snapshots and snapshots[0].n_waited_for, let_go)
     run(in_way(tmp_path, "deferred", every=2, copy_bytes=0), 3)
-    watching.join(10)
     assert reached == [1]
     assert not copied
 
@@ -338,17 +333,12 @@ def test_an_interrupt_waits_for_nothing_and_leaves_nothing(tmp_path, monkeypatch
     def lanes():
         return [t for t in set(threading.enumerate()) - old_threads if t.name.startswith("lane")]
 
-    def let_go():  # the writer thread is inside a tensor until then
-        until_s = time.perf_counter() + 20
-        while lanes() and time.perf_counter() < until_s:
-            time.sleep(0.002)
-        lanes_ended.append(not lanes())
-        may_write.set()
-
     def interrupt(metrics):
         while not snapshots[0].n_waited_for:  # a lane waits for the writer thread's block
             time.sleep(0.001)
-        threading.Thread(target=let_go, daemon=True).start()
+        until_s = time.perf_counter() + 20  # the writer thread is inside a tensor until the lanes have ended
+        let_go = lambda: (lanes_ended.append(not lanes()), may_write.set())  # noqa: E731
+        once(lambda: not lanes() or time.perf_counter() > until_s, let_go)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -48,9 +48,9 @@ class Talker:
             raise DataError(encoded["problem"][0])
         return [(ids.tolist(), runs.reshape(-1, 2).tolist()) for ids, runs in zip(encoded["ids"], encoded["learned"], strict=True)]
 
-    def learned(self, messages: Any, tools: Any = None) -> list[list[str]]:
+    def learned(self, messages: Any) -> list[list[str]]:
         """Decode the learned runs of each document, with special tokens."""
-        return [[self.shown(ids[first:stop]) for first, stop in runs] for ids, runs in self.encode(messages, tools)]
+        return [[self.shown(ids[first:stop]) for first, stop in runs] for ids, runs in self.encode(messages)]
 
     def shown(self, ids: list[int]) -> str:
         return self.template.tokenizer.decode(ids, special=True)
@@ -110,6 +110,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(talker, style):
 
 
 CALL, RESULT = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, {"role": "tool", "content": "4"}
+THOUGHT = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
 REWRITTEN = {  # learned part of each answer
     "reasoning, and a question without an answer": (
         "qwen 3",
@@ -124,11 +125,7 @@ REWRITTEN = {  # learned part of each answer
     "thinking": (
         "gpt-oss",
         (QUESTION, {**ANSWER, "thinking": "Who asks?"}, AGAIN, {**THEN, "thinking": "2 + 2"}),
-        [
-            "<|channel|>analysis<|message|>Who asks?<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>Fine, thanks! 20 €<|return|>",
-            "<|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>final<|message|>It is four.<|return|>",
-        ],
+        [THOUGHT.format("Who asks?", "Fine, thanks! 20 €"), THOUGHT.format("2 + 2", "It is four.")],
     ),
 }
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,10 +12,9 @@ from penstock.data import documents as room
 from penstock.data.data import read_data
 from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings
+from tests.accidents import forked_to_die
 from tests.bytes_of_files import END, only, read, refused, tokens_of, write_lines
 from tests.chats import LLAMA3, write_talker
-from tests.forks import Forked
-from tests.tour import ROOT
 
 
 @pytest.fixture
@@ -27,7 +24,6 @@ def lines(tmp_path):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Record the indices of tokenised rows."""
     rows: list[int] = []
     read_row = room.Reader._read
     monkeypatch.setattr(room.Reader, "_read", lambda reader, value, f, row: rows.append(row) or read_row(reader, value, f, row))
@@ -84,20 +80,12 @@ def test_another_tokenizer_or_template_makes_other_tokens(tmp_path, made):
     assert len(made) == 3
 
 
-def test_a_run_that_is_killed_leaves_nothing_that_is_believed(lines):
-    code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom tests.bytes_of_files import read\n"
-        "from penstock.data import documents\n"
-        "documents.DOCUMENTS_AT_ONCE, documents.ROWS_AT_ONCE = 2, 2\n"
-        "read_row = documents.Reader._read\n"
-        "def killed(reader, value, file, row):\n"
-        "    if row == 20: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return read_row(reader, value, file, row)\n"
-        "documents.Reader._read = killed\n"
-        "read(Path(sys.argv[1]))\n"
-    )
-    assert Forked([sys.executable, "-c", code, lines], cwd=ROOT).wait(60) == -signal.SIGKILL
+def test_a_run_that_is_killed_leaves_nothing_that_is_believed(lines, made, monkeypatch):
+    for name in ("DOCUMENTS_AT_ONCE", "ROWS_AT_ONCE"):
+        monkeypatch.setattr(room, name, 2)
+    forked_to_die(lambda: read(lines), (room.Reader, "_read"), 20)
     assert tokens_of(read(lines)) == [[*f"text {i}".encode(), END] for i in range(30)]
+    assert len(made) == 30
 
 
 def test_runs_that_begin_together_make_tokens_once(lines, made):

@@ -22,25 +22,16 @@ class Listed:
     tokens: list[list[tuple[int, bool]]]
     problems: tuple[()] = ()
 
-    @property
-    def lengths(self):
-        return np.array([len(document) for document in self.tokens], dtype=np.int64)
-
-    @property
-    def n_learned(self):
-        return np.array([sum(learn for _, learn in document) for document in self.tokens], dtype=np.int64)
-
-    @property
-    def n_targets(self):
-        return np.array([sum(learn for _, learn in document[1:]) for document in self.tokens], dtype=np.int64)
+    def __post_init__(self):
+        counts = [(len(t), sum(learn for _, learn in t), sum(learn for _, learn in t[1:])) for t in self.tokens]
+        self.lengths, self.n_learned, self.n_targets = np.array(counts, dtype=np.int64).reshape(-1, 3).T
 
     def ids(self, document):
         return np.array([i for i, _ in self.tokens[document]], dtype=np.uint16)
 
     def runs(self, document):
         learn = [False, *(learn for _, learn in self.tokens[document]), False]
-        edges = [t for t in range(len(learn) - 1) if learn[t] != learn[t + 1]]
-        return np.array(edges, dtype=np.int64).reshape(-1, 2)
+        return np.flatnonzero(np.diff(learn)).reshape(-1, 2)
 
     def where(self, document):
         return f"data:{document}"
@@ -126,11 +117,9 @@ def obvious_first_fit(lengths: list[int], seq_len: int, n_open: int) -> list[lis
 @given(ns=st.lists(st.integers(2, 12), max_size=60), seq_len=st.integers(12, 40), n_open=st.integers(1, 5))
 def test_documents_are_packed_as_the_obvious_packer_does(ns, seq_len, n_open):
     documents = Listed([[(i, True) for i in range(n)] for n in ns])
-    default_open, room.OPEN_SEQUENCES = room.OPEN_SEQUENCES, n_open
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "OPEN_SEQUENCES", n_open)
         sequences, _, _ = packed(documents, "documents", seq_len, too_long="refuse", unsupervised="refuse")
-    finally:
-        room.OPEN_SEQUENCES = default_open
     sizes = [[stop - start for _, start, stop in sequences[i]] for i in range(len(sequences))]
     assert sizes == obvious_first_fit(ns, seq_len, n_open)
     assert all(sum(held) <= seq_len for held in sizes)
@@ -142,15 +131,13 @@ def test_joined_documents_are_one_row_that_is_cut(documents, seq_len, data):
     _, rows, counts = packed(documents, "joined", seq_len, order, "refuse")
     learns = [d for d in order if any(learn for _, learn in documents.tokens[d])]
     row = [token for d in learns for token in documents.tokens[d]]
-    pieces = [row[i : i + seq_len] for i in range(0, len(row), seq_len)]
-    pieces = [piece for piece in pieces if any(learn for _, learn in piece[1:])]
     expected = []
-    for piece in pieces:
-        n_pad = seq_len - len(piece)
-        ids = [i for i, _ in piece] + [PAD] * n_pad
-        targets = [i if learn else UNSUPERVISED for i, learn in piece[1:]] + [UNSUPERVISED] * (n_pad + 1)
-        expected.append((ids, targets))
-    assert rows == [(ids, targets, (seq_len,)) for ids, targets in expected]
+    for piece in (row[i : i + seq_len] for i in range(0, len(row), seq_len)):
+        if any(learn for _, learn in piece[1:]):
+            n_pad = seq_len - len(piece)
+            targets = [i if learn else UNSUPERVISED for i, learn in piece[1:]] + [UNSUPERVISED] * (n_pad + 1)
+            expected.append(([i for i, _ in piece] + [PAD] * n_pad, targets, (seq_len,)))
+    assert rows == expected
     assert counts["unsupervised"] == len(documents.tokens) - len(learns)
 
 

@@ -1,7 +1,5 @@
 """Answers packed into shared sequences: same losses as with one sequence per answer, less padding."""
 
-from dataclasses import replace
-
 import torch
 
 from penstock.data.data import read_data
@@ -41,12 +39,10 @@ def read(tmp_path, loss, **how):
 def by_text(batch, value):
     """Group per-position values by the tokens of their document."""
     groups = {}
-    for ids, row_values, lengths in zip(batch.input_ids, value, batch.document_tokens or [None] * len(value), strict=True):
-        offset = 0
-        for n in lengths or [SEQ_LEN]:
-            document = tuple(token for token in ids[offset : offset + n].tolist() if token != 256)  # without padding
-            groups.setdefault(document, []).append(row_values[offset : offset + len(document)].tolist())
-            offset += n
+    for ids, row_values, lengths in zip(batch.input_ids, value, batch.document_tokens or [[SEQ_LEN]] * len(value), strict=True):
+        for row, values in zip(ids.split([*lengths]), row_values.split([*lengths]), strict=True):
+            document = tuple(token for token in row.tolist() if token != 256)  # without padding
+            groups.setdefault(document, []).append(values[: len(document)].tolist())
     groups.pop((), None)
     return groups
 
@@ -59,14 +55,13 @@ def by_text(batch, value):
 def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
     """Sums over one answer are bitwise identical; fewer sequences, none longer than the plan's."""
     objective = parse_objective(loss)
-    alone, shared = (read(tmp_path, loss, by_document=flag) for flag in (False, True))
-    both = [data.batch(0) for data in (alone, shared)]
+    both = [read(tmp_path, loss, by_document=flag).batch(0) for flag in (False, True)]
     assert len(both[1].input_ids) <= 0.75 * len(both[0].input_ids)
     losses = []
     for batch in both:
         n = len(batch.input_ids)
-        semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=n, batch_size=n, seq_len=SEQ_LEN))
-        semantics = replace(semantics, objective=objective)
+        sizes = {"micro_batch": n, "batch_size": n, "seq_len": SEQ_LEN}
+        semantics = semantics_of("llama", compute_dtype="fp32", objective=objective, **sizes)
         config = tiny_config("llama", vocab_size=272)
         templates = Templates(config, build_workload(Model(config), semantics), semantics)
         torch.manual_seed(4)

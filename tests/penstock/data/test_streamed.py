@@ -45,12 +45,9 @@ def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **
 
 def documents_of(batch: Batch) -> list[bytes]:
     """Return the documents in a batch, without padding."""
-    result = []
-    for ids, lengths in zip(batch.input_ids.tolist(), batch.document_tokens, strict=True):
-        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-        documents = [ids[end - n : end] for n, end in zip(lengths, ends, strict=True)]
-        result += [bytes(document[:-1]) for document in documents if set(document) != {END}]
-    return result
+    rows = zip(batch.input_ids, batch.document_tokens, strict=True)
+    documents = [document.tolist() for row, lengths in rows for document in row.split([*lengths])]
+    return [bytes(document[:-1]) for document in documents if set(document) != {END}]
 
 
 def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:

@@ -11,7 +11,7 @@ from penstock.planner.model.workload import supported_attention
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.plan import Policy
 from tests.lanes import mostly_slow
-from tests.running import make_home, one_line, plan_in, train
+from tests.running import one_line, plan_in, train
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of
 
@@ -20,7 +20,6 @@ SHIPPED = ["llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3-671b", "gemma3-1b", "
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Empty cache folder for tests and their commands."""
     module._tried.cache_clear()
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     token = trace_cache.folder.set(tmp_path / "kept")
@@ -28,9 +27,8 @@ def cache(tmp_path, monkeypatch):
     trace_cache.folder.reset(token)
 
 
-def llama(n_vocab=97):
-    config = tiny_config("llama", vocab_size=n_vocab)
-    return plan_of(config, semantics_of("llama"), Policy())
+def llama():
+    return plan_of(tiny_config("llama", vocab_size=97), semantics_of("llama"), Policy())
 
 
 @mostly_slow("name", SHIPPED)
@@ -65,9 +63,8 @@ def test_a_forward_whose_bits_depend_on_grad_mode_is_refused(tmp_path, monkeypat
         module.self_test(llama(), lambda _: None)
 
 
-def test_a_run_whose_stream_computes_something_else_is_refused(tmp_path, monkeypatch):
-    home, allocations, original = make_home(tmp_path), list[int](), Templates.layer
-    plan = plan_in(home)
+def test_a_run_whose_stream_computes_something_else_is_refused(home, monkeypatch):
+    plan, allocations, original = plan_in(home), list[int](), Templates.layer
     monkeypatch.setattr("penstock.training.session.machine_of", lambda *_: allocations.append(1))
     monkeypatch.setattr(Templates, "layer", lambda *args, **how: original(*args, **how) * (0.999 if args[1] == 2 else 1))
     one_line(train(home, plan), 2, "self-test failed: a streamed step is not transformers' own (loss")

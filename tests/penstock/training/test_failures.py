@@ -49,7 +49,6 @@ Fields = tuple[tuple[str, object], ...]
 
 
 def drawn_plan(data: st.DataObject, **fields) -> Plan:
-    """Sample a plan with any legal policy for the model of `session_of`."""
     semantics = semantics_of("llama", **fields)
     policy = data.draw(policies(semantics, build_workload(Model(tiny_config("llama")), semantics)), label="policy")
     return plan_of(tiny_config("llama"), semantics, policy)
@@ -184,7 +183,6 @@ def test_nan_that_skips_a_step_touches_no_state(tmp_path_factory, data):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Folder with text, and three plans of one model with different policies."""
     home = make_home(tmp_path_factory.mktemp("home"))
     policies = [
         {"accumulation_group": 1},
@@ -234,5 +232,4 @@ def can_mount() -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs a namespace in which to mount a small disk")
 def test_a_disk_full_at_any_moment_is_one_line_and_resumable(home, tmp_path):
-    """The full disk may hit a checkpoint, a log line or the timeline."""
     assert "full" in befallen(home, tmp_path, "full_disk", 3, 5, *NAMESPACE)

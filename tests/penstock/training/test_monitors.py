@@ -17,7 +17,6 @@ def never(words):
 
 
 def log_to(tmp_path, *names, first_step=0, steps=(1,), values={"loss": 1.5}, say=never):  # noqa: B006
-    """Open monitors, log values and a text at each step, and close them."""
     monitors = Monitors(names, (tmp_path, SETTINGS, first_step), say)
     with monitors:
         for step in steps:
@@ -48,9 +47,6 @@ def test_a_monitor_that_cannot_begin_is_said_and_left_out(tmp_path):
     assert len(messages) == 1
     assert messages[0].startswith("tensorboard: FileExistsError: ")
     assert messages[0].endswith("; the run continues without it")
-
-
-# -- clients that need not be installed: stand-ins that record their calls
 
 
 def stand_in(monkeypatch, name):

@@ -34,7 +34,6 @@ class Looks:
 
 
 def looked(session: Session, n_steps: int, every: int | None = None, on_step=lambda metrics: None, **fields) -> list[int]:
-    """Train with a validation; return its steps."""
     looks = Looks(session := evaluating(session, every), **fields)
     train(session, n_steps, on_step, [looks.validation])
     return looks.steps

@@ -21,7 +21,6 @@ SCHEDULES = [
 
 
 def stepped(make, n_steps):
-    """Return the learning rate of each step of a PyTorch training loop."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
     scheduler, rates = make(optimizer), []
     for _ in range(n_steps):
