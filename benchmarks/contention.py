@@ -21,9 +21,9 @@ from penstock.planner.model.workload import read_model, supported_attention
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.evaluation import MAX_STEPS
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.search import search
+from penstock.planner.search.tuning import MAX_STEPS
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.units import TB, show_seconds

@@ -22,7 +22,7 @@ from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
-from penstock.planner.search import choices, evaluation, greedy, neighbours, policies, relax
+from penstock.planner.search import choices, evaluation, greedy, neighbours, policies, relax, tuning
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.search import search
 from penstock.runtime.errors import DoesNotFitError
@@ -73,7 +73,7 @@ def step_s(cell: Cell, knob: str) -> float | None:
                 patch.object(evaluation.Evaluator, "fits", lambda self, policy: not is_made(policy) and fits(self, policy))
             )
         if knob == "boundary_stride":
-            stack.enter_context(patch.object(policies, "STRIDES", (1,)))
+            stack.enter_context(patch.object(tuning, "STRIDES", (1,)))
         if knob == "save: attention":
             recompute = Block.recompute
             without_attention = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
@@ -108,7 +108,7 @@ def tight() -> Iterator[Cell]:
         semantics = with_kernels(model, semantics, profile)
         workload = build_workload(model, semantics)
         lean = list(policies.smallest_plans(model, workload, semantics, profile))
-        for strides in ([1], policies.STRIDES):
+        for strides in ([1], tuning.STRIDES):
             needs = [n.host_peak_bytes for plan, n in lean if n.fits and plan.policy.boundary_stride in strides]
             if needs:
                 yield Cell(model_name, machine, seq_len, seq_len, round(min(needs) * ENOUGH))

@@ -19,9 +19,10 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
 from penstock.planner.predict.memory import footprint, frame
-from penstock.planner.search.micro_batch import LOSS_TILE, SIZES, sizes_of
+from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import search
+from penstock.planner.search.tuning import LOSS_TILE
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import GB, TB, show_seconds

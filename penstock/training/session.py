@@ -14,7 +14,8 @@ from penstock.checkpoint.checkpoint import State, identity, refuse_another, refu
 from penstock.checkpoint.conversion import scoring_config
 from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Report, RunData, no_report, required_format
+from penstock.data.data import Report, RunData, no_report
+from penstock.data.formats import required_format
 from penstock.data.sampling import MapStyleData
 from penstock.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.hwprofiles.schema import Profile

@@ -78,7 +78,6 @@ def _aligned(n_bytes: int) -> int:
 
 
 def arenas_of(plan: Setup) -> Iterator[Arena]:
-    """Yield all arenas of the plan, with exact slot sizes."""
     yield from _device_arenas(plan)
     yield from _host_arenas(plan)
 

@@ -120,7 +120,6 @@ class Simulator:
         )
 
     def _initial_state(self, ops: Ops) -> State:
-        """Return the initial state."""
         n, steps, turns = len(self.lanes), ops.last_step + 1, MAX_CYCLE + 1
 
         def none(n: int, number: int = 0) -> Any:
@@ -152,7 +151,6 @@ class Simulator:
         return Prediction(cycle_s / n_cycle, is_periodic, n_cycle, Timeline(tuple(self._spans(ops, s, n_done))), tuple(busy_s))
 
     def _spans(self, ops: Ops, s: State, n_done: int) -> Iterator[Span]:
-        """Yield the spans of complete steps in plan order."""
         for step in range(n_done) if ops.n_spans else ():
             for op, n_kept in enumerate(self.n_spans_of):
                 for k in range(n_kept):

@@ -15,8 +15,9 @@ from penstock.planner.predict.uncertainty import interval
 from penstock.runtime.plan import Plan, Policy
 from penstock.runtime.plan.workload import Block
 
+from . import tuning
 from .claim import Certificate, Claim, Predicted, arithmetic
-from .evaluation import MAX_STEPS, Evaluator
+from .evaluation import Evaluator
 
 ROUNDING = 1 - 1e-9  # tolerance for sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource that is busy for this share of the step is the bottleneck
@@ -77,7 +78,7 @@ class Bounds:
 def result_of(evaluator: Evaluator, plan: Plan, proven: Bounds, known: dict[str, dict[str, Any]]) -> SearchResult:
     """Build prediction and certificate of a simulated policy. `known`: results of other systems' schedules."""
     best, step_s, profile = plan.policy, evaluator.step_s(plan.policy), evaluator.profile
-    prediction = simulate(plan, evaluator.cost.demands(plan), evaluator.region, MAX_STEPS)
+    prediction = simulate(plan, evaluator.cost.demands(plan), evaluator.region, tuning.MAX_STEPS)
     machine, plan_bound = machine_bound(plan, evaluator.cost), policy_bound(plan, evaluator.cost)
     # Steps without a period are the mean of the last ones, which may start at any phase.
     assert not prediction.periodic or prediction.step_s >= plan_bound.seconds * ROUNDING, f"{best} is below its bound, {plan_bound}"

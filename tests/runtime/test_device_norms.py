@@ -18,7 +18,7 @@ from penstock.planner.predict.memory import frame
 from penstock.planner.predict.region import Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.evaluation import Evaluator
-from penstock.planner.search.policies import Family, family_of
+from penstock.planner.search.policies import ANY_SLOTS, Family, Slots, family_of
 from penstock.planner.search.relax import Relaxation
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
 from penstock.runtime.errors import PlanError
@@ -118,11 +118,11 @@ def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     plan = lower(NOBODY, workload, s, policy, {})
     prediction = simulate(plan, cost.demands(plan), region_of(machine))
     relaxation = Relaxation(Evaluator(NOBODY, workload, s, machine, 0.0 if speculates else None))
-    for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
-        relaxed = relaxation.solve(family_of(policy, s), *buffers)
+    for slots in (ANY_SLOTS, Slots(policy.prefetch_depth, policy.gradient_slots)):
+        relaxed = relaxation.solve(family_of(policy, s), slots)
         assert relaxed is not None
         if prediction.periodic:
-            assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, buffers)
+            assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, slots)
 
 
 WAYS = {
