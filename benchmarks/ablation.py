@@ -28,7 +28,7 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
 from penstock.planner.predict.scaled_profile import Group, faster
-from penstock.planner.search import choices, evaluation, greedy, neighbours, policies, relax
+from penstock.planner.search import choices, evaluation, greedy, neighbours, policies, relax, tuning
 from penstock.planner.search.micro_batch import SIZES
 from penstock.results import Planned
 from penstock.runtime.errors import DoesNotFitError
@@ -113,7 +113,7 @@ def tight() -> Iterator[Cell]:
         semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
         semantics = with_kernels(model, semantics, profile)
         smallest = list(policies.smallest_plans(model, build_workload(model, semantics), semantics, profile))
-        for strides in ([1], policies.STRIDES):
+        for strides in ([1], tuning.STRIDES):
             needs = [n.host_peak_bytes for plan, n in smallest if n.fits and plan.policy.boundary_stride in strides]
             if needs:
                 yield Cell(model_name, machine, seq_len, seq_len, round(min(needs) * ENOUGH))
@@ -138,7 +138,7 @@ def without_knob(cell: Cell, knob: str) -> Planned | None:
         change(evaluation.Evaluator, "fits", lambda self, policy: not is_made(policy) and fits(self, policy))
         match knob:
             case "boundary_stride":
-                change(policies, "STRIDES", (1,))
+                change(tuning, "STRIDES", (1,))
             case "attention":
                 recompute = Block.recompute
                 change(Block, "recompute", lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved))

@@ -16,9 +16,9 @@ import penstock
 from benchmarks.any_memory import with_any_memory
 from benchmarks.common import provenance
 from benchmarks.small import write_sources
+from penstock.emulated import MEDIAN_OP_S
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.predict.cost import costs
-from penstock.runtime.machines.emulated import MEDIAN_OP_S
 from penstock.runtime.plan import Plan, Policy, saves
 from penstock.runtime.plan.workload import Saved
 from penstock.runtime.units import TB

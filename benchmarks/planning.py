@@ -28,7 +28,7 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import Execution
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan, PlanFile, Policy, Semantics, Update
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.plan import unrolled
@@ -109,7 +109,7 @@ def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
     """Return seconds per step, and a digest of all masters, moments and losses."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 64, (plan.semantics.batch_size, plan.semantics.seq_len), generator=generator)
-    machine = CpuMachine(plan, lambda step: Batch(tokens, tokens), lambda step: AdamW(1e-3, 0.9, 0.95, 1e-8, 0.1))
+    machine = TorchMachine(plan, lambda step: Batch(tokens, tokens), lambda step: AdamW(1e-3, 0.9, 0.95, 1e-8, 0.1))
     machine.initialise(7)
     start_s = time.perf_counter()
     with Execution(plan, machine, n_steps) as steps:

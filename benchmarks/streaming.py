@@ -26,7 +26,8 @@ from penstock.planner.model.workload import build_workload
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
 from penstock.runtime.host.memory import DTYPE
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.lanes import CpuDevice
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Policy, Semantics, Update
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
@@ -97,15 +98,15 @@ def batch_of(case: Case) -> Batch:
     return Batch(tokens, targets)
 
 
-def streamed(case: Case, batch: Batch) -> CpuMachine:
+def streamed(case: Case, batch: Batch) -> TorchMachine:
     """Return a machine with the streamed model and seeded weights."""
     model = Model(CONFIG)
     semantics = case.semantics
     policy = replace(POLICY, accumulation_group=semantics.n_micro_batches)
     plan = lower(model, build_workload(model, semantics), semantics, policy, read_profile("cpu-2core").to_json())
     check(plan)
-    cores = (list(case.compute_cores), list(case.host_cores))
-    machine = CpuMachine(plan, lambda step: batch, lambda step: SETTINGS, pin_threads=True, n_workers=1, cores=cores)
+    device = CpuDevice(pin_threads=True, cores=(list(case.compute_cores), list(case.host_cores)))
+    machine = TorchMachine(plan, lambda step: batch, lambda step: SETTINGS, n_workers=1, device=device)
     machine.initialise(0)
     return machine
 

@@ -127,7 +127,7 @@ def _profile(machine: str | Path | Profile) -> Profile:
 
 def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
     """Return the semantics of a step, with defaults and kernels for the model and the machine."""
-    from penstock.planner.search.micro_batch import LOSS_TILE
+    from penstock.planner.search.tuning import LOSS_TILE
 
     if decided := sorted(raw.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
@@ -158,9 +158,9 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
             return CROSS_ENTROPY
         case str() if ".py:" not in loss:
             return parse_objective(loss)
-    from penstock.user_loss import function_in, user_loss
+    from penstock.user_loss import user_loss
 
-    return (user_loss(function_in(loss), loss) if isinstance(loss, str) else user_loss(loss)).objective
+    return user_loss(loss).objective
 
 
 def _policy(policy: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:

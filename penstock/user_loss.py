@@ -3,13 +3,10 @@
 import hashlib
 import importlib.util
 import inspect
-import json
 import linecache
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -31,36 +28,26 @@ N_ROWS, N_VOCAB = 6, 61  # shape of the tiny call
 _KINDS = "; or ".join(f"{kind}: {', '.join(names)}" for kind, names in ARGUMENTS.items())
 
 
-def function_in(text: str) -> Function:
-    """Execute a user's file and return the function that `FILE.py:FUNCTION` names. PlanError if it does not exist."""
-    path, _, name = text.rpartition(":")
-    if not path.endswith(".py"):
-        raise PlanError(f"--loss {text[:80]!r}: name a function of your own as FILE.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None, "its name ends with .py"
-    module = importlib.util.module_from_spec(spec)
-    try:
-        linecache.cache.pop(path, None)  # hash the text that runs, not a cached or compiled one
-        exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
-    except Exception as error:  # raised by user code
-        raise PlanError(f"--loss {path}: cannot be read ({type(error).__name__}: {str(error)[:120]}); correct it there") from None
-    function = vars(module).get(name)
-    if not inspect.isfunction(function):
-        raise PlanError(f"--loss {path}: holds no function {name[:60]!r}; say which as FILE.py:FUNCTION")
-    return function
+def user_loss(loss: Function | str, by_file: bool | None = None) -> LossFunction:
+    """Return the loss of a function, or of `FILE.py:FUNCTION`. Its objective holds its name, a SHA-256, and the extras it needs.
 
-
-def user_loss(function: Function, name: str | None = None) -> LossFunction:
-    """Wrap a function as a loss. Its objective holds its name, the SHA-256 of its source, and the extras that it needs.
-
-    PlanError, in one line, for a function that is no loss: it returns a mean, another shape or non-finite values, has no gradient,
-    computes positions that depend on each other, or changes its arguments. `name`: FILE.py:FUNCTION, if loaded from a file.
+    The SHA-256 is that of the function's source or, if `by_file`, of the whole file (default: for `FILE.py:FUNCTION`). PlanError,
+    in one line, for a function that is no loss: it returns a mean, another shape or non-finite values, has no gradient, computes
+    positions that depend on each other, or changes its arguments.
     """
+    function, content = _read(loss) if isinstance(loss, str) else (loss, None)
+    by_file = content is not None if by_file is None else by_file
     called = getattr(function, "__name__", type(function).__name__)
     if not inspect.isfunction(function) or not called.isidentifier():
         raise PlanError(f"loss: {called[:60]} is no plain function with a name; define one")
+    if content is None and (names := function.__code__.co_freevars):
+        problem = f"uses {names[0][:40]} of the function around it, which is no part of its source"
+        raise PlanError(f"loss: {called} {problem}; put it into a file, and give it as FILE.py:{called}")
     try:
-        text = _text(function, set())
+        if by_file:
+            content = content or Path(inspect.getsourcefile(function) or "").read_bytes()
+        else:
+            content = inspect.getsource(function).encode()
     except OSError:
         raise PlanError(f"loss: the source of {called} cannot be read, and a plan needs its hash; define it in a file") from None
     parameters = inspect.signature(function).parameters.values()
@@ -72,8 +59,8 @@ def user_loss(function: Function, name: str | None = None) -> LossFunction:
         raise PlanError(f"loss: {called}({', '.join(required)[:80]}) has the parameters of no kind of loss: {_KINDS}")
     kind = kinds[0]
     extras = tuple(dict.fromkeys(_extra(n, kind, called) for n in required if n not in ARGUMENTS[kind]))
-    place = "python" if name is None else Path(name.rpartition(":")[0]).name
-    named = Objective(f"{place}:{called}", {}, kind, extras, sha256=hashlib.sha256(text.encode()).hexdigest())
+    place = Path(loss.rpartition(":")[0]).name if isinstance(loss, str) else "python"
+    named = Objective(f"{place}:{called}", {}, kind, extras, sha256=hashlib.sha256(content).hexdigest())
     return LossFunction(replace(named, wide=_checked_width(LossFunction(named, function), called)), function)
 
 
@@ -86,32 +73,30 @@ def planned_loss(objective: Objective, function: Function | str | None) -> LossF
     if function is None:
         where = objective.name.replace("python:", "FILE.py:")
         raise PlanError(f"the plan's loss is a function, {objective.name}: name its file with --loss {where}")
-    loss = user_loss(function_in(function), function) if isinstance(function, str) else user_loss(function)
+    loss = user_loss(function, by_file=not objective.name.startswith("python:"))
     if replace(loss.objective, name=objective.name) != objective:
-        problem = "has another source than the plan's, refers to other constants, or is of another kind"
-        raise PlanError(f"the function {loss.objective.name} {problem}; plan again with it")
+        raise PlanError(f"the function {loss.objective.name} has another source than the plan's, or is of another kind; plan again")
     return LossFunction(objective, loss.function)
 
 
-def _text(function: Function, visited: set[Function]) -> str:
-    """Return the source of a function, and of its dependencies: functions of its file, and constants as `name = value`."""
-    visited.add(function)
-    texts, closed = [inspect.getsource(function)], inspect.getclosurevars(function).nonlocals
-    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
-    names = sorted(set(_names(function.__code__)) & function.__globals__.keys())
-    for name, value in [*((n, function.__globals__[n]) for n in names), *closed.items(), *defaults.items()]:
-        if inspect.isfunction(value) and value.__module__ == function.__module__:
-            texts += [] if value in visited else [_text(value, visited)]
-        with suppress(TypeError, ValueError):  # not a constant
-            texts.append(f"{name} = {json.dumps(value.tolist() if isinstance(value, Tensor) else value)}")
-    return "\n".join(texts)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's bytecode uses, including nested functions."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        yield from _names(constant) if isinstance(constant, CodeType) else ()
+def _read(text: str) -> tuple[Function, bytes]:
+    """Execute a user's file. Return the function that `FILE.py:FUNCTION` names, and the file's content."""
+    path, _, name = text.rpartition(":")
+    if not path.endswith(".py"):
+        raise PlanError(f"--loss {text[:80]!r}: name a function of your own as FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None, "its name ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        content = Path(path).read_bytes()
+        linecache.cache.pop(path, None)  # source of the content that runs, not of a cached one
+        exec(compile(content, path, "exec"), vars(module))
+    except Exception as error:  # raised by user code
+        raise PlanError(f"--loss {path}: cannot be read ({type(error).__name__}: {str(error)[:120]}); correct it there") from None
+    function = vars(module).get(name)
+    if not inspect.isfunction(function):
+        raise PlanError(f"--loss {path}: holds no function {name[:60]!r}; say which as FILE.py:FUNCTION")
+    return function, content
 
 
 def _extra(parameter: str, kind: LossUnit, called: str) -> str:

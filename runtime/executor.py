@@ -42,7 +42,7 @@ Record = tuple[Span, Any]
 
 
 class Machine(Protocol):
-    """Performs ops: a `CpuMachine`, a `CudaMachine`, or an `EmulatedMachine`, where ops take another machine's time."""
+    """Performs ops: a `TorchMachine`, or an `EmulatedMachine`, where ops take another machine's time."""
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
         """Run `work`, which enters `lane`, on the lane's thread: the calling one, or one shared by all runs."""
@@ -164,7 +164,6 @@ class Execution:
 
     @property
     def n_done(self) -> int:
-        """Steps completed by all lanes."""
         return min(track.n_done // track.n_in_step for track in self.tracks)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.checkpoint import checkpoint, retention
 from penstock.runtime.host.updates import CHANGES
-from penstock.runtime.machines.torch_machine import CpuMachine, TorchMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Kind, Lane, Op, Plan
 from tests.running import SCRATCH, penstock, succeeded
 from tests.training import poison
@@ -48,7 +48,7 @@ def in_time(work: Callable[[], Any]) -> Any:
     return value
 
 
-class Struck(CpuMachine):
+class Struck(TorchMachine):
     """Machine that raises `error` once in an op of a step: before, during or after its work, or at an event."""
 
     at: tuple[int, int]  # step, op
@@ -83,7 +83,7 @@ class Struck(CpuMachine):
         self._strike("follow", token)
 
 
-class Poisoned(CpuMachine):
+class Poisoned(TorchMachine):
     """Machine that fills the outputs of one op of one step with NaN."""
 
     at: tuple[int, int]
@@ -102,7 +102,7 @@ def can_be_poisoned(plan: Plan) -> list[int]:
     return [i for i in in_time if plan.ops[i].writes and all(slot.arena in PASSING for slot in plan.ops[i].writes)]
 
 
-class LeavesOut(CpuMachine):
+class LeavesOut(TorchMachine):
     """Machine that skips all updates of one step."""
 
     left_out: int

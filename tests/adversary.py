@@ -26,16 +26,18 @@ from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.policies import (
-    LEAST_SAVED_SLOTS,
+    ANY_SLOTS,
     WAYS,
     eager_is_legal,
     family_of,
     mixed_options,
+    slots_of,
     smallest_plans,
     staying,
     with_ways,
 )
 from penstock.planner.search.relax import Relaxation
+from penstock.planner.search.tuning import LEAST_SAVED_SLOTS
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import refuse_illegal
@@ -380,10 +382,9 @@ def held(case: Cell, policy: Policy, relaxation: Relaxation | None = None) -> li
     if relaxation is not None:
         family = family_of(policy, case.semantics)
         one_size = replace(family, accumulation_group=policy.accumulation_group, largest_group=policy.accumulation_group)
-        sizes = policy.prefetch_depth, policy.gradient_slots, policy.saved_slots
         bounds_held.append(Held("any choice", relaxation.least_s(family), mean_s, policy))
-        for name, part, buffers in (("family", family, (None, None, None)), ("buffers", one_size, sizes)):
-            relaxed = relaxation.solve(part, *buffers)
+        for name, part, slots in (("family", family, ANY_SLOTS), ("buffers", one_size, slots_of(policy))):
+            relaxed = relaxation.solve(part, slots)
             # A policy that fits refutes an infeasible relaxation.
             bounds_held.append(Held(name, relaxed.bound_s if relaxed else float("inf"), mean_s, policy))
     return bounds_held

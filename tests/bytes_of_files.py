@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.data.data import RunData, read_data
+from penstock.data.data import DataRequest, RunData, read_data
 from penstock.data.sampling import PackedSet
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError
@@ -19,7 +19,7 @@ END = 256
 def read(path: Path, seq_len: int = 64, batch_size: int = 1, seed: int = 0, by_document: bool = False, **fields: object) -> RunData:
     """Read the data of a file or folder; tokens are cached in a folder next to it."""
     settings, cache = DataSettings(str(path), **fields), path.parent / f"run of {path.name}" / "tokens"
-    return read_data(settings, None, 300, seq_len, batch_size, seed, cache, by_document)
+    return read_data(DataRequest(settings, None, 300, seq_len, batch_size, seed, cache, by_document))
 
 
 def refused(path: Path, **fields: object) -> str:

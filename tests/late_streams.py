@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from penstock.planner.check.check import check
-from penstock.runtime.machines.torch_machine import CudaMachine
+from penstock.runtime.machines.lanes import CudaDevice
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan
 
 from .training import Remembers, machine_for, plan_of, poison, released_slots
@@ -143,8 +144,15 @@ class LateStreams:
             raise
 
 
-class Poisoned(Remembers, CudaMachine):
-    """CudaMachine that fills a slot with NaN on release, in the stream that used it last."""
+class OnGpu(TorchMachine):
+    """Machine on a GPU, by default on the first CUDA device."""
+
+    def __init__(self, plan: Plan, *args, streams: Any = None, **kwargs) -> None:
+        super().__init__(plan, *args, device=CudaDevice(streams), **kwargs)
+
+
+class Poisoned(Remembers, OnGpu):
+    """Fill a slot with NaN on release, in the stream that used it last."""
 
     def __init__(self, plan: Plan, *args, **kwargs) -> None:
         super().__init__(plan, *args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 
 import networkx as nx
 
+from penstock.planner.lower.arenas import slot_elements, source_slot
 from penstock.runtime.plan import Kind, Op, Plan, Slot, Update
 from penstock.runtime.plan.workload import ITEM_BYTES
 
@@ -68,7 +69,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
 
     last, blocks = plan.semantics.n_micro_batches - 1, plan.workload.blocks
     reduced = plan.policy.accumulation_group > last
-    held: dict[Slot, Any] = {plan.source_slot(b): name("initial", b) for b in range(len(blocks))}
+    held: dict[Slot, Any] = {source_slot(plan, b): name("initial", b) for b in range(len(blocks))}
     held |= {plan.state_slot(b): name("initial", b, "trained") for b in range(len(blocks))}
     results: list[Any] = []
     for node in nx.lexicographical_topological_sort(graph):
@@ -156,7 +157,7 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
 
     match name:
         case "weights" if not (op.kind is Kind.LOAD and plan.unpacks(b)):
-            return plan.slot_elements(b) * item_bytes
+            return slot_elements(plan, b) * item_bytes
         case "weights" | "packed":
             return plan.uploaded(b)[1]
         case "frozen":

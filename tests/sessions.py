@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.checkpoint.checkpoint import State, complete_checkpoints, identity, latest, load_state, put_back, refuse_another
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Policy
 from penstock.settings import CheckpointSettings, DataSettings, RunSettings
 from penstock.training.session import Session, predicted
@@ -22,7 +22,7 @@ from .training import plan_of, same_bits, scheduled, semantics_of, state_of
 SAVING = ("every", "keep", "background", "copy_bytes", "minutes", "weights_only")
 
 
-def session_of(folder: Path, policy: Policy = Policy(), machine_type=CpuMachine, model_type: str = "llama", **fields) -> Session:  # noqa: B008 frozen
+def session_of(folder: Path, policy: Policy = Policy(), machine_type=TorchMachine, model_type: str = "llama", **fields) -> Session:  # noqa: B008 frozen
     """Return a session of a tiny model with random weights; `fields` are checkpoint settings and fields of the semantics."""
     saving = {name: fields.pop(name) for name in SAVING if name in fields}
     plan = plan_of(tiny_config(model_type), semantics_of(model_type, **fields), policy)

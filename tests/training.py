@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock.planner.check.check import check
+from penstock.planner.lower.arenas import source_slot, weights_slot
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.kernels import FUSED
 from penstock.planner.model.workload import build_workload, fusible
@@ -21,7 +22,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
 from penstock.runtime.host.memory import Arenas
 from penstock.runtime.layers.packed_weights import unpack_into
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
 from penstock.runtime.plan.optimizer import AdamW, Optimizer, optimizing
 from penstock.runtime.plan.workload import Model
@@ -109,12 +110,12 @@ class Remembers:
         return result
 
 
-class Remembering(Remembers, CpuMachine):
+class Remembering(Remembers, TorchMachine):
     pass
 
 
-class Hostile(Remembers, CpuMachine):
-    """CpuMachine that exposes races: random delays of lanes, and released slots filled with NaN.
+class Hostile(Remembers, TorchMachine):
+    """Machine that exposes races: random delays of lanes, and released slots filled with NaN.
 
     A slot is released by the last op that uses it before an op that only writes it.
     """
@@ -145,8 +146,8 @@ def poison(arenas: Arenas, slot: Slot) -> None:
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
     """Return, by op, the slots with content that no later op reads, without slots that two lanes read: neither lane is last."""
     blocks = range(len(plan.workload.blocks))
-    goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks), *map(plan.source_slot, blocks)}  # live into the next step
-    goes_on |= {plan.weights_slot(b) for b in blocks if plan.stays_loaded(b)}
+    goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks)} | {source_slot(plan, b) for b in blocks}  # live into the next step
+    goes_on |= {weights_slot(plan, b) for b in blocks if plan.stays_loaded(b)}
     uses: dict[Slot, list[int]] = {}
     for index, op in enumerate(plan.ops):
         for slot in dict.fromkeys((*op.reads, *op.writes)):
@@ -173,11 +174,11 @@ def initial_masters(config: dict, semantics: Semantics) -> Tensors:
 
 @lru_cache(maxsize=64)
 def _initial(config_json: str, semantics: Semantics) -> Tensors:
-    machine = machine_for(plan_of(json.loads(config_json), semantics, Policy()), CpuMachine)
+    machine = machine_for(plan_of(json.loads(config_json), semantics, Policy()), TorchMachine)
     return state_of(machine)[0] | frozen_of(machine)
 
 
-def begin(machine: CpuMachine, seed: int = 7) -> None:
+def begin(machine: TorchMachine, seed: int = 7) -> None:
     """Initialise random weights; lora_B gets random values instead of zeros, so that adapters have an effect."""
     machine.initialise(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -186,7 +187,7 @@ def begin(machine: CpuMachine, seed: int = 7) -> None:
             machine.host.set_weight(p, torch.randn(p.shape, generator=generator) * 0.1)
 
 
-def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
+def state_of(machine: TorchMachine) -> tuple[Tensors, Tensors, Tensors]:
     """Return copies of master weights, first and second moments by name."""
     masters, exp_avg, exp_avg_sq = {}, {}, {}
     for number in range(len(machine.plan.workload.blocks)):
@@ -199,7 +200,7 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
     return masters, exp_avg, exp_avg_sq
 
 
-def frozen_of(machine: CpuMachine) -> Tensors:
+def frozen_of(machine: TorchMachine) -> Tensors:
     """Return copies of frozen weights by name; packed ones are unpacked."""
     host, weights, semantics = machine.host, Tensors(), machine.plan.semantics
     for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen[b]):
@@ -259,7 +260,7 @@ def kept_whole(model_type: str, semantics: Semantics, overrides: tuple = ()) -> 
     return as_expected(streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches)))
 
 
-def as_expected(machine: CpuMachine) -> reference.Reference:
+def as_expected(machine: TorchMachine) -> reference.Reference:
     """Return the state and results of a machine as an argument for `differences`."""
     results = [machine.results[step] for step in range(N_STEPS)]
     return reference.Reference(*state_of(machine), [r.loss for r in results], [r.grad_norm for r in results], frozen_of(machine))
@@ -273,7 +274,7 @@ def clip_some_steps(model_type: str, semantics: Semantics, overrides: tuple = ()
     return replace(semantics, clip_norm=(min(norms) + max(norms)) / 2)
 
 
-def differences(machine: CpuMachine, expected: reference.Reference | None = None) -> list[str]:
+def differences(machine: TorchMachine, expected: reference.Reference | None = None) -> list[str]:
     """Return the names of tensors, losses and norms that are not bitwise equal to `expected`, by default the plain loop."""
     expected = expected or _plain(json.dumps(machine.plan.model.config), machine.plan.semantics)
     of_expected = (expected.masters, expected.exp_avg, expected.exp_avg_sq, expected.frozen)
@@ -289,7 +290,7 @@ def differences(machine: CpuMachine, expected: reference.Reference | None = None
     return names
 
 
-def same_state(a: CpuMachine, b: CpuMachine) -> bool:
+def same_state(a: TorchMachine, b: TorchMachine) -> bool:
     """True if master weights and moments are bitwise equal."""
     return all(same_bits(x[name], y[name]) for x, y in zip(state_of(a), state_of(b), strict=True) for name in x)
 

@@ -7,7 +7,7 @@ and locates a first failure.
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from penstock.planner.check.check import check
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.executor import Execution, StepResult
+from penstock.runtime.machines.lanes import CpuDevice, CudaDevice
 from penstock.runtime.machines.streams import use_same_kernels
-from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan, Policy, Semantics, Update, saves
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
@@ -84,8 +85,8 @@ def _trained(model_type: str, policy: Policy, kernels: dict[str, Any], device: s
     """Train three steps. Return the state as bits, losses and norms."""
     plan = _plan(model_type, policy, kernels)
     check(plan)
-    kind: Callable[..., TorchMachine] = CudaMachine if device == "cuda" else CpuMachine
-    machine = kind(plan, batches_of(plan), lambda step: AdamW(lr=1e-3 / (step + 1), weight_decay=0.1))
+    target = CudaDevice() if device == "cuda" else CpuDevice()
+    machine = TorchMachine(plan, batches_of(plan), lambda step: AdamW(lr=1e-3 / (step + 1), weight_decay=0.1), device=target)
     machine.initialise(7)
     with Execution(plan, machine, N_STEPS, quiet_s=QUIET_S) as steps:
         results = [step.result for step in steps]

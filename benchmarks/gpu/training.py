@@ -22,7 +22,8 @@ from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.executor import Execution, execute
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.packed_weights import pack
-from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
+from penstock.runtime.machines.lanes import CpuDevice, CudaDevice
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Kind, Lane, Plan, PlanFile
 from penstock.runtime.plan.optimizer import AdamW
 
@@ -47,11 +48,8 @@ def planned(request: Request, note: Note) -> None:
     note("planned", plan=path.name, profile=plan.profile["name"], **sizes, **predicted)
     began_s = time.perf_counter()
     batches = batches_of(plan)
-    machine: TorchMachine
-    if request.device == "cuda":
-        machine = CudaMachine(plan, batches, settings)
-    else:
-        machine = CpuMachine(plan, batches, settings, pin_threads=True)
+    device = CudaDevice() if request.device == "cuda" else CpuDevice(pin_threads=True)
+    machine = TorchMachine(plan, batches, settings, device=device)
     note("allocated", seconds=time.perf_counter() - began_s, said=machine.arenas.n_bytes)
     began_s = time.perf_counter()
     fill_all(machine)

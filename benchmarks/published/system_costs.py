@@ -12,8 +12,8 @@ from penstock.hwprofiles.components import BACKWARD_ATTENTION, Direction
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.compute_time import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call
 from penstock.planner.predict.cost import region_of
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.workload import ITEM_BYTES, Block, Matmul, Workload
 
 BF16 = ITEM_BYTES["bf16"]

@@ -2,13 +2,13 @@
 
 The published systems are programs without a plan: one thread issues copies and kernels to streams, another thread follows. Each of
 these is a queue. A queue runs one task at a time, in order of issue; a task also waits for tasks of other queues. Concurrent tasks
-share the machine like elsewhere in Penstock (`runtime.plan.region`).
+share the machine like elsewhere in Penstock (`planner.predict.region`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.runtime.plan.region import Demand, Region, shares
+from penstock.planner.predict.region import Demand, Region, shares
 
 TIE_FRACTION = 1e-12
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.planner.predict.compute_time import BACKWARD_MATMULS
+from penstock.planner.predict.region import Demand
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.region import Demand
 from penstock.runtime.plan.workload import Block, Model
 
 from . import system_memory as memory

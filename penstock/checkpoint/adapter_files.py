@@ -67,6 +67,9 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     adapted = {_target(module.removesuffix(".base_layer")) for module in modules}
     experts = next((".".join(m.split(".")[-2:]) for m in modules if _target(m) == EXPERTS), None)  # and their path in a layer
     assert adapted <= {*lora.targets}, "an adapter has factors of its targets alone"
+    targets = sorted(adapted - {EXPERTS})
+    # Regular expression by which PEFT finds these modules in the text layers only
+    pattern = rf"{re.escape(''.join(of_text))}\.\d+\.(?:self_attn|mlp)\.(?:{'|'.join(targets)})"
     config = LoraConfig(
         task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
         modules_to_save=[_HEAD] if has_head else None,
@@ -76,17 +79,12 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
-        target_modules=_pattern(of_text.pop(), adapted - {EXPERTS}) if of_text else [*adapted - {EXPERTS}],
+        target_modules=pattern if of_text else targets,
         target_parameters=None if experts is None else [f"{experts}.{stack}" for stack in _STACKS],
     )
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in dataclasses.asdict(config).items()}
     del fields["runtime_config"]  # describes a process, not an adapter
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _pattern(layers: str, targets: Iterable[str]) -> str:
-    """Return the regular expression by which PEFT finds these modules in these layers only."""
-    return rf"{re.escape(layers)}\.\d+\.(?:self_attn|mlp)\.(?:{'|'.join(sorted(targets))})"
 
 
 def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -27,9 +27,8 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.host.host_state import HostState
 from penstock.runtime.host.rounding import Int8Moment, group_bytes
 from penstock.runtime.plan import Plan, Semantics
-from penstock.runtime.plan.objective import Objective
 from penstock.runtime.plan.optimizer import Optimizer
-from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.train import Lora
 from penstock.runtime.plan.workload import Parameter
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
@@ -179,17 +178,19 @@ class CheckpointWriter:
         """Write weights of one dtype under published names. One weight is in memory at a time, with its copy as single experts."""
         published = dict(pair for name, outline in outlines.items() for pair in publish(config, name, outline))
         pairs = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
-        self.write_tensors(file, published, chain.from_iterable(pairs))
-        self._file_of |= dict.fromkeys(published, file)
-        self._n_bytes += sum(outline.nbytes for outline in published.values())
+        self._write_model_file(file, published, chain.from_iterable(pairs))
 
     def copy_towers(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Copy the tensors outside the text decoder of a vision-language model, unchanged, one at a time."""
         stored, names = towers(folder, config)
         outlines = {name: torch.empty_like(stored[name], device="meta") for name in names}
         outlines = dict(sorted(outlines.items(), key=lambda item: -item[1].itemsize))
-        self.write_tensors("model-towers.safetensors", outlines, map(stored.__getitem__, outlines))
-        self._file_of |= dict.fromkeys(outlines, "model-towers.safetensors")
+        self._write_model_file("model-towers.safetensors", outlines, map(stored.__getitem__, outlines))
+
+    def _write_model_file(self, file: str, outlines: Mapping[str, Tensor], contents: Iterable[Tensor]) -> None:
+        """Write a file of weights, which the index lists."""
+        self.write_tensors(file, outlines, contents)
+        self._file_of |= dict.fromkeys(outlines, file)
         self._n_bytes += sum(outline.nbytes for outline in outlines.values())
 
     def write_config(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -235,8 +236,10 @@ _FIELD_NAMES = {
 }
 
 # Fields that are absent from older states have their defaults.
-_DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
-_SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train | Objective) else value for name, value in _DEFAULTS.items()}
+_DEFAULTS = json.loads(json.dumps(asdict(Semantics(1, 1, 1))))
+_STATE_FIELDS = ("optimizer", "master_dtype", "weight_rounding")  # fields of the semantics: format of the state, and its rounding
+_RULE_FIELDS = ("lr", "beta1", "beta2", "eps")  # fields of the optimizer's settings that are specific to its rule
+_PARTS = {"master": "master", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 
 def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
@@ -244,23 +247,11 @@ def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any],
 
     `optimizer`: its settings; `frozen`: digest of the frozen weights, which are not in the state.
     """
-    return _as_json(
-        ({} if frozen is None else {"frozen": frozen})
-        | {
-            "seed": seed,
-            "data_fingerprint": data.fingerprint,
-            "model_fingerprint": plan.model.fingerprint,
-            "semantics": asdict(plan.semantics.all_ranks),
-            "optimizer": optimizer,
-        }
-    )
-
-
-_STATE_FIELDS = ("optimizer", "master_dtype", "weight_rounding")  # fields of the semantics: format of the state, and its rounding
-
-
-_RULE_FIELDS = ("lr", "beta1", "beta2", "eps")  # fields of the optimizer's settings that are specific to its rule
-_PARTS = {"master": "master", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
+    fields: dict[str, Any] = {} if frozen is None else {"frozen": frozen}
+    fields |= {"seed": seed, "data_fingerprint": data.fingerprint, "model_fingerprint": plan.model.fingerprint}
+    fields |= {"semantics": asdict(plan.semantics.all_ranks), "optimizer": optimizer}
+    result: dict[str, Any] = json.loads(json.dumps(fields))  # a tuple becomes a list, as in a state
+    return result
 
 
 def _state_in_words(semantics: Mapping[str, Any]) -> str:
@@ -288,7 +279,7 @@ def _in_current_names(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> t
     Plans before format 4 had no `lora_products`: an adapter's product was added to the frozen one after both were rounded. Their
     loss `fused`, now `online`, computed softmax in fp32 and rounded the gradient of the output matrix for each tile.
     """
-    current, is_older = {**_as_json(_SEMANTICS_BEFORE), **saved}, "lora_products" not in saved
+    current, is_older = {**_DEFAULTS, **saved}, "lora_products" not in saved
     train = current["train"]
     has_adapters = isinstance(train, dict) and isinstance(train.get("lora"), dict)
     if has_adapters:
@@ -351,12 +342,6 @@ def _stored(state: State, kind: str, p: Parameter) -> Tensor:
     if name not in state.optimizer or tuple(tensor.shape) != p.shape:
         raise _damaged(state.path, f"{name} is missing or of another shape")
     return tensor
-
-
-def _as_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the value after a JSON round trip."""
-    result: dict[str, Any] = json.loads(json.dumps(value))
-    return result
 
 
 def _difference(was: Any, now: Any, path: str = "") -> str:

@@ -51,7 +51,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 
     Learned tokens are green on a terminal, elsewhere in [[ ]].
     """
-    from penstock.data.data import read_data
+    from penstock.data.data import DataRequest, read_data
     from penstock.data.sampling import MapStyleData
     from penstock.data.tokenizer import read_tokenizer
     from penstock.training.inputs import tokens_folder
@@ -62,9 +62,8 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     vocab_size, by_document = _model(model, seq_len)
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
-        packed = read_data(
-            settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report, objective=None
-        )
+        cache = tokens_folder(Path(folder))
+        packed = read_data(DataRequest(settings, model, vocab_size, seq_len, 1, 0, cache, by_document, objective=None), report)
         assert isinstance(packed, MapStyleData)
         parts, about = packed.parts, packed.words()
         samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model), n_samples)]

@@ -23,7 +23,7 @@ from penstock.runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line, rows_of
-from .formats import LABELLED, NEEDED, ROLLOUTS, UNPAIRED, Chat, Completion, answer, document, labelled, pair, renamed, rollouts
+from .formats import NEEDED, ROLLOUTS, Chat, Completion, read_row, renamed, rollouts
 from .tokenizer import is_tokenizer_error, reason_of
 
 Array = npt.NDArray[np.int64]
@@ -62,6 +62,14 @@ class Reader:
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
         of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_NOTES, Value("string"))
         return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, LOSS_NUMBERS: List(Value("float64"))})
+
+    @property
+    def about(self) -> str:
+        """Describe the data set and how it is read, for the user."""
+        how = "by the model's chat template" if self.template.tokenizer.has_template else "as <|role|> and text"
+        parts = [f"{self.files.path}: {self.format}", "" if self.is_text else f"conversations {how}", self.files.about]
+        left_out = f"{n:,} file{'s' * (n != 1)} left out" if (n := self.files.n_left_out) else ""
+        return ", ".join(filter(None, [*parts, left_out]))
 
     def stream(self, order: Iterable[int]) -> IterableDataset:
         """Yield documents lazily from the files in this order. `datasets` tracks the stream state by file and row."""
@@ -113,18 +121,14 @@ class Reader:
         where = self.files.where(file, row)
         try:
             fields = renamed(parse_line(value, where) if isinstance(value, bytes) else value, self.columns)
-            if self.format not in NEEDED:
-                return self._rendered(document(fields, self.format, where), where)
-            parse = {UNPAIRED: answer, LABELLED: labelled}.get(self.format)
-            answers = [(half,) for half in pair(fields, where)] if parse is None else [parse(fields, where)]
-            rendered = [self._rendered(content, where, *label) for content, *label in answers]
-            if any(len(documents) > 1 for documents in rendered):
+            rendered = [self._rendered(*item, where) for item in read_row(fields, self.format, where)]
+            if self.format in NEEDED and any(len(documents) > 1 for documents in rendered):
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
             return [document for documents in rendered for document in documents]
         except DataError as error:
             return [(("", []), [], (str(error), None), ())]
 
-    def _rendered(self, item: Chat | Completion, where: str, *numbers: float) -> list[_Read]:
+    def _rendered(self, item: Chat | Completion, numbers: tuple[float, ...], where: str) -> list[_Read]:
         """Return the documents of a conversation or text, with the loss numbers of its row."""
         if isinstance(item, Completion) is not self.is_text:
             raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")

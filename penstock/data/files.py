@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -68,6 +69,19 @@ class DataFiles:
         """Return these files without text files: in a folder of chats, those are documentation."""
         row_files = tuple(file for file in self.files if file.kind != "text")
         return replace(self, files=row_files, n_left_out=self.n_left_out + len(self.files) - len(row_files))
+
+    def first_rows(self, mapped: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """Yield (place, first readable row) of each file of rows. DataError for a file that has only unreadable ones."""
+        for number, file in enumerate(self.files):
+            value, where = None, ""
+            for n, value in rows_of(file.path, file.kind, mapped) if file.kind != "text" else ():
+                where = self.where(number, n)
+                with suppress(DataError):  # skip a bad row
+                    yield where, parse_line(value, where) if isinstance(value, bytes) else value
+                    break
+            else:
+                if isinstance(value, bytes):
+                    parse_line(value, where)
 
     def content_hash(self, full: bool) -> str:
         """SHA-256 of names and contents of all files. If not `full`: of names, sizes, heads and tails."""

@@ -4,6 +4,7 @@ The columns of the first row select the format of a data set. Rows of any format
 """
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.runtime.errors import DataError
+from penstock.runtime.plan.objective import ADVANTAGE, LABEL, OLD, LossInput, LossUnit, Objective
 from penstock.runtime.units import on_one_line
 
 Message = dict[str, Any]
@@ -33,18 +35,31 @@ _FORMATS = {
     "question-answer": (("question", "answer"), '{"question": "...", "answer": "..."}'),
 }
 PREFERENCE, UNPAIRED, ROLLOUTS, LABELLED = "preference", "unpaired-preference", "rollouts", "labelled"
+
+
+@dataclass(frozen=True, slots=True)
+class LossFormat:
+    """Row format that losses require. `loss`: their name in errors; `inputs`: loss inputs that the numbers of a row become."""
+
+    loss: str
+    unit: LossUnit
+    columns: tuple[str, ...]
+    example: str
+    inputs: tuple[LossInput, ...] = ()
+
+
 _PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, or as lists of messages, the prompt left out if both begin with it'
-_GROUP = '{"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "logprobs": [[-0.1], [-0.5, -2.0]], "rewards": [0, 1]}'
 _ANSWER = '{"prompt": "...", "completion": "...", "label": true}, or prompt and completion as lists of messages'
-# Formats that a loss requires: (name of the loss in errors, required columns)
+_GROUP = '{"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "logprobs": [[-0.1], [-0.5, -2.0]], "rewards": [0, 1]}'
+_GROUP_COLUMNS = ("prompt_ids", "completion_ids", "logprobs")
 NEEDED = {
-    PREFERENCE: ("a loss of pairs", ("chosen", "rejected")),
-    UNPAIRED: ("KTO", ("prompt", "completion", "label")),
-    ROLLOUTS: ("GRPO", ("prompt_ids", "completion_ids", "logprobs")),
-    LABELLED: ("a loss of labels", ("text", "label")),
+    PREFERENCE: LossFormat("a loss of pairs", LossUnit.PAIRS, ("chosen", "rejected"), _PAIR),
+    UNPAIRED: LossFormat("KTO", LossUnit.ANSWERS, ("prompt", "completion", "label"), _ANSWER, (LABEL,)),
+    ROLLOUTS: LossFormat("GRPO", LossUnit.TOKENS, _GROUP_COLUMNS, f"{_GROUP}, or with advantages", (ADVANTAGE, OLD)),
+    LABELLED: LossFormat("a loss of labels", LossUnit.SEQUENCES, ("text", "label"), '{"text": "...", "label": 1}', (LABEL,)),
 }
-_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", *NEEDED[ROLLOUTS][1], "rewards", "advantages")
-COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL)
+_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", "rewards", "advantages")
+COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *_GROUP_COLUMNS)
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
 
@@ -63,6 +78,71 @@ class Completion:
 
     prompt: str
     completion: str
+
+
+def required_format(objective: Objective) -> str | None:
+    """Return the row format that a loss requires, or None if it trains on any text or chat."""
+    inputs = {*objective.inputs}
+    return next((name for name, needed in NEEDED.items() if needed.unit is objective.of and {*needed.inputs} <= inputs), None)
+
+
+def row_format(
+    requested: str,
+    first: tuple[str, Any] | None,
+    others: Iterator[tuple[str, Any]],
+    columns: Mapping[str, str],
+    objective: Objective | None,
+) -> tuple[str, bool]:
+    """Return the row format of a data set, and True if its rows are texts, no conversations. DataError if `requested`, the loss and
+    the columns of the rows contradict each other.
+
+    `first`, `others`: (place, first row) of each file, before columns are renamed; `columns`: our name -> name in the file.
+    """
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        raise DataError(f"--columns {unknown[0][:40]}=...: no such column; choose from {', '.join(COLUMNS)}")
+    if doubled := [name for name, n in Counter(columns.values()).items() if n > 1]:
+        raise DataError(f"--columns ...={doubled[0][:40]}: the column would be read twice; name it once")
+    where, first_row = first or ("", None)
+    fields = first_row if isinstance(first_row, dict) else {}
+    if where and (gone := [name for name in columns.values() if name not in fields]):
+        raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(fields)}")
+    row, format, required = renamed(first_row, columns), requested, None
+    if objective is not None:
+        required = required_format(objective)
+    elif format in NEEDED:
+        required = format
+    elif format == "auto":
+        required = next((name for name in (PREFERENCE, ROLLOUTS) if is_of(name, row)), None)
+    if required is not None:
+        format = required
+        _refuse_other_columns(required, requested, [(where, first_row), *others], columns)
+    elif format == PREFERENCE:
+        raise not_understood(where, {"chosen", "rejected"})
+    elif format in NEEDED:
+        raise DataError(f"--format {format}: rows of {NEEDED[format].loss}; plan with --loss for that, or leave it out")
+    elif format == "auto":
+        format = format_of(row, where, columns) if where else "text"
+        for place, other_row in others:
+            if (other_format := format_of(renamed(other_row, columns), place, columns)) != format:
+                advice = "give files of different columns each a --data of its own, or say --format"
+                raise DataError(f"{place}: columns of {other_format}, and those of {where} are of {format}; {advice}")
+    if format in ("prompt-completion", UNPAIRED, PREFERENCE):
+        text = row.get("chosen" if format == PREFERENCE else "prompt") if isinstance(row, dict) else None
+        return format, isinstance(text, str)
+    return format, format in ("text", ROLLOUTS, LABELLED)
+
+
+def _refuse_other_columns(format: str, requested: str, firsts: Iterable[tuple[str, Any]], columns: Mapping[str, str]) -> None:
+    """Raise DataError if a file or --format has another format than the loss requires."""
+    needed = NEEDED[format]
+    names = " and ".join(needed.columns)
+    if requested not in ("auto", format):
+        raise DataError(f"--format {requested}: the plan's loss is of {format} rows, with {names}; leave it out")
+    for where, row in firsts:
+        if not is_of(format, fields := renamed(row, columns)):
+            listed = shown(fields) if isinstance(fields, dict) else "none"
+            advice = f"name yours with --columns {needed.columns[0]}=COLUMN, or choose another --loss or --format"
+            raise DataError(f"{where or 'the data'}: its columns are {listed}, and {needed.loss} needs {names}; {advice}")
 
 
 def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
@@ -86,78 +166,78 @@ def renamed(row: Any, columns: Mapping[str, str]) -> Any:
 
 
 @contextmanager
-def _fields_of(row: object, where: str, example: str) -> Iterator[Row]:
+def _fields_of(row: object, format: str, where: str) -> Iterator[Row]:
     """Yield the fields of a row. Convert a ValueError to a DataError with the place, an example and the row's columns."""
     try:
         yield row if isinstance(row, dict) else {}
     except ValueError as error:
+        example = NEEDED[format].example if format in NEEDED else _FORMATS[format][1]
         columns = f"; its columns are {shown(row)}" if isinstance(row, dict) else ""
         raise DataError(f"{where}: {error}; each row is {example}{columns}") from None
 
 
-def document(row: object, format: str, where: str) -> Chat | Completion:
-    """Convert a row of this format to a conversation or a text. DataError names the place of an invalid row."""
-    with _fields_of(row, where, _FORMATS[format][1]) as fields:
-        return _read(fields, format)
+def read_row(row: object, format: str, where: str) -> list[tuple[Chat | Completion, tuple[float, ...]]]:
+    """Convert a row to conversations or texts, each with the numbers for its loss. DataError names the place of an invalid row."""
+    with _fields_of(row, format, where) as fields:
+        match format:
+            case "preference":
+                return [(half, ()) for half in _pair(fields)]
+            case "unpaired-preference":
+                return [_labelled_answer(fields)]
+            case "labelled":
+                return [_labelled_text(fields)]
+        return [(_read(fields, format), ())]
 
 
-def pair(value: object, where: str) -> tuple[Chat | Completion, Chat | Completion]:
-    """Return the chosen and the rejected half of a row. Only the answers are learned. DataError for an invalid row."""
-    with _fields_of(value, where, _PAIR) as row:
-        chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
-        kind: Any = str if isinstance(chosen, str) else list
-        chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
-        if (
-            kind is str
-            and prompt is None
-            and (column := next((name for name in ("question", "instruction") if row.get(name)), None))
-        ):
-            raise ValueError(f'no "prompt", but "{column}": name it with --columns prompt={column}')
-        if not isinstance(prompt, kind):  # the prompt is inside both, or repeated as text
-            n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
-            if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
-                raise ValueError('one of chosen and rejected begins with the other, so the prompt is unknown; give it as "prompt"')
-            n -= kind is str and chosen[:n].endswith(" ")  # tokenizers attach a space to the next word
-            prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
-        if not (prompt.strip() if isinstance(prompt, str) else prompt):
-            raise ValueError("chosen and rejected share no prompt")
-        if chosen == rejected:
-            raise ValueError("chosen and rejected are the same, which prefers nothing")
-        halves = tuple(_half(row, prompt, answer, name) for name, answer in (("chosen", chosen), ("rejected", rejected)))
-        return halves[0], halves[1]
+def _pair(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
+    """Return the chosen and the rejected half of a row. Only the answers are learned."""
+    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+    kind: Any = str if isinstance(chosen, str) else list
+    chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
+    other_columns = [name for name in ("question", "instruction") if row.get(name)]
+    if kind is str and prompt is None and other_columns:
+        raise ValueError(f'no "prompt", but "{other_columns[0]}": name it with --columns prompt={other_columns[0]}')
+    if not isinstance(prompt, kind):  # the prompt is inside both, or repeated as text
+        n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+        if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
+            raise ValueError('one of chosen and rejected begins with the other, so the prompt is unknown; give it as "prompt"')
+        n -= kind is str and chosen[:n].endswith(" ")  # tokenizers attach a space to the next word
+        prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
+    if not (prompt.strip() if isinstance(prompt, str) else prompt):
+        raise ValueError("chosen and rejected share no prompt")
+    if chosen == rejected:
+        raise ValueError("chosen and rejected are the same, which prefers nothing")
+    return _answered(row, prompt, chosen, "chosen"), _answered(row, prompt, rejected, "rejected")
 
 
-def answer(row: object, where: str) -> tuple[Chat | Completion, float]:
-    """Return a row with one answer and its label: 1 if desirable, 0 if not. DataError for an invalid row."""
-    with _fields_of(row, where, _ANSWER) as fields:
-        prompt, label = fields.get("prompt"), fields.get("label")
-        label = {"true": True, "false": False}.get(str(label).lower(), label)  # a CSV has strings
-        if not (prompt.strip() if isinstance(prompt, str) else prompt):
-            raise ValueError('an empty "prompt"')
-        kind: Any = str if isinstance(prompt, str) else list
-        content = _half(fields, _value(fields, "prompt", kind), _value(fields, "completion", kind), "completion")
-        if not isinstance(label, int) or label not in (0, 1):
-            raise ValueError('a "label" that is neither true nor false')
-        return content, float(label)
+def _labelled_answer(row: Row) -> tuple[Chat | Completion, tuple[float]]:
+    """Return an answer and its label: 1 if desirable, 0 if not."""
+    prompt, label = row.get("prompt"), row.get("label")
+    label = {"true": True, "false": False}.get(str(label).lower(), label)  # a CSV has strings
+    if not (prompt.strip() if isinstance(prompt, str) else prompt):
+        raise ValueError('an empty "prompt"')
+    kind: Any = str if isinstance(prompt, str) else list
+    content = _answered(row, _value(row, "prompt", kind), _value(row, "completion", kind), "completion")
+    if not isinstance(label, int) or label not in (0, 1):
+        raise ValueError('a "label" that is neither true nor false')
+    return content, (float(label),)
 
 
-def labelled(row: object, where: str) -> tuple[Completion, float]:
-    """Return a row with a text and its class label. DataError for an invalid row."""
-    with _fields_of(row, where, '{"text": "...", "label": 1}') as fields:
-        text, label = _value(fields, "text", str), fields.get("label")
-        label = int(label) if isinstance(label, str) and label.isdecimal() else label  # a CSV has strings
-        if not isinstance(label, int) or not 0 <= label < MOST_LABELS:
-            raise ValueError('a "label" that is no whole number from 0')
-        if not text.strip():
-            raise ValueError('an empty "text"')
-        return Completion("", text), float(label)
+def _labelled_text(row: Row) -> tuple[Completion, tuple[float]]:
+    text, label = _value(row, "text", str), row.get("label")
+    label = int(label) if isinstance(label, str) and label.isdecimal() else label  # a CSV has strings
+    if not isinstance(label, int) or not 0 <= label < MOST_LABELS:
+        raise ValueError('a "label" that is no whole number from 0')
+    if not text.strip():
+        raise ValueError('an empty "text"')
+    return Completion("", text), (float(label),)
 
 
 def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
     """Return the completions of a row: a group for one prompt. Rewards are converted to GRPO advantages. DataError for an invalid
     row."""
-    with _fields_of(row, where, f"{_GROUP}, or with advantages") as fields:
-        prompt, completions, logps = (_value(fields, name, list) for name in NEEDED[ROLLOUTS][1])
+    with _fields_of(row, ROLLOUTS, where) as fields:
+        prompt, completions, logps = (_value(fields, name, list) for name in _GROUP_COLUMNS)
         kind = "rewards" if fields.get("advantages") is None else "advantages"
         numbers = _numbers(_value(fields, kind, list), kind)
         if not len(completions) == len(logps) == len(numbers) > (kind == "rewards"):
@@ -185,7 +265,7 @@ def _numbers(values: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float6
 
 def is_of(format: str, columns: object) -> bool:
     """Return True if a row has the columns of this format."""
-    return isinstance(columns, dict) and set(NEEDED[format][1]) <= columns.keys()
+    return isinstance(columns, dict) and set(NEEDED[format].columns) <= columns.keys()
 
 
 def shown(columns: Iterable[object]) -> str:
@@ -205,55 +285,60 @@ def not_understood(where: str, columns: Collection[str]) -> DataError:
 
 def _read(row: Row, format: str) -> Chat | Completion:
     """Convert a row to a conversation or a text. ValueError if it is invalid."""
-    n_before = 0  # number of prompt messages
-    system = [{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []
     match format:
         case "text":
             return Completion("", _value(row, "text", str))
-        case "prompt-completion" if isinstance(row.get("prompt"), list):
-            messages = [*system, *row["prompt"], *_value(row, "completion", list)]
-            n_before = len(messages) - len(row["completion"])
         case "prompt-completion":
-            if system:
-                raise ValueError('"system" next to a text "prompt"; put it at the start of the prompt')
-            return Completion(_value(row, "prompt", str), _value(row, "completion", str))
+            kind: Any = list if isinstance(row.get("prompt"), list) else str
+            return _prompted(row, _value(row, "prompt", kind), _value(row, "completion", kind))
         case "messages":
-            messages = _value(row, "messages", list)
+            return _chat(_value(row, "messages", list), row)
         case "sharegpt":
-            messages = [*system, *(_turn(turn, i) for i, turn in enumerate(_value(row, "conversations", list)))]
+            messages = [_turn(turn, i) for i, turn in enumerate(_value(row, "conversations", list))]
         case "alpaca":
             extra = f"\n{_value(row, 'input', str)}" if row.get("input") else ""
-            messages = [*system, *_dialogue(row, _value(row, "instruction", str) + extra, _value(row, "output", str))]
+            messages = _dialogue(row, _value(row, "instruction", str) + extra, _value(row, "output", str))
         case _:
-            messages = [*system, *_dialogue(row, _value(row, "question", str), _value(row, "answer", str))]
-    return _chat(messages, row, n_before)
+            messages = _dialogue(row, _value(row, "question", str), _value(row, "answer", str))
+    return _chat([*_system(row), *messages], row)
 
 
-def _half(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
-    if isinstance(answer, str):
-        if row.get("system"):
-            raise ValueError('"system" next to a text "prompt"; put it at the start of the prompt')
-        item: Chat | Completion = Completion(prompt, answer)
-        is_empty = not answer.strip()
-    else:
-        prompt_messages = [*([{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []), *prompt]
-        item = _chat([*prompt_messages, *answer], row, len(prompt_messages))
-        learned = [message for i, message in enumerate(item.messages) if message["role"] == "assistant" and i not in item.unlearned]
-        is_empty = not any(message["content"].strip() or message.get("tool_calls") for message in learned)
+def _system(row: Row) -> list[Message]:
+    return [{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []
+
+
+def _prompted(row: Row, prompt: Any, answer: Any) -> Chat | Completion:
+    """Return a prompt and its answer, texts or lists of messages. Only the answer is learned."""
+    system = _system(row)
+    if isinstance(answer, list):
+        return _chat([*system, *prompt, *answer], row, len(system) + len(prompt))
+    if system:
+        raise ValueError('"system" next to a text "prompt"; put it at the start of the prompt')
+    return Completion(prompt, answer)
+
+
+def _answered(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
+    """Return a prompt and its answer from column `name`. ValueError if nothing is learned."""
+    match item := _prompted(row, prompt, answer):
+        case Completion():
+            is_empty = not item.completion.strip()
+        case Chat():
+            messages = [m for i, m in enumerate(item.messages) if m["role"] == "assistant" and i not in item.unlearned]
+            is_empty = not any(message["content"].strip() or message.get("tool_calls") for message in messages)
     if is_empty:
         raise ValueError(f'an empty answer under "{name}"')
     return item
 
 
-def _dialogue(row: Row, question: str, answer: str) -> Iterator[Message]:
-    """Yield messages for the pairs of question and answer in "history", and for this pair."""
-    for pair in [*(_value(row, "history", list) if row.get("history") else ()), (question, answer)]:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ValueError('"history" is no list of pairs of question and answer')
-        yield from ({"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True))
+def _dialogue(row: Row, question: str, answer: str) -> list[Message]:
+    """Return messages for the pairs of question and answer in "history", and for this pair."""
+    pairs = [*(_value(row, "history", list) if row.get("history") else ()), (question, answer)]
+    if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError('"history" is no list of pairs of question and answer')
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
 
 
-def _chat(messages: list[Any], row: Row, n_before: int) -> Chat:
+def _chat(messages: list[Any], row: Row, n_before: int = 0) -> Chat:
     """Return a conversation. Its first `n_before` messages, and messages of weight 0, are excluded from learning."""
     parsed = [_message(message, i) for i, message in enumerate(messages)]
     weights = [message.pop("weight", None) for message in parsed]  # not passed to templates

@@ -21,7 +21,7 @@ import torch
 
 from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.errors import DataError
-from penstock.runtime.plan.objective import ANSWER, LAST
+from penstock.runtime.plan.objective import ADVANTAGE, ANSWER, LABEL, LAST, OLD, LossInput
 
 from .documents import Array, Documents
 
@@ -252,8 +252,8 @@ def _documents_of(documents: Documents, segments: Sequence[Sequence[int]], shape
     return groups
 
 
-def batch_of(rows: Sequence[Row], shape: Shape, extra_names: Sequence[str], loss_numbers: Numbers, n_slots: int | None) -> Batch:
-    """Build the batch of a step, with the extras named in `extra_names`. `n_slots`: answers per row, if answers share sequences.
+def batch_of(rows: Sequence[Row], shape: Shape, inputs: Sequence[LossInput], loss_numbers: Numbers, n_slots: int | None) -> Batch:
+    """Build the batch of a step, with these loss inputs. `n_slots`: answers per row, if answers share sequences.
 
     LAST is the last token that is not padding, like transformers. An end-of-text token does not count, because it is also the
     padding.
@@ -262,31 +262,26 @@ def batch_of(rows: Sequence[Row], shape: Shape, extra_names: Sequence[str], loss
     edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)
     lengths = tuple(tuple(n for n in np.diff(stops).tolist() if n) for stops in edges)
     batch = Batch(ids_BT, targets_BT, lengths if shape.is_isolated else None)
-    if not extra_names:
-        return batch
-    (n_rows, n_tokens), n, per_answer = ids_BT.shape, shape.rows_each, 1 + (shape.packing == "answers")
-    slots = (n_rows,) if n_slots is None else (n_rows, n_slots)
-    spans_BKS, last_BK, label_BK = torch.zeros(*slots, 2).long(), torch.zeros(slots).long(), torch.zeros(slots)
-    advantage_BT, old_BT = torch.zeros(n_rows, n_tokens), torch.zeros(n_rows, n_tokens)
-    for b, (ids_T, targets_T, spans) in enumerate(rows):
+    n_tokens, n, per_answer = shape.seq_len, shape.rows_each, 1 + (shape.packing == "answers")
+    tensors = {row.name: torch.zeros(row.sizes(len(rows), n_tokens, n_slots), dtype=getattr(torch, row.dtype)) for row in inputs}
+    for b, (ids_T, targets_T, spans) in enumerate(rows if inputs else ()):
         unit, row = divmod(b, n)
         for number, begin, stop in spans:
             index = (b,) if n_slots is None else (unit * n + number % n, number // n)
-            first = 0 if n_slots is None else row * n_tokens  # origin of the positions
-            spans_BKS[index] = torch.tensor([first + begin, first + stop])
-            last_BK[index] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
-            if not loss_numbers:
-                continue
-            numbers = loss_numbers[unit][number // per_answer]
-            if "label" in extra_names:
-                label_BK[index] = float(numbers[0])
-            if "old" in extra_names:
+            first = begin if n_slots is None else row * n_tokens + begin  # counted from the start of the row, or of its unit
+            if ANSWER in inputs:
+                tensors[ANSWER.name][index] = torch.tensor([first, first + stop - begin])
+            if LAST in inputs:
+                tensors[LAST.name][index] = first + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
+            if LABEL in inputs:
+                tensors[LABEL.name][index] = float(loss_numbers[unit][number // per_answer][0])
+            if OLD in inputs:
+                advantage, *logps = loss_numbers[unit][number // per_answer].tolist()
                 (learned,) = np.nonzero(targets_T[begin:stop] != UNSUPERVISED)
-                old_BT[b, begin + learned] = torch.tensor(numbers[1 : 1 + len(learned)], dtype=torch.float32)
-                advantage_BT[b, begin:stop] = float(numbers[0])
-    extras = {ANSWER: spans_BKS, LAST: last_BK, "label": label_BK, "advantage": advantage_BT, "old": old_BT}
-    n_answers = None if n_slots is None else sum(len(spans) for *_, spans in rows)
-    return replace(batch, n_answers=n_answers, extras={name: extras[name] for name in extra_names})
+                tensors[OLD.name][b, begin + learned] = torch.tensor(logps[: len(learned)])
+                tensors[ADVANTAGE.name][b, begin:stop] = advantage
+    n_answers = None if n_slots is None or not inputs else sum(len(spans) for *_, spans in rows)
+    return replace(batch, n_answers=n_answers, extras=tensors)
 
 
 def counts_text(counts: Counts) -> str:

@@ -23,7 +23,7 @@ from datasets import Dataset
 
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError
-from penstock.runtime.plan.objective import ANSWER
+from penstock.runtime.plan.objective import ANSWER, LossInput
 
 from .documents import Array, Columns, Documents, Reader
 from .packing import Counts, Row, Sequences, Shape, batch_of, counts_text, pack, rows_of
@@ -46,13 +46,13 @@ class PackedSet:
     counts: Counts
     about: str  # the data set and how it is read, for the user
     fingerprint: str
-    extra_names: tuple[str, ...] = ()  # names of extras from its documents
+    inputs: tuple[LossInput, ...] = ()  # loss inputs from its documents
     read: Mapping[str, str] = field(default_factory=dict)  # digests of everything that affects its tokens, by name
 
     @property
     def n_slots(self) -> int | None:
         """Maximum answers per row; None unless documents of answers are isolated in sequences."""
-        return int(np.diff(self.sequences.first).max()) // self.shape.segments_each if ANSWER in self.extra_names else None
+        return int(np.diff(self.sequences.first).max()) // self.shape.segments_each if ANSWER in self.inputs else None
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +66,8 @@ class MapStyleData:
     fingerprint: str
     n_sequences: int = field(init=False)
     n_steps: int = field(init=False)  # per epoch; the last step may continue into the next epoch
-    # Per set, (n_sequences, rows per sample): outputs of a reference model or teacher, by the name of the extra
-    references: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    # Per set, (n_sequences, rows per sample, ...): loss inputs from a reference model or teacher
+    references: Mapping[LossInput, Sequence[torch.Tensor]] = field(default_factory=dict)
     _turns: Array = field(init=False, repr=False)  # (set, number of its samples before) for each sample of a round
 
     def __post_init__(self) -> None:
@@ -101,10 +101,15 @@ class MapStyleData:
         chosen = [(self.parts[k], self.parts[k].sequences[i]) for k, i in samples]
         rows = [row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape)]
         n_slots = max((part.n_slots for part in self.parts if part.n_slots is not None), default=None)
-        extras = {name: torch.cat([_padded(sets[k][i], n_slots) for k, i in samples]) for name, sets in self.references.items()}
-        extra_names = max((part.extra_names for part in self.parts), key=len)
+        extras = dict[str, torch.Tensor]()
+        for row, sets in self.references.items():
+            values = [sets[k][i] for k, i in samples]
+            if n_slots is not None and "K" in row.shape:  # the sets have different numbers of slots
+                values = [F.pad(x := value.reshape(len(value), -1), (0, n_slots - x.shape[1])) for value in values]
+            extras[row.name] = torch.cat(values)
+        inputs = max((part.inputs for part in self.parts), key=len)
         numbers = [[part.documents.loss_numbers(d) for d, _, _ in segments] for part, segments in chosen]
-        batch = batch_of(rows, max((part.shape for part in self.parts), key=lambda s: s.is_isolated), extra_names, numbers, n_slots)
+        batch = batch_of(rows, max((part.shape for part in self.parts), key=lambda s: s.is_isolated), inputs, numbers, n_slots)
         return replace(batch, extras={**extras, **batch.extras})
 
     def position(self, step: int) -> Position:
@@ -152,11 +157,6 @@ class MapStyleData:
         return lines | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
 
 
-def _padded(x: torch.Tensor, n_slots: int | None) -> torch.Tensor:
-    """Pad reference outputs of shared rows to `n_slots` answers per row, the maximum of all sets."""
-    return x if n_slots is None or x.dtype != torch.float64 else F.pad(x := x.reshape(len(x), -1), (0, n_slots - x.shape[1]))
-
-
 @dataclass(slots=True, eq=False)
 class Stream:
     """Batches in sequence, of unknown total length."""
@@ -166,9 +166,8 @@ class Stream:
     batch_size: int
     buffer_documents: int
     seed: int | None  # None: file order, epoch after epoch
-    about: str  # the data set and how it is read, for the user
     fingerprint: str
-    extra_names: tuple[str, ...] = ()  # extras that follow from a batch's tokens
+    inputs: tuple[LossInput, ...] = ()  # loss inputs that follow from a batch's tokens
     n_steps: None = None
     _positions: dict[int, Position] = field(default_factory=dict, repr=False)
     _iterator: Iterator[tuple[Batch, Position]] | None = field(default=None, repr=False)
@@ -195,8 +194,8 @@ class Stream:
             of_batch = [next(rows) for _ in range(self.batch_size)]
             batch_rows = [row for row, _ in of_batch]
             largest = max((number for *_, spans in batch_rows for number, _, _ in spans), default=0)
-            n_slots = 1 + largest // self.shape.rows_each if ANSWER in self.extra_names else None
-            yield batch_of(batch_rows, self.shape, self.extra_names, (), n_slots), of_batch[-1][1]
+            n_slots = 1 + largest // self.shape.rows_each if ANSWER in self.inputs else None
+            yield batch_of(batch_rows, self.shape, self.inputs, (), n_slots), of_batch[-1][1]
 
     def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, Position]]:
         for epoch in count(first_epoch):
@@ -238,7 +237,8 @@ class Stream:
 
     def words(self) -> dict[str, str]:
         rows = f"read as they are needed, in shuffle buffers of {self.buffer_documents:,} documents"
-        return {"data": self.about, "rows": rows, "sequences": f"of {self.shape.seq_len:,} tokens, packing {self.shape.packing}"}
+        sequences = f"of {self.shape.seq_len:,} tokens, packing {self.shape.packing}"
+        return {"data": self.reader.about, "rows": rows, "sequences": sequences}
 
 
 def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:

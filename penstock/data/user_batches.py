@@ -8,7 +8,7 @@ import torch
 
 from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.errors import DataError
-from penstock.runtime.plan.objective import CROSS_ENTROPY, TEACHER, LossUnit, Objective
+from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective
 
 
 class Batches(Protocol):
@@ -57,19 +57,17 @@ class UserBatches:
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model has ids 0 to {last}")
-        extras, shapes = batch.extras, (shape[:1],) if self.objective.of is not LossUnit.TOKENS else (shape[:1], shape)
-        # For a built-in loss, one number per sequence would be mistaken for one per token.
-        of_tokens = () if self.objective.sha256 is not None else ("old", "reference")
-        for name in self.objective.extras:
-            accepted: tuple[tuple[int, ...], ...] = shapes[-1:] if name in of_tokens else shapes
-            if name == TEACHER and self.objective.n_top is not None:
-                accepted = ((*shape, 3 * self.objective.n_top + 1),)
-            value = extras.get(name)
+        for row in self.objective.inputs:
+            # For most inputs of a built-in loss, one number per sequence would be mistaken for one per token.
+            is_broadcast = row.by_sequence or self.objective.sha256 is not None
+            size = row.sizes(*shape)
+            accepted = [shape[:1], size] if is_broadcast and size != shape[:1] else [size]
+            value = batch.extras.get(row.name)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) not in accepted:
                 problem = "none" if value is None else f"one of {tuple(getattr(value, 'shape', ()))}"
                 wanted = " or ".join(map(str, accepted))
-                raise DataError(f"the plan's loss requires extras[{name!r}] of {wanted}, and step {step} has {problem}")
-        batch = replace(batch, n_answers=None, extras={name: extras[name] for name in self.objective.extras})
+                raise DataError(f"the plan's loss requires extras[{row.name!r}] of {wanted}, and step {step} has {problem}")
+        batch = replace(batch, n_answers=None, extras={name: batch.extras[name] for name in self.objective.extras})
         if batch.document_tokens is None:
             return batch
         if self.no_documents is not None:

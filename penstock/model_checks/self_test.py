@@ -27,7 +27,8 @@ from penstock.runtime.executor import Execution, OpError, say
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.host.slabs import give_back_freed
 from penstock.runtime.layers.meta_models import model_of, read_config, sees_images
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.lanes import CpuDevice
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan, Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.policy import saves
@@ -146,7 +147,7 @@ def _streamed(expected: ReferenceStep, plan: Plan, is_same: Callable[[torch.Tens
     """Yield the names that differ in one step of the plan."""
     weights = dict(expected.model.named_parameters())
     exactly = AdamW(lr=1e-9, beta1=0.0)  # the first moment is the gradient
-    machine = CpuMachine(plan, lambda _: expected.batch, lambda _: exactly, cores=([0], [0]))
+    machine = TorchMachine(plan, lambda _: expected.batch, lambda _: exactly, device=CpuDevice(cores=([0], [0])))
     for block in range(len(plan.workload.blocks)):
         machine.host.set_weights(block, {p.name: weights[p.name].detach().float() for p in machine.host.owned[block]})
     templates = machine.compute.templates

@@ -12,7 +12,7 @@ from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_tensor, has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.data.data import Report, RunData, no_report, read_data, reader_of
+from penstock.data.data import DataRequest, Report, RunData, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.model_checks.document_isolation import supports_documents
@@ -164,18 +164,22 @@ def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None
 
 def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = no_report) -> RunData:
     """Return the training batches, or with `held_out` the sequences for evaluation."""
+    return read_data(data_request(settings, plan, folder, held_out), report)
+
+
+def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False) -> DataRequest:
+    """Return a request for the training data, or with `held_out` for sequences for evaluation."""
     semantics, rows_each = plan.semantics, plan.semantics.objective.rows_each
-    return read_data(
+    return DataRequest(
         settings.data,
         _tokenizer_folder(settings, folder),
-        _vocab_size(plan),
+        plan.workload.blocks[0].parameters[0].shape[0],
         semantics.seq_len,
         rows_each if held_out else semantics.all_ranks.batch_size,
         settings.seed,
         tokens_folder(Path(settings.out)),
         by_document=supports_documents(plan.model.config, semantics) is None,
         preferred=HELD_OUT if held_out else TRAIN,
-        report=report,
         run=Path(settings.out),
         objective=semantics.objective,
     )
@@ -207,9 +211,9 @@ def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompt
     texts = settings.evaluation.prompts
     if not texts:
         return None
-    tokenizer = read_tokenizer(_tokenizer_folder(settings, folder))
-    arguments = tokenizer, _vocab_size(plan), Path(settings.out)
-    readers = [reader_of(part, *arguments, objective=plan.semantics.objective) for part in settings.data.parts]
+    request = data_request(settings, plan, folder)
+    tokenizer = read_tokenizer(request.model_folder)
+    readers = [reader_of(request, part, tokenizer) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
     turns = [[{"role": "user", "content": text}] for text in texts]
     ids = [chats[0].template.prompt(turn) for turn in turns] if chats else [tokenizer.encode(text) for text in texts]
@@ -233,7 +237,3 @@ def _tokenizer_folder(settings: RunSettings, folder: Path | None) -> Path | None
     if folder is None:
         raise RunConfigError("no tokenizer: name the model's folder with --model, or train on bytes with --tokenizer bytes")
     return folder
-
-
-def _vocab_size(plan: Plan) -> int:
-    return plan.workload.blocks[0].parameters[0].shape[0]

@@ -20,14 +20,14 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
-from penstock.data.data import EXTRA_NAMES, Report, RunData, no_report, required_format
+from penstock.data.data import Report, RunData, no_report
 from penstock.data.sampling import MapStyleData, PackedSet, Stream
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
 from penstock.runtime.executor import Stop
 from penstock.runtime.machines.torch_machine import Abandoned, TorchMachine
 from penstock.runtime.plan import Plan
-from penstock.runtime.plan.objective import LAST, REFERENCE, TEACHER, Objective
+from penstock.runtime.plan.objective import TOKEN_REFERENCE, Objective, Source
 from penstock.runtime.units import show_bytes
 from penstock.settings import RunSettings
 
@@ -92,7 +92,8 @@ def _key(plan: Plan) -> dict[str, str]:
 
 def _kind(plan: Plan) -> dict[str, str]:
     """Return type and sequence length of a file's values. A student's plan shares them with its teacher's."""
-    objective, unit = plan.semantics.objective, "token" if plan.semantics.objective.has_token_reference else "answer"
+    objective = plan.semantics.objective
+    unit = "token" if TOKEN_REFERENCE in objective.inputs else "answer"
     top = f"the {objective.n_top} likeliest ids at temperature {objective.numbers.get('temperature', 1):g}"
     return {"kind": f"log-probabilities by {unit}" if objective.n_top is None else top, "seq_len": str(plan.semantics.seq_len)}
 
@@ -163,14 +164,9 @@ def _name(part: PackedSet) -> str:
 
 def _meta_tensor(part: PackedSet, plan: Plan) -> torch.Tensor:
     """Return a meta tensor with the shape and dtype of a set in a file."""
-    objective, shape = plan.semantics.objective, (len(part.sequences), part.shape.rows_each, plan.semantics.seq_len)
-    slots = () if part.n_slots is None else (part.n_slots,)
-    if objective.n_top is not None:
-        return torch.empty(*shape, objective.teacher_bytes // torch.int16.itemsize, dtype=torch.int16, device="meta")
-    by_token = objective.has_token_reference
-    return torch.empty(
-        shape if by_token else (*shape[:2], *slots), dtype=torch.float32 if by_token else torch.float64, device="meta"
-    )
+    row = plan.semantics.objective.forward_output
+    sizes = row.sizes(part.shape.rows_each, plan.semantics.seq_len, part.n_slots)
+    return torch.empty(len(part.sequences), *sizes, dtype=getattr(torch, row.dtype), device="meta")
 
 
 def attach_file(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -201,7 +197,7 @@ def attach_file(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Map
                 odd = next((name for name in part.read if same and same[0].get(name) != part.read[name]), None)
                 problem = "holds nothing of this data" if odd is None else _ODD[odd]
                 raise CheckpointError(f"{path}: {problem} ({part.about[:80]}); {how}")
-        data.references = {TEACHER if objective.n_top else REFERENCE: [tensor for tensor in set_tensors if tensor is not None]}
+        data.references = {objective.forward_output: [tensor for tensor in set_tensors if tensor is not None]}
         if objective.n_top and not number:  # the model and weights of a teacher are free, but a resumed run needs the same teacher
             data.fingerprint = hashlib.sha256(data.fingerprint.encode() + digest.numpy().tobytes()).hexdigest()
     checksum, largest = hashlib.sha256(), 0
@@ -219,13 +215,11 @@ def attach_file(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Map
 def sets_with_reference(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
     """Return the data sets that need a reference file. DataError if the loss requires extras that files cannot have."""
     is_used = objective.has_first_pass or objective.n_top is not None
-    used, from_file = [data, held_out if is_used else None], {REFERENCE, TEACHER}.intersection(objective.extras)
-    available = (*from_file, *([LAST] if objective.n_labels else []), *EXTRA_NAMES.get(required_format(objective) or "", ()))
-    for missing in (name for name in objective.extras if name not in available):
-        if any(isinstance(source, MapStyleData | Stream) for source in used):
-            raise DataError(
-                f"the plan's loss requires {missing!r}, which no file provides; give `train` an object with batch(step)"
-            )
-    if from_file and isinstance(data, Stream):
+    used = [data, held_out if is_used else None]
+    missing = [row.name for row in objective.inputs if row.source is Source.PROGRAM]
+    if missing and any(isinstance(source, MapStyleData | Stream) for source in used):
+        how = "which no file provides; give `train` an object with batch(step)"
+        raise DataError(f"the plan's loss requires {missing[0]!r}, {how}")
+    if objective.has_file and isinstance(data, Stream):
         raise DataError("a loss that has a reference takes data that is read before training; leave out --streaming")
-    return [source for source in used if isinstance(source, MapStyleData) and from_file]
+    return [source for source in used if isinstance(source, MapStyleData) and objective.has_file]

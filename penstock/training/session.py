@@ -14,8 +14,10 @@ from penstock.checkpoint.checkpoint import State, identity, refuse_another, refu
 from penstock.checkpoint.conversion import scoring_config
 from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Report, RunData, no_report, required_format
+from penstock.data.data import Report, RunData, no_report
+from penstock.data.formats import required_format
 from penstock.data.sampling import MapStyleData
+from penstock.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.hwprofiles.schema import Profile
 from penstock.model_checks.self_test import self_test
 from penstock.planner.check.check import check
@@ -24,19 +26,19 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.config import refuse_another as refuse_another_model
 from penstock.planner.model.workload import build_workload
 from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.region import Demand, Region
 from penstock.planner.predict.simulate import Prediction, simulate
 from penstock.planner.search.claim import claimed
 from penstock.run_config import RunConfigError
 from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
 from penstock.runtime.executor import Machine, Stop, say
-from penstock.runtime.machines.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
+from penstock.runtime.machines.lanes import CpuDevice, CudaDevice
 from penstock.runtime.machines.processes import Processes
-from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.footprint import host_needs
 from penstock.runtime.plan.optimizer import AdamW
-from penstock.runtime.plan.region import Demand, Region
 from penstock.runtime.plan.workload import Model, has_towers
 from penstock.runtime.ranks import Ranks
 from penstock.runtime.units import on_one_line, show_bytes
@@ -341,9 +343,8 @@ def machine_of(
     disk: Path | None = None,
 ) -> TorchMachine:
     """Return a machine for the plan, with memory allocated. `loss`: a user loss; `disk`: the file of weights on disk."""
-    if device == "cuda":
-        return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss, disk=disk)
-    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks, loss=loss, disk=disk)
+    target = CudaDevice() if device == "cuda" else CpuDevice(pin_threads=True)
+    return TorchMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss, disk=disk, device=target)
 
 
 def steps_of(settings: RunSettings, data: RunData) -> int:

@@ -20,6 +20,7 @@ from penstock.runtime.executor import Execution, OpError, Step, Stop
 from penstock.runtime.files import write_whole
 from penstock.runtime.machines.torch_machine import Abandoned
 from penstock.runtime.plan import Lane
+from penstock.runtime.plan.objective import ADVANTAGE
 from penstock.runtime.plan.timeline import Timeline
 
 from .monitors import Monitors
@@ -113,7 +114,7 @@ class Trainer:
         self.monitors = Monitors(settings.monitors, (session.folder, asdict(settings), first_step), session.say)
         self.validations = validations_of(session, self.monitors) if validations is None else validations
         self.timeline, self.times_s = Timeline(()), list[float]()
-        self.watch = Watch(may_be_flat="advantage" in session.plan.semantics.objective.extras)
+        self.watch = Watch(may_be_flat=ADVANTAGE.name in session.plan.semantics.objective.extras)
         self._made = list[Metrics]()  # since the last turn
         self.rests_after: int | None = None  # number of steps, while no lane is busy
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):

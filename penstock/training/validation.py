@@ -22,7 +22,7 @@ from penstock.runtime.compute.response_sums import unpacked_order
 from penstock.runtime.errors import DataError, PenstockError, PlanError
 from penstock.runtime.executor import Stop
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan.objective import TEACHER, LossUnit
+from penstock.runtime.plan.objective import LABEL, REFERENCE, TEACHER, LossUnit
 from penstock.runtime.units import on_one_line, show_seconds
 
 from .inputs import Prompts
@@ -143,7 +143,7 @@ def evaluate(
     def note(last: LastHidden) -> None:
         arguments, head = (last.weights, last.hidden_BTD, last.targets_BT), last.templates.head
         losses.append(head.summed_losses(*arguments))
-        if TEACHER in last.extras:
+        if TEACHER.name in last.extras:
             divergences.append(head.divergence(*arguments, last.extras))
 
     machine.forward(plan, batch, note, n_passes, stop)
@@ -176,14 +176,16 @@ def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples
 
     n_losses = len(in_groups(n_tokens)) * rows_each // (2 if objective.of in HALVES else 1)
     report = {"eval_loss": values.sum().item() / n_losses, f"eval_{objective.of}": n_losses}
-    scores = in_groups(sums - extras["reference"] if "reference" in extras else sums if objective.n_labels else sums / n_tokens)
+    reference = extras.get(REFERENCE.name)
+    scores = in_groups(sums - reference if reference is not None else sums if objective.n_labels else sums / n_tokens)
     if objective.of is LossUnit.PAIRS:
         report["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
     elif objective.of is LossUnit.ANSWERS:
         over = scores[:, 0::2] - scores[:, 1::2].mean(dim=1, keepdim=True).clamp(min=0)
-        report["eval_accuracy"] = (torch.where(in_groups(extras["label"])[:, 0::2] > 0, over, -over).sign() / 2 + 0.5).mean().item()
+        is_desirable = in_groups(extras[LABEL.name])[:, 0::2] > 0
+        report["eval_accuracy"] = (torch.where(is_desirable, over, -over).sign() / 2 + 0.5).mean().item()
     elif objective.n_labels is not None:
-        report["eval_accuracy"] = (scores.argmax(dim=-1) == in_groups(extras["label"])).float().mean().item()
+        report["eval_accuracy"] = (scores.argmax(dim=-1) == in_groups(extras[LABEL.name])).float().mean().item()
     return report
 
 

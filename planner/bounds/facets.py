@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.cost import CostModel, micro_batch_groups
+from penstock.planner.predict.region import Demand, Region, Resource, Uses, shares
 from penstock.runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Setup
 from penstock.runtime.plan.ops import Often
-from penstock.runtime.plan.region import Demand, Region, Resource, Uses, shares
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LEAST_PRICE = 0.01  # smaller prices give no useful facet
@@ -87,7 +87,7 @@ class Facets:
 
 def uses_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Uses]]:
     """Yield (kind, resource uses) of a block's ops. Speculative updates use the same resources as updates."""
-    distinct = [m for m, _ in plan.micro_batch_groups(range(plan.semantics.n_micro_batches))]
+    distinct = [m for m, _ in micro_batch_groups(plan.semantics, range(plan.semantics.n_micro_batches))]
     for kind, row in OPS.items():
         is_there = row.where(plan, block) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, block))
         if is_there and kind not in (Kind.SPECULATE, Kind.SETTLE):

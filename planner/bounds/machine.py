@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
-from penstock.planner.predict.cost import CostModel, update_bytes_per_param, update_params_per_s
+from penstock.planner.predict.cost import CostModel, micro_batch_groups, update_bytes_per_param, update_params_per_s
+from penstock.planner.predict.region import Resource
 from penstock.runtime.plan import Lane, Policy, Setup
 from penstock.runtime.plan.legality import can_square
-from penstock.runtime.plan.region import Resource
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind
 
 from .bounds import SLACK, Bound, places_to_stay
@@ -30,7 +30,7 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     host = dict(machine_facets(plan, cost, (), ()))
     squared = dict(machine_facets(plan, cost, may_square, ()))
     staying = dict(machine_facets(plan, cost, (), may_stay))
-    stay_bytes = sum(map(one_group.staying_bytes, may_stay))
+    stay_bytes = sum(staying_bytes(one_group, b) for b in may_stay)
     program, scale_s = Program(), max(host.values())
     largest, squared_share = program.variable(0, inf, integer=False, cost=1.0), program.variable(0, 1, integer=False)
     largest_share = min(1.0, cost.profile.device.memory_bytes.value / stay_bytes) if may_stay else 0.0
@@ -48,6 +48,12 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     return Bound(bound * scale_s * (1 - SLACK), max(facets, key=lambda name: facets[name]), "machine")
 
 
+def staying_bytes(plan: Setup, block: int) -> int:
+    """Device bytes of a block's state and gradient if the device updates it."""
+    b = plan.workload.blocks[block]
+    return sum(plan.state_bytes(b.state_elements).values()) + b.trained_elements * ITEM_BYTES[plan.gradient_dtype(block)]
+
+
 def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying: Sequence[int]) -> Iterator[tuple[str, float]]:
     """Yield (facet, seconds) for work that no schedule avoids, if the device squares the gradients of the blocks `squared` and
     holds the state of the blocks `staying`."""
@@ -58,7 +64,8 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
 
     # Forward of every block, and backward down to the first trained block, without recompute. The head does both in one op.
     compute_s, first = 0.0, plan.workload.first_trained
-    for (m, count), (b, *equal_blocks) in product(plan.micro_batch_groups(range(semantics.n_micro_batches)), plan.workload.classes):
+    counts = micro_batch_groups(semantics, range(semantics.n_micro_batches))
+    for (m, count), (b, *equal_blocks) in product(counts, plan.workload.classes):
         block, n = plan.blocks_of(m)[b], count * (1 + len(equal_blocks))
         is_head = block.kind is BlockKind.HEAD
         compute_s += n * (cost.loss_s if is_head else cost.forward_s)(block, semantics)

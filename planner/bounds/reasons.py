@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from penstock.planner.lower.arenas import N_READ_SLOTS
+from penstock.planner.lower.op_table import n_ops
+from penstock.planner.predict.region import Resource
 from penstock.runtime.plan import LANE_OF, Kind, Lane, Setup, Update
-from penstock.runtime.plan.region import Resource
 
 from .facets import Array, Facets
 from .work import COMING, LEAVING, RINGS, Buffers, Groups, Work
@@ -94,7 +95,7 @@ class Subject:
         gradient can only leave last if n_leaving - n_slots layers have their state there."""
         plan = self.plan
         layers = [(b, len(blocks)) for b, blocks in plan.blocks_alike.items() if 0 < b <= plan.workload.n_layers]
-        n_leaving = sum(n for b, n in layers if plan.n_ops(Kind.OFFLOAD_GRADIENT, b))
+        n_leaving = sum(n for b, n in layers if n_ops(plan, Kind.OFFLOAD_GRADIENT, b))
         if n_leaving * (1 if plan.reduced else self.groups.n_alone) > n_slots:
             return -self.n_staying / max(1, n_leaving - n_slots)
         factor = np.zeros_like(self.n_staying)

@@ -12,12 +12,13 @@ from itertools import chain, product
 
 import numpy as np
 
-from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
-from penstock.planner.predict.cost import CostModel
+from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_streaming, n_whole_sums, spill_ring_slots
+from penstock.planner.lower.op_table import n_ops
+from penstock.planner.predict.cost import CostModel, micro_batch_groups
+from penstock.planner.predict.region import Demand, Uses
 from penstock.runtime.plan import OPS, Kind, Lane, Op, Setup
 from penstock.runtime.plan.ops import Often, Phase
 from penstock.runtime.plan.policy import LEAVE
-from penstock.runtime.plan.region import Demand, Uses
 from penstock.runtime.plan.workload import BlockKind, Saved
 
 from .facets import Array, Facets, uses_of
@@ -78,6 +79,7 @@ SCALARS = (
     "first_gradient",  # from the first loss until the head's first gradient is on the host
 )
 _SUMMING = (Kind.LOSS, Kind.BACKWARD, Kind.ACCUMULATE)  # ops that take longer for a micro-batch that ends a sum
+_UPDATES = {Phase.UPDATE: ("updates", "update"), Phase.DEVICE_UPDATE: ("on_device", "update_on_device")}  # vector, scalar
 _LEFT_AND_ADDED = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE)
 _ARRIVING = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)
 
@@ -98,6 +100,14 @@ class Work:
         for target, source in zip(self.all[:2], addend.all[:2], strict=True):
             target[..., column] += times * source[..., 0]
         np.maximum(self.all[2], addend.all[2], out=self.all[2])
+
+    def count(self, name: str, load: Array, times: float = 1) -> None:
+        """Add equal ops to the constant of a vector."""
+        self.vectors[name][:, 0] += times * load
+
+    def hold(self, name: str, load: Array) -> None:
+        """Include an op among the largest ones."""
+        np.maximum(self.largest[name], load, out=self.largest[name])
 
     def __getitem__(self, name: str) -> Array:
         return self.vectors[name]
@@ -127,24 +137,20 @@ def ops_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Dem
     """Yield (kind, demand, count) for the ops of a block. Loads that reuse weights still in a slot are not subtracted."""
     n = plan.semantics.n_micro_batches
     for kind, row in OPS.items():
-        if (n_ops := plan.n_ops(kind, block)) == 0:
+        if (count_of_kind := n_ops(plan, kind, block)) == 0:
             continue
         if row.often is Often.MICRO_BATCH and kind in _SUMMING:
             added = Counter[Demand]()  # most micro-batches have equal demands; the first has the least
-            for m, count in plan.micro_batch_groups(range(n)):
+            for m, count in micro_batch_groups(plan.semantics, range(n)):
                 added[cost.demand(plan, Op(kind, block, m))] += count
             yield from ((kind, demand, count) for demand, count in added.items())
-        elif row.often is Often.MICRO_BATCH:
-            yield from ((kind, cost.demand(plan, Op(kind, block, m)), count) for m, count in of_each_size(plan, n))
+        elif row.often is Often.MICRO_BATCH:  # one of each size
+            n_smaller = int(plan.semantics.is_smaller(n - 1))
+            sizes = ((m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count)
+            yield from ((kind, cost.demand(plan, Op(kind, block, m)), count) for m, count in sizes)
         else:
             one_of_many = 0 if row.often is Often.GRADIENT and not plan.reduced else None
-            yield kind, cost.demand(plan, Op(kind, block, one_of_many)), n_ops
-
-
-def of_each_size(plan: Setup, n: int) -> list[tuple[int, int]]:
-    """One micro-batch of each size among the first n, with the number of micro-batches of this size."""
-    n_smaller = int(plan.semantics.is_smaller(n - 1))
-    return [(m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count]
+            yield kind, cost.demand(plan, Op(kind, block, one_of_many)), count_of_kind
 
 
 class WorkCache:
@@ -184,7 +190,7 @@ class WorkCache:
             ops = ops_of(plan, self.cost, block)
             self._loads[key] = [(kind, demand, count, facets.op_cost(kind, demand)) for kind, demand, count in ops]
         for kind, demand, count, load in self._loads[key]:
-            yield kind, demand, plan.n_ops(kind, block) if OPS[kind].often is Often.USE else count, load
+            yield kind, demand, n_ops(plan, kind, block) if OPS[kind].often is Often.USE else count, load
 
 
 def _treated(plan: Setup, block: int) -> tuple[object, ...]:
@@ -194,83 +200,76 @@ def _treated(plan: Setup, block: int) -> tuple[object, ...]:
 
 
 def work_of(plan: Setup, works: WorkCache, facets: Facets, block: int, groups: Groups) -> Work:
-    """Count the work of one block."""
-    cost, work, spec = works.cost, Work(len(facets.keys)), plan.workload.blocks[block]
-    is_layer, is_resident = spec.kind is BlockKind.LAYER, block in plan.policy.resident_blocks
-    comes_back = block >= plan.workload.first_trained
+    work, kind_of_block = Work(len(facets.keys)), plan.workload.blocks[block].kind
     n_left = dict.fromkeys((Kind.FORWARD, *LEAVING), groups.largest)  # ops of the first group, not yet counted
     of_kind: dict[Kind, list[tuple[float, int]]] = {}  # (seconds of one op, count) by kind
-
-    def add(name: str, load: Array, times: float = 1) -> None:
-        work.vectors[name][:, 0] += times * load
-
-    def take(name: str, load: Array) -> None:
-        np.maximum(work.largest[name], load, out=work.largest[name])
-
     for kind, demand, count, load in works.loads(plan, facets, block):
-        seconds = demand.uncontended_s
+        seconds, phase = demand.uncontended_s, OPS[kind].phase
         of_kind.setdefault(kind, []).append((seconds, count))
-        add("total", load, count)
+        work.count("total", load, count)
         if kind in _ARRIVING:
-            add("arriving", load, count - ((kind, spec.kind) == (Kind.OFFLOAD_GRADIENT, BlockKind.HEAD)))
+            work.count("arriving", load, count - ((kind, kind_of_block) == (Kind.OFFLOAD_GRADIENT, BlockKind.HEAD)))
         if kind in n_left:  # larger micro-batches have the lower indices
             n_first = min(count, n_left[kind])
             n_left[kind] -= n_first
-            add("first_forwards", load, n_first)
-            add("first_leaving", load, n_first * (kind in LEAVING))
+            work.count("first_forwards", load, n_first)
+            work.count("first_leaving", load, n_first * (kind in LEAVING))
             work.scalars["forwards"] += n_first * seconds * (kind is Kind.FORWARD)
-        match OPS[kind].phase:
-            case Phase.READING if not is_resident:
-                add("reads_up", load)
-                add("reads_down", load, comes_back)
-                take("read", load)
-            case Phase.LOADING:
-                add("first_loads", load)
-                if kind is Kind.LOAD and is_layer and not is_resident:
-                    add("loads_up", load)
-                    add("loads_down", load, comes_back)
-                    take("load", load)
-                elif is_layer and not is_resident:
-                    take("gather", load)
-            case Phase.UNPACKING:
-                add("first_loads", load)
-                if is_layer and not is_resident:
-                    add("up", load, groups.n)
-                    add("down", load, groups.n * comes_back)
-                    take("unpacking", load)
-            case Phase.UP if is_layer:
-                add("up", load, count)
-            case Phase.DOWN if is_layer:
-                add("down", load, count)
-            case Phase.LEAVING | Phase.COMING:
-                add(kind, load, count * is_layer)
-                take(kind if kind in (LEAVING[0], COMING[0]) else ring(kind, plan.policy.saved(block)), load)
-                if OPS[kind].phase is Phase.COMING:
-                    take(f"early_{kind}", load)
-            case Phase.GRADIENTS if kind is not Kind.EXCHANGE and is_layer:
-                add("leaving", load, count)
-                work.largest["leaving"] += load
-                work.largest["staged"] += load * (kind is Kind.ACCUMULATE)
-            case Phase.GRADIENTS if kind is not Kind.EXCHANGE and block and len(of_kind[kind]) == 1:  # smallest of the head
-                add("head_leaving", load)
-            case Phase.UPDATE:
-                add("updates", load, count)
-                work.scalars["update"] += count * seconds
-            case Phase.DEVICE_UPDATE:
-                add("on_device", load, count)
-                work.scalars["update_on_device"] += count * seconds
-            case _:
-                pass
-    of_block = {kind: sum(seconds * count for seconds, count in costs) for kind, costs in of_kind.items()}
-    if is_layer:
-        joins = () if plan.reduced or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
-        n = plan.semantics.n_micro_batches
-        for kind, (m, count) in product(joins, plan.micro_batch_groups(range(n - groups.n_alone, n)) if joins else ()):
-            add("last_leaving", facets.op_cost(kind, cost.demand(plan, Op(kind, block, m))), count)
-        work.scalars["backwards_in_turn"] += _in_turn_s(plan, cost, block, of_block)
+        if phase in _UPDATES:
+            vector, scalar = _UPDATES[phase]
+            work.count(vector, load, count)
+            work.scalars[scalar] += count * seconds
+        elif (kind_of_block, phase) == (BlockKind.HEAD, Phase.GRADIENTS):
+            if kind is not Kind.EXCHANGE and len(of_kind[kind]) == 1:  # the smallest
+                work.count("head_leaving", load)
+        else:
+            _count_phase(work, plan, groups, block, kind, load, count)
+    if kind_of_block is not BlockKind.LAYER:
+        _add_vocabulary(work, plan, facets, block, groups, of_kind)
         return work
-    _add_vocabulary(work, plan, facets, block, groups, of_kind)
+    joins = () if plan.reduced or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
+    n = plan.semantics.n_micro_batches
+    for kind, (m, count) in product(joins, micro_batch_groups(plan.semantics, range(n - groups.n_alone, n)) if joins else ()):
+        work.count("last_leaving", facets.op_cost(kind, works.cost.demand(plan, Op(kind, block, m))), count)
+    of_block = {kind: sum(seconds * count for seconds, count in costs) for kind, costs in of_kind.items()}
+    work.scalars["backwards_in_turn"] += _in_turn_s(plan, works.cost, block, of_block)
     return work
+
+
+def _count_phase(work: Work, plan: Setup, groups: Groups, block: int, kind: Kind, load: Array, count: int) -> None:
+    """Count equal ops of a block in the sweeps over layers, and as largest ops. Vocabulary blocks are in no sweep."""
+    phase, is_layer = OPS[kind].phase, plan.workload.blocks[block].kind is BlockKind.LAYER
+    streams, comes_back = block not in plan.policy.resident_blocks, block >= plan.workload.first_trained
+    match phase:
+        case Phase.READING if streams:
+            work.count("reads_up", load)
+            work.count("reads_down", load, comes_back)
+            work.hold("read", load)
+        case Phase.LOADING:
+            work.count("first_loads", load)
+            if kind is Kind.LOAD and is_layer and streams:
+                work.count("loads_up", load)
+                work.count("loads_down", load, comes_back)
+                work.hold("load", load)
+            elif is_layer and streams:
+                work.hold("gather", load)
+        case Phase.UNPACKING:
+            work.count("first_loads", load)
+            if is_layer and streams:
+                work.count("up", load, groups.n)
+                work.count("down", load, groups.n * comes_back)
+                work.hold("unpacking", load)
+        case Phase.UP | Phase.DOWN if is_layer:
+            work.count("up" if phase is Phase.UP else "down", load, count)
+        case Phase.LEAVING | Phase.COMING:
+            work.count(kind, load, count * is_layer)
+            work.hold(kind if kind in (LEAVING[0], COMING[0]) else ring(kind, plan.policy.saved(block)), load)
+            if phase is Phase.COMING:
+                work.hold(f"early_{kind}", load)
+        case Phase.GRADIENTS if kind is not Kind.EXCHANGE and is_layer:
+            work.count("leaving", load, count)
+            work.largest["leaving"] += load
+            work.largest["staged"] += load * (kind is Kind.ACCUMULATE)
 
 
 def _in_turn_s(plan: Setup, cost: CostModel, block: int, of_block: dict[Kind, float]) -> float:
@@ -345,11 +344,11 @@ def spared_ops(plan: Setup, cost: CostModel, op_cost: Callable[[Kind, Demand], A
     turn saves at most one load per slot. For a valid bound, the most expensive loads count as saved, separately per facet."""
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
-    n_unpacked = min(n_slots, plan.n_streaming)
+    n_unpacked = min(n_slots, n_streaming(plan))
     n_read = n_slots + N_READ_SLOTS  # a read is saved with its load, or alone if its own slot still holds the weights
     layers = [b for b in plan.blocks_alike if 0 < b <= plan.workload.n_layers and b not in plan.policy.resident_blocks]
     for kind, n_held in ((Kind.READ, n_read), (Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):
-        if again := {b: (plan.n_ops(kind, b) - 1) * len(plan.blocks_alike[b]) for b in layers if plan.n_ops(kind, b) > 1}:
+        if again := {b: (n_ops(plan, kind, b) - 1) * len(plan.blocks_alike[b]) for b in layers if n_ops(plan, kind, b) > 1}:
             loads = np.array([op_cost(kind, cost.demand(plan, Op(kind, b))) for b in again])
             most_first = np.argsort(-loads, axis=0, kind="stable")
             counts = np.array([*again.values()])[most_first]
@@ -358,8 +357,7 @@ def spared_ops(plan: Setup, cost: CostModel, op_cost: Callable[[Kind, Demand], A
 
 
 def least_slots(plan: Setup) -> int:
-    """Weight slots in use in addition to the prefetched ones: one for the layer being computed and, if layers are packed, one for
-    another packed layer."""
+    """Weight slots in addition to the prefetched ones: for the layer being computed and, if packed, for another one."""
     return 2 if plan.packed_slots else 1
 
 

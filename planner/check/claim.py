@@ -59,10 +59,10 @@ def check_claim(plan: Plan, claim: Claim) -> list[str]:
     proof = claim.certificate
     evaluator = Evaluator(plan.model, plan.workload, plan.semantics, _profile_of(plan), proof.clipped_fraction)
     evaluator.adopt(plan)
-    proven = Bounds(policy_bound(plan, evaluator.cost).seconds, inf, 0, proof.free or (), proof.n_sizes or 1)
+    proven = Bounds(policy_bound(plan, evaluator.cost).seconds, inf, 0, proof.free, proof.n_sizes)
     if proof.n_families:
-        n_families, size_s = len(families(plan.semantics, plan.workload)), proof.size_bound_s or proof.policy_bound_s
-        proven = replace(proven, size_s=size_s, others_s=proof.policy_bound_s, n_families=n_families)
+        n_families = len(families(plan.semantics, plan.workload))
+        proven = replace(proven, size_s=proof.size_bound_s, others_s=proof.policy_bound_s, n_families=n_families)
     return _compare(claim, result_of(evaluator, plan, proven, {}), "n_simulated")
 
 
@@ -71,8 +71,8 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
     proof = claim.certificate
     fixed = None if proof.n_families else plan.policy  # a fixed policy has its own bound, which depends on its ops
     try:
-        profile, sizes, free = _profile_of(plan), [(plan.semantics, plan.workload)], frozenset(proof.free or ())
-        if (proof.n_sizes or 1) > 1:
+        profile, sizes, free = _profile_of(plan), [(plan.semantics, plan.workload)], frozenset(proof.free)
+        if proof.n_sizes > 1:
             sizes = [*sizes_of(plan.model, plan.semantics, profile, free)]
         result = search(plan.model, sizes, profile, fixed, free, proof.clipped_fraction)
     except PenstockError as error:
@@ -89,7 +89,7 @@ def _compare(claim: Claim, answer: SearchResult, *skipped: str) -> list[str]:
     names = [(part, name) for part, fields in computed.items() for name in fields if name not in ("arithmetic", *skipped)]
     for part, name in names:
         old, new = claimed[part][name], computed[part][name]
-        if _same(old, new) or (old is None and not claim.by_this_code):  # absent from older files
+        if _same(old, new):
             continue
         message = f"claim: {part}.{name} is {old}, but the plan on its profile gives {new}"
         if claim.by_this_code:

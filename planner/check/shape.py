@@ -17,7 +17,6 @@ AGAIN = "make the plan again with `penstock plan`"
 
 
 def wrong(i: int, op: Op, message: str) -> PlanError:
-    """Error for op i of a plan, in one line."""
     return PlanError(f"op {i} ({op.name}): {message}; {AGAIN}")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from penstock.runtime.plan import Arena, Place, Policy, Setup, Update
+from penstock.runtime.plan import Arena, Place, Policy, Setup, Slot, Update
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
 
@@ -18,6 +18,28 @@ def blocks_with_output_slots(plan: Setup) -> list[int]:
     stride, last = plan.policy.boundary_stride, plan.workload.n_layers
     spilled = set(plan.policy.spill_blocks)
     return [b for b in range(last + 1) if b not in spilled and (b % stride == 0 or b == last)]
+
+
+def n_streaming(plan: Setup) -> int:
+    """Slots of `weights` for streamed layers: a single one if layers are uploaded packed."""
+    return 1 if plan.packed_slots else plan.policy.prefetch_depth + 1
+
+
+def weights_slot(plan: Setup, block: int) -> Slot:
+    """Return the slot of the weights of a resident block, or of embedding or head."""
+    resident, n = plan.policy.resident_blocks, n_streaming(plan)
+    return Slot("weights", n + 1 + resident.index(block) if block in resident else n)
+
+
+def source_slot(plan: Setup, block: int) -> Slot:
+    """Return the slot that a load of the block reads."""
+    return Slot("state", block) if plan.is_apart(block) else plan.state_slot(block)
+
+
+def slot_elements(plan: Setup, block: int) -> int:
+    """Elements of a device slot of the block's weights; with several ranks, padded to equal shards."""
+    b = plan.workload.blocks[block]
+    return plan.gradient_elements(block) + b.slot_elements - b.trained_elements
 
 
 def spill_ring_slots(group: int) -> int:
@@ -56,17 +78,16 @@ def _aligned(n_bytes: int) -> int:
 
 
 def arenas_of(plan: Setup) -> Iterator[Arena]:
-    """Yield all arenas of the plan, with exact slot sizes."""
     yield from _device_arenas(plan)
     yield from _host_arenas(plan)
 
 
 def _device_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
-    item, slots = ITEM_BYTES[plan.semantics.compute_dtype], _per_block(plan, plan.slot_elements)
+    item, slots = ITEM_BYTES[plan.semantics.compute_dtype], _per_block(plan, partial(slot_elements, plan))
     layer_elements, vocab_elements = _largest(slots)
     resident = [slots[b] * item for b in policy.resident_blocks]
-    yield Arena("weights", Place.DEVICE, (*(layer_elements * item,) * plan.n_streaming, vocab_elements * item, *resident))
+    yield Arena("weights", Place.DEVICE, (*(layer_elements * item,) * n_streaming(plan), vocab_elements * item, *resident))
     if plan.packed_slots:
         largest_bytes = max(plan.uploaded(b)[1] for b in range(1, len(blocks) - 1))
         yield Arena("packed", Place.DEVICE, (largest_bytes,) * plan.packed_slots)

@@ -13,8 +13,8 @@ import numpy as np
 
 from penstock.runtime.plan import Kind, Op, Plan, Slot
 
-from .arenas import N_READ_SLOTS
-from .op_table import NAMES, OpTable, number_of
+from .arenas import N_READ_SLOTS, n_streaming, source_slot, weights_slot
+from .op_table import NAMES, OpTable, n_ops, number_of
 
 
 def most_micro_batches(plan: Plan) -> int:
@@ -43,23 +43,23 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
     """Yield all ops of the pass in a valid sequential order."""
     blocks, resident = range(len(plan.workload.blocks)), plan.policy.resident_blocks
     head, streaming = blocks[-1], {b for b in blocks[1:-1] if b not in resident}
-    in_turn = cycle([Slot("weights", i) for i in range(min(plan.n_streaming, len(streaming)))])
+    in_turn = cycle([Slot("weights", i) for i in range(min(n_streaming(plan), len(streaming)))])
     packed_in_turn = cycle([Slot("packed", i) for i in range(min(plan.packed_slots, sum(map(plan.unpacks, blocks))))])
     read_in_turn = cycle([Slot("frozen", i) for i in range(N_READ_SLOTS)])
     held: dict[Slot, int] = {}  # weight slot -> its current block
     for first in range(0, n_micro_batches, group):
         for b in blocks:
-            slot = next(in_turn) if b in streaming else plan.weights_slot(b)
+            slot = next(in_turn) if b in streaming else weights_slot(plan, b)
             if held.get(slot) != b:
                 held[slot] = b
                 tied = [("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []
-                state, target = [("state", plan.source_slot(b)), *tied], next(packed_in_turn) if plan.unpacks(b) else slot
+                state, target = [("state", source_slot(plan, b)), *tied], next(packed_in_turn) if plan.unpacks(b) else slot
                 read = [("frozen", next(read_in_turn))] if b in plan.policy.disk_blocks else []
                 yield from (Op(Kind.READ, b, None, (operand,)) for operand in read)
                 yield Op(Kind.LOAD, b, None, (state[0], *read, *state[1:], ("weights", target)))
                 if plan.unpacks(b):
                     yield Op(Kind.DEQUANTISE, b, None, (("packed", target), ("weights", slot)))
-                if plan.n_ops(Kind.GATHER, b):
+                if n_ops(plan, Kind.GATHER, b):
                     yield Op(Kind.GATHER, b, None, (*state, ("weights", slot)))
             for m in range(first, min(first + group, n_micro_batches)):
                 x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))

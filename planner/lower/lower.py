@@ -19,7 +19,7 @@ from penstock.runtime.plan.workload import Model, Workload
 
 from .arenas import arenas_of
 from .fold import N_SHOWN, fold
-from .op_table import NUMBER, OpTable
+from .op_table import NUMBER, OpTable, n_ops, n_uses
 from .passes import run_passes
 
 FEWEST_FOLDED_GROUPS = 8  # groups of micro-batches; a shorter step is hardly longer than its folded form
@@ -62,12 +62,12 @@ def plan_ops(workload: Workload, semantics: Semantics, policy: Policy, n_shown: 
         n = min(semantics.n_micro_batches, n_shown * policy.accumulation_group)
         semantics = replace(semantics, batch_size=n * semantics.micro_batch)
     setup = Setup(semantics, policy, Model({}), workload, ())
-    n_ops = 0
+    total = 0
     for b, blocks in setup.blocks_alike.items():
-        again = setup.uses(b) if setup.n_ops(Kind.RECOMPUTE, b) else 0  # recompute may load the weights again
-        counts = (setup.n_ops(kind, b) + again * (row.often is Often.USE) for kind, row in OPS.items() if row.where(setup, b))
-        n_ops += len(blocks) * sum(counts)
-    return n_ops
+        again = n_uses(setup, b) if n_ops(setup, Kind.RECOMPUTE, b) else 0  # recompute may load the weights again
+        counts = (n_ops(setup, kind, b) + again * (row.often is Often.USE) for kind, row in OPS.items() if row.where(setup, b))
+        total += len(blocks) * sum(counts)
+    return total
 
 
 def unfolded_ops(setup: Setup, carry_rings: bool = True, carry_weights: bool = True) -> OpTable:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Plan, Repeat, Slot, Wait
-from penstock.runtime.plan.ops import Operand
+from penstock.runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Plan, Repeat, Setup, Slot, Wait
+from penstock.runtime.plan.ops import Often, Operand
+from penstock.runtime.plan.workload import BlockKind
 
 from .waits import NONE, Column, waits_of
 
@@ -27,6 +28,23 @@ PLACES, READS, WRITES = np.array(
 ).transpose(2, 0, 1)
 MOST_TURNS = 64  # ops around one compute op
 USUAL_REPETITIONS = 8  # repetitions that are simulated until steady state, with those that timelines record
+
+
+def n_ops(plan: Setup, kind: Kind, block: int) -> int:
+    """Ops of `kind` per step for a block. Loads are `n_uses`: weights still in a slot save one, recomputation adds one."""
+    row, n = OPS[kind], plan.semantics.n_micro_batches
+    if not row.where(plan, block):
+        return 0
+    if row.often is Often.USE:
+        return 1 if block in plan.policy.resident_blocks else n_uses(plan, block)
+    return n if row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not plan.reduced) else 1
+
+
+def n_uses(plan: Setup, block: int) -> int:
+    """Number of passes that use a block's weights: each group's forward, and a layer's backward."""
+    is_layer = plan.workload.blocks[block].kind is BlockKind.LAYER
+    n_groups = -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group)
+    return n_groups * (1 + (is_layer and block >= plan.workload.first_trained))
 
 
 def slots(arena: str, index: Any) -> Any:

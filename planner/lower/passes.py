@@ -18,11 +18,14 @@ from .arenas import (
     N_STAGING_SLOTS,
     blocks_with_output_slots,
     eager_ring,
+    n_streaming,
     n_whole_sums,
     offload_groups,
+    source_slot,
     spill_ring_slots,
     sums_layers,
     vocab_slot_is_sum,
+    weights_slot,
 )
 from .op_table import NUMBER, OpTableBuilder, number_of, slots
 from .waits import NONE, Column
@@ -130,8 +133,8 @@ def with_weights(step: ComputeOps, carry_weights: bool = True) -> None:
     streams = (_listed(plan, range(1, plan.workload.n_layers + 1)) & ~resident)[block]
     is_fresh = ~resident[block]
     is_fresh[np.unique(block, return_index=True)[1]] = True
-    weights, state, source = (_numbers(plan, slot_of)[block] for slot_of in (plan.weights_slot, plan.state_slot, plan.source_slot))
-    index, is_fresh[streams] = ring_slots(streams, plan.n_streaming)
+    weights, state, source = (_numbers(plan, slot_of)[block] for slot_of in (weights_slot, Setup.state_slot, source_slot))
+    index, is_fresh[streams] = ring_slots(streams, n_streaming(plan))
     weights[streams] = slots("weights", index)
     used = np.full((2, len(step.first)), NONE)
     used[:, runs] = weights, np.where(_listed(plan, filter(plan.is_apart, plan.policy.device_blocks))[block], state, NONE)
@@ -345,7 +348,7 @@ def with_updates(step: ComputeOps, grads: CompleteGradients) -> None:
     builder.add(Kind.SPECULATE, place, turn + UPDATED, b, where=early[b] != NONE, shadow=shadow[b], **operands)
     last = grads.select(np.argsort(b))  # in forward order of the next step; `end` is after the last exchanges
     b, end, is_on_device = last.block, np.full(len(last.block), len(step.blocks) + 2), last.arrived == NONE
-    state = _numbers(plan, plan.state_slot)[b]
+    state = _numbers(plan, Setup.state_slot)[b]
     builder.add(Kind.UPDATE_ON_DEVICE, end, 0, b, where=is_on_device, gradient=last.gradient, clip=clip, state=state)
     kinds = np.where(early[b] == NONE, NUMBER[Kind.UPDATE], NUMBER[Kind.SETTLE])
     builder.add(kinds, end, 1, b, where=~is_on_device, clip=clip, shadow=shadow[b], **update_operands(last))
@@ -363,6 +366,6 @@ def _places(plan: Setup, blocks: Sequence[int]) -> Column:
     return places
 
 
-def _numbers(plan: Setup, slot_of: Callable[[int], Slot]) -> Column:
+def _numbers(plan: Setup, slot_of: Callable[[Setup, int], Slot]) -> Column:
     """Evaluate a slot function for every block, as slot numbers."""
-    return np.array([number_of(slot_of(b)) for b in range(len(plan.workload.blocks))])
+    return np.array([number_of(slot_of(plan, b)) for b in range(len(plan.workload.blocks))])

@@ -38,7 +38,6 @@ _IGNORED_KEYS = {
 
 @cache
 def shipped_models() -> list[str]:
-    """Return the sorted names of the configurations shipped with Penstock."""
     return sorted(f.name.removesuffix(".json") for f in _models().iterdir() if f.name.endswith(".json"))
 
 
@@ -79,13 +78,10 @@ def shipped_model(name: str) -> Model:
 
 
 @cache
-def _hub_names() -> dict[str, str]:
-    return dict(json.loads((resources.files("penstock.planner") / "hub_names.json").read_text()))
-
-
 def hub_name(name: str | None) -> str | None:
     """Return the Hugging Face repository of a shipped configuration, or None."""
-    return None if name is None else _hub_names().get(name)
+    names: dict[str | None, str] = json.loads((resources.files("penstock.planner") / "hub_names.json").read_text())
+    return names.get(name)
 
 
 def published(model: Model) -> Base | None:
@@ -209,7 +205,6 @@ def key_of(model: Model) -> str:
 
 
 def _refuse_endless(config: dict[str, Any], where: str) -> None:
-    """Raise WorkloadError for a dimension beyond any real model."""
     for key, value in config.items():
         limit = MAX_LAYERS if key in LAYERS else MAX_DIMENSION
         if isinstance(value, int) and abs(value) > limit:
@@ -227,12 +222,8 @@ def _checked(model: Model, where: str) -> Model:
     if not isinstance(model.config.get("model_type"), str):
         raise WorkloadError(f"{where}: `model_type` is missing; give the config.json of a Hugging Face model")
     named = model.config.get("architectures")
-    heads = (
-        "ForCausalLM",
-        "LMHeadModel",
-        "ForSequenceClassification",
-        *(["ForConditionalGeneration"] if has_towers(model.config) else []),
-    )
+    with_towers = ["ForConditionalGeneration"] if has_towers(model.config) else []
+    heads = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", *with_towers)
     if named and not (isinstance(named, list) and any(str(n).endswith(heads) for n in named)):
         message = f"`architectures` is {str(named)[:60]}, not a causal language model; give a ...ForCausalLM configuration"
         raise WorkloadError(f"{where}: {message}")

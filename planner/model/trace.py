@@ -212,7 +212,6 @@ class _Replay:
         return [self.tape.linear(x, x.n_elements // k, k, widths[0], self._elements(learns), frozen)]
 
     def _replay_call(self, n: int, call: LibraryCall) -> None:
-        """Replay a single recorded call."""
         if call.name == "_to_copy" and self._is_idle(call):
             self._replay_cast(call)
             return
@@ -302,7 +301,6 @@ class _Replay:
         return self.tensors.setdefault(i, self._tensor(self.trace.tensors[i]))
 
     def _requires(self, i: int) -> bool:
-        """True if the tensor requires grad."""
         return self.as_weight[i] in self.part.trained if i in self.as_weight else self._get(i).differentiable
 
     def _is_idle(self, call: LibraryCall) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Set
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ OUTLINES = frozenset({"attention", "outlines"})  # as the files of `planner/outl
 
 def read(config: str, request: str, keys: Set[str] = OUTLINES) -> dict[str, Any] | None:
     """Return the cached object for a configuration (JSON) and request, or None if it is absent, damaged or lacks one of `keys`."""
-    with suppress(OSError, ValueError, PackageNotFoundError):
+    with suppress(OSError, ValueError, ModuleNotFoundError):
         path = _file(config, request)
         cached = None if path is None else json.loads(read_whole(path, MAX_BYTES))
         if isinstance(cached, dict) and cached.keys() >= keys:
@@ -51,6 +50,8 @@ def _file(config: str, request: str) -> Path | None:
 @cache
 def _versions() -> tuple[str, ...]:
     """Versions of torch and transformers, and a hash of the code that uses them."""
+    from importlib.metadata import version  # slow to import, and the command's help needs no version
+
     root = Path(__file__).parents[2]
     code = [path.read_bytes() for room in _ROOMS for path in sorted((root / room).rglob("*.py"))]
     assert code, root

@@ -141,14 +141,11 @@ def _attention(fields: list[Any] | None, n_sequences: int, seq_len: int) -> Atte
 
 def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
     """Return all blocks with FLOP and bytes of a micro-batch of `n_sequences`."""
-    tree, smaller, full = (
-        outlines(model, semantics.attention, n, semantics.seq_len, semantics.library_kernels) if n else None
-        for n in (n_sequences, semantics.n_left, semantics.micro_batch)
-    )
-    assert tree is not None
-    item_bytes = ITEM_BYTES[semantics.compute_dtype]
+    item_bytes, sizes = ITEM_BYTES[semantics.compute_dtype], [n for n in (semantics.micro_batch, semantics.n_left) if n]
+    traces = {n: outlines(model, semantics.attention, n, semantics.seq_len, semantics.library_kernels) for n in sizes}
+    tree = traces[n_sequences]
     # Tables and masks that all layers share are also in memory, of full and of smaller micro-batches
-    shared_bytes = sum(_bytes_of(traces["shared"], item_bytes) for traces in (full, smaller) if traces)
+    shared_bytes = sum(_bytes_of(traces[n]["shared"], item_bytes) for n in sizes)
     layout = _Layout(tree, semantics, n_sequences, item_bytes)
     # Layers with the same structure and trainable parameters differ only in their names
     kinds: dict[tuple[int, frozenset[str]], Block] = {}
@@ -158,7 +155,8 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
         trained = frozenset(p for p in tree["kinds"][kind]["parameters"] if semantics.train.trains(f"{name}.{p}"))
         if (kind, trained) not in kinds:
             kinds[kind, trained] = layout.layer(LayerTrace.from_json(tree["kinds"][kind]), trained, shared_bytes)
-        layers.append(_renamed(kinds[kind, trained], name))
+        block = kinds[kind, trained]
+        layers.append(replace(block, name=name, parameters=_under(name, block.parameters)))
     return layout.embedding(), *layers, layout.head()
 
 
@@ -270,10 +268,8 @@ class _Layout:
         of_norm = [*self._parameters({f"{names['norm']}.{n}": shape for n, shape in norm.parameters.items()})]
         trained = (n for n, p in zip(norm.parameters, of_norm, strict=True) if not p.frozen)
         replay(norm, tape, semantics, Part(frozenset(trained)), tokens)
-        bias, (weight,) = (
-            [*self._parameters({bias_name: (vocab,)} if bias_name else {})],
-            self._parameters({f"{name}.weight": (vocab, width)}, tied_to),
-        )
+        bias = [*self._parameters({bias_name: (vocab,)} if bias_name else {})]
+        (weight,) = self._parameters({f"{name}.weight": (vocab, width)}, tied_to)
         trains, tile = not weight.frozen, min(semantics.loss_tile_tokens, tokens)
         n_tiles, rest = divmod(tokens, tile)
         tiles = (Matmul(m, width, vocab, count, not trains) for m, count in ((tile, n_tiles), (rest, 1)) if m)
@@ -363,11 +359,6 @@ def _with_adapters(trace: LayerTrace, part: Part) -> Iterator[Parameter]:
 def log_softmax_bytes(tokens: int, vocab: int) -> int:
     """Memory traffic of PyTorch's fp32 log-softmax: three reads of each row (maximum, sum, output) and one write."""
     return tokens * vocab * (LOG_SOFTMAX_READS + 1) * FP32
-
-
-def _renamed(block: Block, name: str) -> Block:
-    """Rename a layer and prefix its parameter names."""
-    return replace(block, name=name, parameters=_under(name, block.parameters))
 
 
 @lru_cache(maxsize=4096)

@@ -94,11 +94,8 @@ class ComputeTime:
         if self.profile.device.kind != "cpu":
             return calls_s
         products_s = sum(self._matmul(semantics.compute_dtype, m) for m in block.matmuls)
-        return (
-            self._extrapolated(CALLS, CALLS_OFF_BY, calls_s)
-            if 0 < CALLS_MATTER_FRACTION * products_s < CALLS_OFF_BY * calls_s
-            else calls_s
-        )
+        matters = 0 < CALLS_MATTER_FRACTION * products_s < CALLS_OFF_BY * calls_s
+        return self._extrapolated(CALLS, CALLS_OFF_BY, calls_s) if matters else calls_s
 
     def square_s(self, block: Block, n_bytes: int) -> float:
         """Seconds of the squared gradient norm of a block on the device."""

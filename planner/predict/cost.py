@@ -6,6 +6,7 @@ memory, so compute ops use its bandwidth, too.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
@@ -18,16 +19,17 @@ from penstock.planner.lower.waits import NONE
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
 from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, at_once_bytes
-from penstock.runtime.plan.region import Demand, Region, Resource, Uses
 from penstock.runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
 
 from .compute_time import BACKWARD_POINTWISE, FP32_BYTES, ComputeTime
+from .region import Demand, Region, Resource, Uses
 
+# Update time on one core relative to torch's AdamW on split masters (docs/optimizers.md), by optimizer or by its rule
+UPDATE_RATIO = {"adamw": 0.65, "lion": 0.55, "adamw:moments=int8": 1.5, "lion:moments=int8": 0.9}
 JOINED_BYTES = 3 * FP32_BYTES  # per element when one fp32 sum is added to another: two reads, one write
 
 
 def costs(plan: Plan, profile: Profile) -> list[Demand]:
-    """Return the demand of each op, in plan order."""
     return CostModel(profile).demands(plan)
 
 
@@ -50,16 +52,34 @@ def update_params_per_s(profile: Profile, semantics: Semantics) -> float:
     n, measured = profile.host.n_cores, profile.optimizer_params_per_s
     if not semantics.is_lean:
         return measured(n)
-    usual, actual = (
-        Optimizer.ADAMW.update_bytes("fp32", semantics.gradient_dtype),
-        semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype),
-    )
-    return min(n * measured(1) / semantics.update_ratio, measured(n) * usual / actual)
+    usual = Optimizer.ADAMW.update_bytes("fp32", semantics.gradient_dtype)
+    actual = semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype)
+    ratio = UPDATE_RATIO.get(semantics.optimizer, UPDATE_RATIO[semantics.optimizer.rule])
+    return min(n * measured(1) / ratio, measured(n) * usual / actual)
 
 
 def loaded_bytes(plan: Setup, block: int) -> int:
     """Bytes that a load of the block copies over the link; parameters trained on the device are not copied."""
     return sum(n_bytes for *_, n_bytes in plan.loaded(block))
+
+
+def micro_batch_groups(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
+    """Group micro-batches with equal costs: (representative, count). First and last move gradients otherwise than the rest."""
+    if semantics.sum_groups > 1:
+        return _groups_with_sums(semantics, micro_batches)
+    last = semantics.n_micro_batches - 1
+    n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
+    counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
+    return [(m, count) for m, count in counts if count]
+
+
+@lru_cache(maxsize=256)
+def _groups_with_sums(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
+    """Group micro-batches also by the sums that they begin and join."""
+    last, sorts = semantics.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
+    for m in micro_batches:
+        sorts.setdefault((m in (0, last), semantics.is_smaller(m), semantics.begins_sum(m), semantics.n_joined(m)), []).append(m)
+    return [(group[0], len(group)) for group in sorts.values()]
 
 
 _MicroBatchKey = tuple[bool, int, bool]
@@ -87,7 +107,6 @@ class CostModel(ComputeTime):
         self.capacity = dict(region_of(self.profile).capacity)
 
     def demands(self, plan: Plan) -> list[Demand]:
-        """Return the demand of each op, in plan order."""
         return self.demands_of(plan, OpTable.from_plan(plan))
 
     def demands_of(self, plan: Setup, ops: OpTable) -> list[Demand]:
@@ -129,7 +148,7 @@ class CostModel(ComputeTime):
             case Kind.LOAD if op.block in plan.policy.device_blocks and not plan.is_apart(op.block):
                 return self._compute(2 * block.slot_elements * item / self._memory_bytes_per_s, 0)
             case Kind.LOAD:
-                return self._copy("h2d", loaded_bytes(plan, op.block))
+                return self._copy("h2d", sum(n_bytes for *_, n_bytes in plan.loaded(op.block)))
             case Kind.DEQUANTISE:
                 n_bytes, n_kernels = self._unpacked(plan, op.block)
                 return self._compute(self.moving_s(n_bytes, n_kernels, self.profile.device.unpack_bytes_per_s), n_bytes)
@@ -137,16 +156,12 @@ class CostModel(ComputeTime):
                 return self._all_gather(semantics.ranks, plan.gradient_elements(op.block) * item)
             case Kind.EXCHANGE:
                 return self._exchange(plan, op.block)
-            case Kind.CLIP if semantics.ranks == 1:
-                return self._reduce(sum(map(plan.norm_numbers, range(len(plan.workload.blocks)))) * SQUARE_BYTES)
             case Kind.CLIP:
-                shared_bytes = plan.shared_numbers() * semantics.ranks * SQUARE_BYTES
-                rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._local_ranks(semantics.ranks)))
-                return self._demand(self._meeting_s + self._hops_s, shared_bytes / rate, {})
+                return self._clip(plan)
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
-                return self._move(*self._updated_on_device(plan, block))
+                return self._compute(self.update_on_device_s(plan, block), self._updated_bytes(plan, block))
             case Kind.OFFLOAD_GRADIENT:
                 n_bytes = plan.gradient_elements(op.block) // semantics.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if plan.squares(op.block) else 1)
@@ -155,10 +170,7 @@ class CostModel(ComputeTime):
             case Kind.OFFLOAD_SAVED | Kind.FETCH_SAVED:
                 return self._copy("d2h" if op.lane is Lane.D2H else "h2d", plan.recompute(op.block, op.micro_batch).slot_bytes)
             case Kind.FORWARD | Kind.RECOMPUTE:
-                leaving = op.block in plan.policy.offload_blocks
-                copied_bytes = 2 * plan.recompute(op.block, op.micro_batch).copied_bytes if leaving else 0
-                seconds = self.forward_s(block, semantics) + copied_bytes / self._memory_bytes_per_s
-                return self._compute(seconds, block.pointwise_bytes + copied_bytes)
+                return self._forward(plan, op, block)
             case Kind.LOSS | Kind.BACKWARD:
                 return self._backward(plan, op, block)
             case Kind.ACCUMULATE:
@@ -197,6 +209,21 @@ class CostModel(ComputeTime):
         measured = profile.optimizer_params_per_s(n_cores) * Optimizer.ADAMW.update_bytes("fp32", "bf16")
         ratio = (capacity / fraction - uploads) / measured
         return max(counted_bytes_per_s, min(capacity, counted_bytes_per_s * ratio))
+
+    def _clip(self, plan: Setup) -> Demand:
+        """Demand of the global norm: the host reads all partial norms; several ranks exchange theirs."""
+        ranks = plan.semantics.ranks
+        if ranks == 1:
+            return self._reduce(sum(map(plan.norm_numbers, range(len(plan.workload.blocks)))) * SQUARE_BYTES)
+        rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._local_ranks(ranks)))
+        return self._demand(self._meeting_s + self._hops_s, plan.shared_numbers() * ranks * SQUARE_BYTES / rate, {})
+
+    def _forward(self, plan: Setup, op: Op, block: Block) -> Demand:
+        """Demand of a forward op, including copies of offloaded tensors that a call cannot write in place."""
+        leaving = op.block in plan.policy.offload_blocks
+        copied_bytes = 2 * plan.recompute(op.block, op.micro_batch).copied_bytes if leaving else 0
+        seconds = self.forward_s(block, plan.semantics) + copied_bytes / self._memory_bytes_per_s
+        return self._compute(seconds, block.pointwise_bytes + copied_bytes)
 
     def _backward(self, plan: Setup, op: Op, block: Block) -> Demand:
         """Demand of a backward or loss op, including recompute and gradient accumulation."""
@@ -241,10 +268,6 @@ class CostModel(ComputeTime):
                 n_bytes += 2 * p.n_elements * item
                 n_kernels += 1
         return n_bytes, n_kernels
-
-    def _move(self, n_bytes: int, n_kernels: int) -> Demand:
-        """Demand of memory-bound kernels."""
-        return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
 
     def _compute(self, seconds: float, n_bytes: int) -> Demand:
         uses = {Resource.DRAM: n_bytes / seconds} if self.profile.device.kind == "cpu" and seconds > 0 else {}
@@ -331,7 +354,6 @@ class CostModel(ComputeTime):
         return math.inf if network is None or network.n_hosts == 1 else network.bytes_per_s.value / local_ranks
 
     def _local_ranks(self, ranks: int) -> int:
-        """Ranks per host."""
         return max(1, ranks // self.profile.n_hosts)
 
     @property
@@ -356,14 +378,12 @@ class CostModel(ComputeTime):
         return {Resource.CORES: float(self.profile.host.n_cores)}
 
     def update_on_device_s(self, plan: Setup, block: Block) -> float:
-        """Seconds of a block's optimizer update on the device."""
-        return self.moving_s(*self._updated_on_device(plan, block))
+        return self.moving_s(self._updated_bytes(plan, block), len(block.trained))
 
-    def _updated_on_device(self, plan: Setup, block: Block) -> tuple[int, int]:
-        """Return memory traffic and kernel count of an update on the device."""
+    def _updated_bytes(self, plan: Setup, block: Block) -> int:
+        """Memory traffic of an update on the device."""
         semantics = plan.semantics
-        bytes_per_param = semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype)
-        return round(block.n_trained * bytes_per_param), len(block.trained)
+        return round(block.n_trained * semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype))
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """Build a demand; stretch an op that would exceed a capacity. DUPLEX is exempt: it was measured with both directions busy,

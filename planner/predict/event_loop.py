@@ -7,8 +7,9 @@ Functions are compiled with numba (`runtime/compiled.py`).
 from typing import Any, NamedTuple
 
 from penstock.runtime.compiled import compiled_bare
-from penstock.runtime.plan.region import Filling, fill
 from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
+
+from .region import Filling, fill
 
 MAX_CYCLE = 8  # longest detected period, in steps or repetitions; longer ones are averaged
 TIE_FRACTION = 1e-12  # ends closer than this fraction of the clock are one event, so that rounding does not order them

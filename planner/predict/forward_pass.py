@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from penstock.planner.lower.forward import forward_plan, most_micro_batches
 from penstock.runtime.plan import Kind, Plan
-from penstock.runtime.plan.region import Region
 
 from .cost import CostModel
+from .region import Region
 from .simulate import simulate
 
 

@@ -18,7 +18,7 @@ from penstock.runtime.plan.optimizer import STORED_BYTES
 from penstock.runtime.plan.workload import ITEM_BYTES, Saved
 
 from .compute_time import FP32_BYTES
-from .cost import CostModel
+from .cost import CostModel, micro_batch_groups
 from .memory import Footprint, short_of
 
 ONE_POOL = "pool"  # source name in a profile if device and host memory are two parts of one
@@ -115,5 +115,6 @@ def _computing_s(plan: Setup, cost: CostModel) -> float:
     keeping = replace(plan, policy=Policy(accumulation_group=n, save=saves(all=range(1, head))))
     kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(first, head)]
     unpacking_s = sum(cost.demand(plan, Op(Kind.DEQUANTISE, b)).alone_s for b in range(head) if plan.unpacks(b))
-    demands = ((count, cost.demand(keeping, Op(kind, b, m))) for kind, b in kinds for m, count in plan.micro_batch_groups(range(n)))
+    counts = micro_batch_groups(plan.semantics, range(n))
+    demands = ((count, cost.demand(keeping, Op(kind, b, m))) for kind, b in kinds for m, count in counts)
     return 2 * n * unpacking_s + sum(count * demand.alone_s for count, demand in demands)

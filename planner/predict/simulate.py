@@ -16,10 +16,10 @@ from penstock.planner.lower.waits import Column
 from penstock.runtime.compiled import floats, integers
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Plan, Repeat
-from penstock.runtime.plan.region import Demand, Filling, Region, capacity_of, draws
 from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
 
 from .event_loop import IDLE, MAX_CYCLE, N_WHERE, Ops, State, run_step
+from .region import Demand, Filling, Region, capacity_of, draws
 
 SAME_FRACTION = 1e-9  # tolerance for equal states at the ends of two steps, relative to the step time
 SAME_REPETITION_FRACTION = 1e-11  # the same for repetitions; smaller, because thousands of repetitions are extrapolated
@@ -120,7 +120,6 @@ class Simulator:
         )
 
     def _initial_state(self, ops: Ops) -> State:
-        """Return the initial state."""
         n, steps, turns = len(self.lanes), ops.last_step + 1, MAX_CYCLE + 1
 
         def none(n: int, number: int = 0) -> Any:
@@ -152,7 +151,6 @@ class Simulator:
         return Prediction(cycle_s / n_cycle, is_periodic, n_cycle, Timeline(tuple(self._spans(ops, s, n_done))), tuple(busy_s))
 
     def _spans(self, ops: Ops, s: State, n_done: int) -> Iterator[Span]:
-        """Yield the spans of complete steps in plan order."""
         for step in range(n_done) if ops.n_spans else ():
             for op, n_kept in enumerate(self.n_spans_of):
                 for k in range(n_kept):

@@ -20,9 +20,10 @@ from penstock.runtime.plan.legality import can_square
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import BlockKind, Saved
 
+from . import tuning
 from .evaluation import Evaluator, Numbers
 from .neighbours import Omission
-from .policies import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
+from .policies import WAYS, Family, Fill, Slots, Way, can_spill, disk_layers, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
 
@@ -66,14 +67,7 @@ def _squared(policy: Policy, blocks: Sequence[int]) -> Policy:
 class Choices:
     """Variables of the program. The objective is the mean step: the share `clipped_fraction` of steps repeats its early updates."""
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        smallest: Policy,
-        family: Family,
-        prefetch_depth: int | None,
-        saved_slots: int | None,
-    ) -> None:
+    def __init__(self, evaluator: Evaluator, smallest: Policy, family: Family, slots: Slots) -> None:
         self.evaluator, self.smallest, self.plan, self.group = evaluator, smallest, evaluator.setup(smallest), family.groups[-1]
         self.workload, self.classes = evaluator.workload, evaluator.workload.classes
         self.n_groups = -(-evaluator.semantics.n_micro_batches // family.accumulation_group)
@@ -82,14 +76,14 @@ class Choices:
         self.program = p
         self.step = p.variable(0, inf, integer=False, cost=1 - (often or 0.0))
         self.clipped_step = p.variable(0, inf, integer=False, cost=often or 0.0)
-        is_most = prefetch_depth is None or prefetch_depth > max(PREFETCH_DEPTHS)
-        self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
+        depth, is_most = slots.prefetch_depth or 1, not 0 < slots.prefetch_depth <= max(tuning.PREFETCH_DEPTHS)
+        self.depth = p.variable(depth, max(depth, n_layers) if is_most else depth)
         self.spared = p.variable(0, inf, integer=False)  # loads saved between sweeps
         self.spared_reads = p.variable(0, inf, integer=False)
         self.early = p.variable(0, inf, integer=False)  # boundaries fetched before the first loss
         self.early_saved = p.variable(0, inf, integer=False)  # saved activations fetched before it
         # Offload slots per tier in addition to those of the smallest policy; 0 if the number is fixed
-        most_slots = 0 if saved_slots else n_layers * self.group
+        most_slots = 0 if slots.saved_slots else n_layers * self.group
         self.more_slots = {saved: p.variable(0, most_slots, integer=False) for saved in LEAVE}
         self.squares = p.variable(0, 1)  # 1 if the device squares all complete gradients
         # Choices by class of equal blocks: tier of saved activations, resident weights, and so on
@@ -131,17 +125,8 @@ class Choices:
         return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
 
     def all(self) -> Iterator[Choice]:
-        yield from self.saving.values()
-        for of_classes in (
-            self.resident,
-            self.spilled,
-            self.early_updated,
-            self.squared,
-            self.staying,
-            self.on_disk,
-            self.read_once,
-        ):
-            yield from of_classes.values()
+        tables = (self.resident, self.spilled, self.early_updated, self.squared, self.staying, self.on_disk, self.read_once)
+        yield from chain(self.saving.values(), *(table.values() for table in tables))
 
     def together(self, lacking: Omission | None = None) -> None:
         """Add the constraints between choices. `lacking`: a kind of choice that is disabled."""
@@ -281,18 +266,9 @@ class Choices:
         def counts(by_class: dict[int, Choice]) -> tuple[int, ...]:
             return tuple(round(x[by_class[i].count]) if i in by_class else 0 for i in range(len(self.classes)))
 
-        ways = {
-            way: counts({i: choice for (i, w), choice in self.saving.items() if w == way})
-            for way in WAYS
-            if way.saved is not Saved.INPUT
-        }
+        richer = [way for way in WAYS if way.saved is not Saved.INPUT]
+        ways = {way: counts({i: choice for (i, w), choice in self.saving.items() if w == way}) for way in richer}
         return Fill(
-            ways,
-            counts(self.resident),
-            counts(self.early_updated),
-            round(x[self.squares]) == 1,
-            counts(self.on_disk),
-            counts(self.read_once),
-            counts(self.staying),
-            sum(counts(self.spilled)),
-        )
+            ways, counts(self.resident), counts(self.early_updated), round(x[self.squares]) == 1, counts(self.on_disk),
+            counts(self.read_once), counts(self.staying), sum(counts(self.spilled)),
+        )  # fmt: skip

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (
     *(f"planner/{room}/*.py" for room in ("model", "lower", "predict", "bounds", "search")),
     *(f"hwprofiles/{name}.py" for name in ("schema", "components", "curves")),
-    *(f"runtime/plan/{name}.py" for name in ("plan", "ops", "policy", "workload", "region", "footprint", "timeline")),
+    *(f"runtime/plan/{name}.py" for name in ("plan", "ops", "policy", "workload", "footprint", "timeline")),
 )
 N_DIGITS = 16
 
@@ -73,15 +73,13 @@ class Certificate:
     binding: Name
     n_families: Natural  # covered by the bound; 0: a fixed policy
     n_simulated: Count
-    # Inputs of the claim, absent from older files: share of clipped steps (None: unknown), draws and seed of the interval, code
-    # fingerprint.
-    clipped_fraction: Fraction | None = None
-    n_draws: Count | None = None
-    seed: Natural | None = None
-    arithmetic: Name | None = None
-    free: tuple[Name, ...] | None = None  # sizes that the search chose; the bound covers all candidates
-    n_sizes: Count | None = None  # number of candidates (micro-batch and tiles)
-    size_bound_s: Time | None = None  # lower bound for policies with the chosen sizes
+    clipped_fraction: Fraction | None  # share of steps; None: unknown
+    n_draws: Count  # of the interval
+    seed: Natural
+    arithmetic: Name  # fingerprint of the code
+    free: tuple[Name, ...]  # sizes that the search chose; the bound covers all candidates
+    n_sizes: Count  # number of candidates (micro-batch and tiles)
+    size_bound_s: Time  # lower bound for policies with the chosen sizes
     __pydantic_config__ = FILE
 
 

@@ -21,14 +21,12 @@ from penstock.runtime.plan import Plan, Policy, Semantics, Setup
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Model, Workload
 
+from . import tuning
 from .policies import BASELINES, Family, baseline
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
-MAX_STEPS = 24
-MOST_KEPT_OPS = 24_000  # memory limit, in ops, of cached op tables
 MOST_BLOCK_OPS = 32  # upper bound per block and micro-batch
-LONGEST_SEARCHED_OPS = 48_000  # plans with more ops are bounded, not simulated
 
 
 @contextmanager
@@ -89,11 +87,11 @@ class Evaluator:
         key = _ordered(policy)
         if key not in self._laid_out:
             ops = lower_ops(self.setup(policy))
-            while len(self._laid_out) > MOST_KEPT_OPS // len(ops.kinds):
+            while len(self._laid_out) > tuning.MOST_KEPT_OPS // len(ops.kinds):
                 del self._laid_out[next(iter(self._laid_out))]
             self._laid_out[key] = Simulator(ops)
         simulator = self._laid_out[key]
-        return simulator.run(cost.demands_of(self.setup(policy), simulator.ops), self.region, MAX_STEPS)
+        return simulator.run(cost.demands_of(self.setup(policy), simulator.ops), self.region, tuning.MAX_STEPS)
 
     def forget(self) -> None:
         """Free op tables, setups and work, when the search moves on to another size; keep numbers."""
@@ -114,8 +112,8 @@ class Evaluator:
 
     def is_too_long(self, policy: Policy) -> bool:
         """True if the plan has too many ops to simulate, because its groups are too large to be repeated."""
-        upper_bound = len(self.workload.blocks) * self.semantics.n_micro_batches * MOST_BLOCK_OPS
-        return upper_bound > LONGEST_SEARCHED_OPS and plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
+        most, upper_bound = tuning.LONGEST_SEARCHED_OPS, len(self.workload.blocks) * self.semantics.n_micro_batches * MOST_BLOCK_OPS
+        return upper_bound > most and plan_ops(self.workload, self.semantics, policy) > most
 
     def fits(self, policy: Policy) -> bool:
         """True if the policy fits in memory and its group has the minimum size for several ranks."""

@@ -14,24 +14,10 @@ from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
 from penstock.runtime.plan.footprint import device_needs
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
+from . import tuning
 from .evaluation import Evaluator
-from .policies import (
-    Way,
-    can_spill,
-    disk_layers,
-    eager_is_legal,
-    evenly,
-    fill_device,
-    max_fitting,
-    mixed_options,
-    staying,
-    with_ways,
-)
+from .policies import Way, can_spill, disk_layers, evenly, fill_device, first_update, max_fitting, mixed_options, staying, with_ways
 
-BUFFERS = ((2, 2), (1, 1))  # (prefetch depth, gradient slots); the first that fit
-# Largest group that offloads saved activations: with more micro-batches, one layer fills the slots and others wait.
-MOST_LEAVING = 12
-FEWER_LEAVING = (2, 4, 8)  # one layer in two, four or eight
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 spread evenly for any number of points
 
 
@@ -52,7 +38,6 @@ class Greedy:
         self.semantics, self.profile = evaluator.semantics, evaluator.profile
 
     def policies(self) -> list[Policy]:
-        """Return the greedy policies that fit."""
         n, least = self.semantics.n_micro_batches, self.semantics.least_group
         result: dict[Policy, None] = {}
         leaves = False  # True if the device cannot hold every upgrade
@@ -70,8 +55,11 @@ class Greedy:
             away = self._leaving(saved)
             if not away:
                 continue
-            groups = [group for group in halves(n) if least <= group <= MOST_LEAVING]
-            fitting = (self._filled(group, spills, away=subset)[0] for group in groups for subset in self._subsets(away))
+            groups = [group for group in halves(n) if least <= group <= tuning.MOST_LEAVING]
+            # With several ranks, where groups cannot shrink, host memory may suffice for fewer layers
+            strides = (1, *tuning.FEWER_LEAVING) if self.semantics.ranks > 1 else (1,)
+            subsets = [dict(islice(away.items(), None, None, k)) for k in strides if k == 1 or k < len(away)]
+            fitting = (self._filled(group, spills, away=subset)[0] for group, subset in product(groups, subsets))
             result |= dict.fromkeys(islice(filter(None, fitting), 1))
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
                 result[one_by_one] = None
@@ -95,18 +83,11 @@ class Greedy:
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
 
-    def _subsets(self, away: dict[int, Way]) -> Iterator[dict[int, Way]]:
-        """Yield all these layers; with several ranks, where groups cannot shrink, also fewer, for which host memory may suffice."""
-        for stride in (1, *FEWER_LEAVING) if self.semantics.ranks > 1 else (1,):
-            if stride == 1 or stride < len(away):
-                yield dict(islice(away.items(), None, None, stride))
-
     def _filled(
         self, group: int, spills: bool, away: Mapping[int, Way] = MappingProxyType({}), stay: Sequence[int] = ()
     ) -> tuple[Policy | None, bool]:
         """Add upgrades, then resident weights, while they fit. Return the policy (None if none fits), True if all upgrades fit."""
-        update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
-        mixed = mixed_options(self.semantics, self.workload)[0]
+        update, mixed = first_update(self.semantics), mixed_options(self.semantics, self.workload)[0]
         spilled = can_spill(self.workload) if spills else ()
         # With one group, the last blocks come first, because backward needs them first. With several groups, which load weights
         # again, blocks are spread evenly, so that uploads alternate with compute.
@@ -116,7 +97,7 @@ class Greedy:
         turn = {b: i for i, b in enumerate([*blocks, *stay])}
         of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
         of_group = staying(of_group, stay) if stay else of_group
-        bases = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in BUFFERS)
+        bases = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in tuning.BUFFERS)
         base = next((base for base in bases if self.evaluator.needs(base).fits), None)
         if base is None:
             return None, False

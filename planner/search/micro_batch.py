@@ -2,35 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.workload import build_workload, can_tile_mlp
-from penstock.planner.predict.memory import Footprint, footprint, frame
+from penstock.planner.predict.memory import footprint, frame
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.legality import refuse_sum_groups
 from penstock.runtime.plan.workload import Model, Workload
 from penstock.runtime.units import GB
 
+from . import tuning
 from .claim import CUT
 from .policies import families, smallest_plans
 
-LEAST_FRACTION = 0.6  # of device memory; if one sequence needs more, tiles are used
-MUCH_FRACTION = 0.02  # of device memory: logits above it justify a smaller tile
-# Parts to divide a batch into; sizes between two neighbours are not much faster than both. More parts only if fewer do not fit: the
-# plan is then long, and a small part costs little of the step.
-N_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-MORE_PARTS = tuple(1 << n for n in range(9, 31))
-MOST_MICRO_BATCHES = 20_000  # in a searched step; even listing the group sizes of more takes long
-# Usual tokens per tile of logits. Larger tiles read the sum of the head's gradient less often, which matters where fused kernels
-# leave little other work.
-LOSS_TILE = {"eager": 1024, "online": 4096}
-SMALLER_LOSS_TILE = 4  # divisor: with a quarter of the logits, a tile still costs little
-# In tokens. Each tile reads its weight gradient and adds it to a sum: ten bytes per parameter, for six FLOP per parameter and token
-LEAST_MLP_TILE, LEAST_LOSS_TILE = 1024, 128
-USUAL_SUM_GROUPS = 8  # for several GPUs: results are then bitwise identical on 2, 4 and 8 of them
 SIZES = frozenset({"micro_batch", "mlp_tile_tokens", "loss_tile_tokens"})  # fields of Semantics that are proposed here
-HOST_FRACTIONS = (1.0, 1.15)  # host memory of a split, relative to the need of the smallest plan
 
 Size = tuple[Semantics, Workload]  # with a micro-batch and tiles
 
@@ -39,7 +26,7 @@ def shared_step(semantics: Semantics, gpus: int, has_groups: bool) -> Semantics:
     """One rank's part of a step. Without requested sum groups, use the largest usual power of two that divides the step."""
     if not has_groups:
         n = semantics.n_micro_batches
-        fitting = [1 << i for i in range(max(USUAL_SUM_GROUPS, gpus).bit_length()) if n % (1 << i) == 0]
+        fitting = [1 << i for i in range(max(tuning.USUAL_SUM_GROUPS, gpus).bit_length()) if n % (1 << i) == 0]
         semantics = replace(semantics, sum_groups=fitting[-1])
     return semantics.shared_by(gpus)
 
@@ -47,7 +34,7 @@ def shared_step(semantics: Semantics, gpus: int, has_groups: bool) -> Semantics:
 def sizes_of(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> Sequence[Size]:
     """Possible sizes with at most MOST_MICRO_BATCHES micro-batches; otherwise the one that needs the least memory."""
     sizes = possible_sizes(model, semantics, profile, free)
-    return [size for size in sizes if size[0].n_micro_batches <= MOST_MICRO_BATCHES] or sizes[-1:]
+    return [size for size in sizes if size[0].n_micro_batches <= tuning.MOST_MICRO_BATCHES] or sizes[-1:]
 
 
 def possible_sizes(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> list[Size]:
@@ -60,13 +47,13 @@ def possible_sizes(model: Model, semantics: Semantics, profile: Profile, free: f
     of all if it leaves too little memory. The choice of tiles is, in this order: the largest that leave memory; those that do with
     offloaded boundaries; those that just fit with offloaded boundaries; those that need the least.
     """
-    defaults = {"mlp_tile_tokens": None, "loss_tile_tokens": LOSS_TILE[semantics.loss]}
+    defaults = {"mlp_tile_tokens": None, "loss_tile_tokens": tuning.LOSS_TILE[semantics.loss]}
     semantics = replace(semantics, **{name: value for name, value in defaults.items() if name in free})  # type: ignore[arg-type]
     memory_bytes = profile.device.memory_bytes.value
     sizes: dict[Semantics, Workload] = {}
     too_large: Semantics | None = None
     for n in candidates(semantics, "micro_batch" in free):
-        if sizes and n * max(N_PARTS) < semantics.batch_size:
+        if sizes and n * max(tuning.N_PARTS) < semantics.batch_size:
             break
         usual = replace(semantics, micro_batch=n)
         for sized, workload in _by_loss_tiles(model, usual, profile, free):
@@ -77,7 +64,7 @@ def possible_sizes(model: Model, semantics: Semantics, profile: Profile, free: f
             too_large = usual
     least, workload = usual, build_workload(model, usual)
     smallest = Policy(accumulation_group=least.least_group)
-    leaves_room = _device_bytes(model, least, workload, smallest, profile) <= LEAST_FRACTION * memory_bytes
+    leaves_room = _device_bytes(model, least, workload, smallest, profile) <= tuning.LEAST_FRACTION * memory_bytes
     tiled = [_in_tiles(model, sized, profile, free) for sized in (too_large, None if leaves_room else least) if sized is not None]
     sizes |= {sized: workload for sized, workload in tiled if sized not in sizes}
     return sorted(sizes.items(), key=lambda size: -size[0].micro_batch)
@@ -88,8 +75,8 @@ def _by_loss_tiles(model: Model, semantics: Semantics, profile: Profile, free: f
     workload = build_workload(model, semantics)
     yield semantics, workload
     spare_bytes = _head_bytes_above_others(workload)
-    if "loss_tile_tokens" in free and spare_bytes >= MUCH_FRACTION * profile.device.memory_bytes.value:
-        semantics = replace(semantics, loss_tile_tokens=semantics.loss_tile_tokens // SMALLER_LOSS_TILE)
+    if "loss_tile_tokens" in free and spare_bytes >= tuning.MUCH_FRACTION * profile.device.memory_bytes.value:
+        semantics = replace(semantics, loss_tile_tokens=semantics.loss_tile_tokens // tuning.SMALLER_LOSS_TILE)
         yield semantics, build_workload(model, semantics)
 
 
@@ -104,7 +91,7 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
         refuse_sum_groups(semantics)
         return [semantics.micro_batch]
     rows = semantics.objective.rows_each
-    sizes = sorted({-(-semantics.batch_size // (n * rows)) * rows for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
+    sizes = sorted({-(-semantics.batch_size // (n * rows)) * rows for n in (*tuning.N_PARTS, *tuning.MORE_PARTS)}, reverse=True)
     of_size = {n: replace(semantics, micro_batch=n) for n in sizes}
     valid = [n for n, s in of_size.items() if s.n_micro_batches % s.sum_groups == 0 and not (s.ranks > 1 and s.n_left)]
     if not valid:
@@ -118,7 +105,7 @@ def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozen
     memory_bytes, by_tiles = profile.device.memory_bytes.value, [*_by_tiles(model, semantics, free)]
     smallest = Policy(accumulation_group=semantics.least_group)
     spilled = replace(smallest, spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
-    for policy, fraction in ((smallest, LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
+    for policy, fraction in ((smallest, tuning.LEAST_FRACTION), (spilled, tuning.LEAST_FRACTION), (spilled, 1.0)):
         for size in by_tiles:
             if _device_bytes(model, *size, policy, profile) <= fraction * memory_bytes:
                 return size
@@ -129,9 +116,9 @@ def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Itera
     """Candidate tiles, the largest first. Loss tiles shrink only while the head needs the most memory of all blocks."""
     mlp_tiles: list[int | None] = [semantics.mlp_tile_tokens]
     if "mlp_tile_tokens" in free and semantics.train.all and can_tile_mlp(model):
-        mlp_tiles += _powers_of_two(LEAST_MLP_TILE, semantics.tokens_per_micro_batch - 1)
-    is_free, largest = "loss_tile_tokens" in free, LOSS_TILE[semantics.loss]
-    loss_tiles = _powers_of_two(LEAST_LOSS_TILE, largest) if is_free else [semantics.loss_tile_tokens]
+        mlp_tiles += _powers_of_two(tuning.LEAST_MLP_TILE, semantics.tokens_per_micro_batch - 1)
+    is_free, largest = "loss_tile_tokens" in free, tuning.LOSS_TILE[semantics.loss]
+    loss_tiles = _powers_of_two(tuning.LEAST_LOSS_TILE, largest) if is_free else [semantics.loss_tile_tokens]
     for mlp_tile in mlp_tiles:
         for loss_tile in loss_tiles:
             tried = replace(semantics, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile)
@@ -146,7 +133,7 @@ def _device_bytes(model: Model, semantics: Semantics, workload: Workload, policy
 
 
 def _powers_of_two(least: int, largest: int) -> list[int]:
-    """Powers of two from `most` down to `least`."""
+    """Powers of two in this range, the largest first."""
     return [1 << n for n in range(largest.bit_length() - 1, -1, -1) if least <= 1 << n <= largest]
 
 
@@ -158,7 +145,7 @@ def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[s
     sized, workload = sizes_of(model, semantics, profile, free)[-1]
     smallest = (frame(model, workload, sized, family.policy()) for family in families(sized, workload))
     least_bytes = min(footprint(setup, profile).host_peak_bytes for setup in smallest)
-    for fraction in HOST_FRACTIONS:
+    for fraction in tuning.HOST_FRACTIONS:
         host_bytes = -(-int(fraction * least_bytes) // GB) * GB
         if 0 < host_bytes < pool.value:
             cut = profile.with_memory(int(pool.value) - host_bytes, host_bytes, author="the plan")
@@ -177,11 +164,6 @@ def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[
         host = profile.host.model_copy(update={"memory_bytes": pool})
         return profile.model_copy(update={"device": profile.device.model_copy(update=memory), "host": host})
 
-    smallest = _smallest_needs(model, semantics, having(pool.value), free)
-    return having(pool.value - min(needs.host_peak_bytes for needs in smallest))
-
-
-def _smallest_needs(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
-    """Yield the memory needs of the smallest policies, for each size."""
-    for sized, workload in sizes_of(model, semantics, profile, free):
-        yield from (needs for _, needs in smallest_plans(model, workload, sized, profile))
+    whole = having(pool.value)
+    plans = (smallest_plans(model, workload, sized, whole) for sized, workload in sizes_of(model, semantics, whole, free))
+    return having(pool.value - min(needs.host_peak_bytes for _, needs in chain.from_iterable(plans)))

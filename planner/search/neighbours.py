@@ -16,23 +16,8 @@ from penstock.runtime.plan.legality import can_read, refuse_illegal
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Saved
 
-from .policies import (
-    LEAST_SAVED_SLOTS,
-    WAYS,
-    Way,
-    can_spill,
-    eager_is_legal,
-    equivalent_sizes,
-    evenly,
-    speculated,
-    staying,
-    with_ways,
-)
-
-STEPS, SAVED_STEPS = (1, -1, 2, -2, 4), (1, -1, 2)  # slots to add or remove
-EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks to add or remove, and shares of all blocks
-LEAVING_SHARES = (0.8, 0.7, 0.9)  # shares of the layers with offloaded activations
-MOVED = (1, 2, 4, 8)  # numbers of layers to change, in addition to all and half
+from . import tuning
+from .policies import WAYS, Way, can_spill, eager_is_legal, equivalent_sizes, evenly, evenly_to_last, staying, with_ways
 
 Move = Callable[[Setup, Sequence[int]], Iterator[Policy]]  # (plan, blocks that may keep their state on the device) -> policies
 
@@ -75,7 +60,7 @@ def fewer_offloads(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     on_device, saved = {*policy.device_blocks, *policy.resident_blocks}, [policy.saved(b) for b in away]
     first = [b for b in sorted(on_device) if b in away or (0 < b <= plan.workload.n_layers and policy.saved(b) is Saved.INPUT)]
     rest = [b for b in away if b not in on_device]
-    for n in [round(share * len(away)) for share in LEAVING_SHARES] if first and away else ():
+    for n in [round(share * len(away)) for share in tuning.LEAVING_SHARES] if first and away else ():
         stays = evenly(rest, max(0, len(first) + len(rest) - n)) if n > len(first) else rest
         offloading = [*first[:n], *(b for b in rest if b not in stays)]
         yield _saving(_saving(policy, away, Way(Saved.INPUT)), offloading, Way(max(saved, key=saved.count), away=True))
@@ -86,20 +71,21 @@ def early_updates(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     more if norms are computed on the device."""
     policy, n_blocks = plan.policy, len(plan.workload.blocks)
     of_host, n = [b for b in range(n_blocks) if b not in policy.device_blocks], len(policy.speculate_blocks)
+    numbers = [n + d for d in tuning.EARLY_STEPS if n] + [round(share * n_blocks) for share in tuning.EARLY_SHARES]
     for square in (policy.square_on_device, not policy.square_on_device):
-        for n_early in dict.fromkeys((*(n + d for d in EARLY_STEPS if n), *(round(share * n_blocks) for share in EARLY_SHARES))):
+        for n_early in dict.fromkeys(numbers):
             if 0 <= n_early <= len(of_host):
-                speculating = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
+                speculating = replace(policy, update=Update.DEFERRED, speculate_blocks=tuple(evenly_to_last(of_host, n_early)))
                 yield replace(speculating, square_on_device=square)
 
 
 def _buffers(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     policy = plan.policy
-    for change in STEPS:
+    for change in tuning.STEPS:
         yield replace(policy, gradient_slots=max(1, policy.gradient_slots + change))
         yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + change))
-    for change in SAVED_STEPS if policy.offload_blocks else ():
-        yield replace(policy, saved_slots=max(LEAST_SAVED_SLOTS, policy.saved_slots + change))
+    for change in tuning.SAVED_STEPS if policy.offload_blocks else ():
+        yield replace(policy, saved_slots=max(tuning.LEAST_SAVED_SLOTS, policy.saved_slots + change))
 
 
 def _groups(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
@@ -137,7 +123,7 @@ def _moved(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     of_way: dict[Way, list[int]] = {}
     for b in layers:
         of_way.setdefault(Way(policy.saved(b), b in policy.offload_blocks), []).append(b)
-    for n in (*reversed(MOVED), 0):
+    for n in (*reversed(tuning.MOVED), 0):
         for old, blocks in of_way.items():
             for new in WAYS:
                 if new == old or n > len(blocks):
@@ -155,7 +141,7 @@ def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     spilling = [b for b in can_spill(plan.workload) if policy.saved(b + 1) is not Saved.ALL]
     read = can_read(plan.workload, plan.semantics) if policy.disk_blocks else []
     choices = {"resident_blocks": range(len(plan.workload.blocks)), "spill_blocks": spilling, "disk_blocks": read}
-    for change in (sign * n for n in MOVED for sign in (1, -1)):
+    for change in (sign * n for n in tuning.MOVED for sign in (1, -1)):
         for name, candidates in choices.items():
             for blocks in _changed(getattr(policy, name), candidates, change):
                 yield replace(policy, **{name: blocks})  # type: ignore[arg-type]

@@ -20,12 +20,10 @@ from penstock.runtime.plan.legality import can_read, can_stay
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import Block, Model, Saved, Workload
 
+from . import tuning
+
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
-PREFETCH_DEPTHS = (2, 1, 3)  # order of trial: two hide latency that one cannot, three rarely help
-LEAST_SAVED_SLOTS = 2  # per tier: with one slot, forward waits for each offload
-GRADIENT_SLOTS = (2, 1, 3, 4, 6, 8)  # the last also represents larger numbers
-MEGATRAIN_STRIDE = 4  # layers per boundary
-STRIDES = (1, MEGATRAIN_STRIDE)
+MEGATRAIN_STRIDE = 4  # layers per boundary, one of `tuning.STRIDES`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,21 @@ class Family:
             boundary_stride=self.boundary_stride,
             device_blocks=self.mixed_blocks,
         )
+
+
+class Slots(NamedTuple):
+    """Sizes of buffers, by the names of a policy's fields. 0: any number."""
+
+    prefetch_depth: int = 0
+    gradient_slots: int = 0
+    saved_slots: int = 0
+
+
+ANY_SLOTS = Slots()
+
+
+def slots_of(policy: Policy) -> Slots:
+    return Slots(policy.prefetch_depth, policy.gradient_slots, policy.saved_slots)
 
 
 class Way(NamedTuple):
@@ -110,10 +123,14 @@ def eager_is_legal(semantics: Semantics) -> bool:
     return semantics.train.all and semantics.clip_norm is None and semantics.on_nonfinite == "stop"
 
 
+def first_update(semantics: Semantics) -> Update:
+    """The mode that needs the least host memory."""
+    return Update.EAGER if eager_is_legal(semantics) else Update.DEFERRED
+
+
 def families(semantics: Semantics, workload: Workload) -> list[Family]:
-    """List all families; eager updates only if they are legal."""
-    updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED]
-    strides = [stride for stride in STRIDES if stride <= workload.n_layers]
+    updates = dict.fromkeys((first_update(semantics), Update.DEFERRED))
+    strides = [stride for stride in tuning.STRIDES if stride <= workload.n_layers]
     sizes = group_sizes(semantics.n_micro_batches)[: 1 if semantics.ranks > 1 else None]
     choices = product(updates, sizes, strides, mixed_options(semantics, workload))
     return [Family(update, s[0], s[-1], stride, mixed) for update, s, stride, mixed in choices]
@@ -223,7 +240,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     """Apply `fill` to a policy. Packed (default): activations of the last layers, which backward needs first, and weights of the
     first layers. `spread`: evenly over the layers, to space uploads. Offloads are always spread, so that they do not queue."""
     classes = workload.classes
-    place = _spread if spread else lambda blocks, n: list(blocks[len(blocks) - n :])
+    place = evenly_to_last if spread else lambda blocks, n: list(blocks[len(blocks) - n :])
     ways: dict[int, Way] = {}
     resident, stay, disk = list[int](), list[int](), list[int]()
     for i, blocks in enumerate(classes):
@@ -234,7 +251,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         ways |= zip(place([b for b in blocks if b not in leaving], len(local)), local, strict=True)
         stay += blocks[: fill.stay[i]]
         rest = [b for b in blocks if b not in stay]
-        loaded = _spread(rest, fill.resident[i]) if spread else rest[: fill.resident[i]]
+        loaded = evenly_to_last(rest, fill.resident[i]) if spread else rest[: fill.resident[i]]
         rest = [b for b in rest if b not in loaded]
         once = rest[: fill.read_once[i]]
         resident += [*loaded, *once]
@@ -246,14 +263,10 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         disk_blocks=tuple(sorted(disk)),
         square_on_device=fill.square,
         device_blocks=tuple(sorted({*stay, *policy.device_blocks})),
-        speculate_blocks=speculated(sum(fill.speculate), [b for b in range(len(workload.blocks)) if b not in stay]),
+        # Evenly spaced, so that the host has work throughout backward and the next forward
+        speculate_blocks=tuple(evenly_to_last([b for b in range(len(workload.blocks)) if b not in stay], sum(fill.speculate))),
         spill_blocks=tuple([b for b in can_spill(workload) if b not in kept_inputs][: fill.n_spilled]),
     )
-
-
-def speculated(n: int, blocks: Sequence[int]) -> tuple[int, ...]:
-    """Choose n evenly spaced blocks, so that the host has work throughout backward and the next forward."""
-    return tuple(_spread(blocks, n))
 
 
 def evenly(blocks: Sequence[int], n: int) -> list[int]:
@@ -261,6 +274,6 @@ def evenly(blocks: Sequence[int], n: int) -> list[int]:
     return [blocks[i * len(blocks) // n] for i in range(n)]
 
 
-def _spread(blocks: Sequence[int], n: int) -> list[int]:
+def evenly_to_last(blocks: Sequence[int], n: int) -> list[int]:
     """Choose n evenly spaced blocks, including the last."""
     return [blocks[(i + 1) * len(blocks) // n - 1] for i in range(n)]

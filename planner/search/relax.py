@@ -18,12 +18,13 @@ from penstock.planner.bounds.reasons import Subject, reasons
 from penstock.planner.bounds.work import Buffers, Groups, Work, WorkCache, least_slots, n_passing, until_each_block_s
 from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
+from . import tuning
 from .choices import Choices
 from .evaluation import Evaluator
 from .neighbours import Omission
-from .policies import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
+from .policies import ANY_SLOTS, Family, Fill, Slots, can_spill, disk_layers, staying, ways_of, with_ways
 
-_Part = tuple[Family, int | None, int | None, int | None, Omission | None]
+_Part = tuple[Family, Slots, Omission | None]
 
 LONGEST_PER_FACET = 8  # upper limits on the variables for maxima: per facet, and in addition
 MORE_LONGEST = 64
@@ -51,17 +52,11 @@ class Relaxation:
         self._programs: dict[_Part, tuple[Choices, float]] = {}  # programs with only a linear bound so far
 
     def solve(
-        self,
-        family: Family,
-        prefetch_depth: int | None = None,
-        gradient_slots: int | None = None,
-        saved_slots: int | None = None,
-        lacking: Omission | None = None,
-        below_s: float = inf,
+        self, family: Family, slots: Slots = ANY_SLOTS, lacking: Omission | None = None, below_s: float = inf
     ) -> Relaxed | None:
-        """Solve the integer program with these buffers (None: any number of slots); None if infeasible. For suggestions: `lacking`,
-        a disabled kind of choice; `below_s`, a step time that the result must beat."""
-        key = (family, prefetch_depth, gradient_slots, saved_slots, lacking)
+        """Solve the integer program with these buffers; None if infeasible. For suggestions: `lacking`, a disabled kind of choice;
+        `below_s`, a step time that the result must beat."""
+        key = (family, slots, lacking)
         if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
             if below_s < inf and ((least := choices.program.solve(integers=False)) is None or least[0] * scale_s >= below_s):
@@ -87,24 +82,18 @@ class Relaxation:
         arriving = [len(blocks) * self._of_block(smallest, b, groups, facets, False)["arriving"] for b, blocks in equal_blocks]
         return max(computing_s, float(np.sum(arriving, axis=0).max()))
 
-    def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
+    def linear_bound_s(self, family: Family, slots: Slots = ANY_SLOTS) -> float:
         """Bound of the linear program: lower than that of `solve`, in a fraction of the time. Infinity if infeasible."""
-        key = (family, None, gradient_slots, None, None)
+        key = (family, slots, None)
         self._programs[key] = choices, scale_s = self._program(*key)
         solution = choices.program.solve(integers=False)
         return inf if solution is None else solution[0] * scale_s * (1 - SLACK)
 
-    def _program(
-        self,
-        family: Family,
-        prefetch_depth: int | None,
-        gradient_slots: int | None,
-        saved_slots: int | None,
-        lacking: Omission | None,
-    ) -> tuple[Choices, float]:
+    def _program(self, family: Family, slots: Slots, lacking: Omission | None) -> tuple[Choices, float]:
         """Build the program. Return its choices and the seconds of its time unit."""
-        smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
-        choices = Choices(self._evaluator, smallest, family, prefetch_depth, saved_slots)
+        _, gradient_slots, saved_slots = slots
+        smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or tuning.LEAST_SAVED_SLOTS)
+        choices = Choices(self._evaluator, smallest, family, slots)
         facets, groups = self._facets_of(smallest), Groups.from_plan(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
@@ -168,22 +157,17 @@ class Relaxation:
         works = self._clipped_works if clipped else self._evaluator.works
         return works.of_block(self._evaluator.bare_setup(policy), facets, block, groups)
 
-    def _subject(
-        self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
-    ) -> Subject:
+    def _subject(self, choices: Choices, family: Family, gradient_slots: int, groups: Groups, work: Work, rows: Rows) -> Subject:
         plan, smallest = choices.plan, choices.smallest
         n_slots = plan.workload.n_layers * self._evaluator.semantics.n_micro_batches  # one slot per gradient
-        if gradient_slots is not None and gradient_slots < max(GRADIENT_SLOTS):
+        if 0 < gradient_slots < max(tuning.GRADIENT_SLOTS):
             n_slots = gradient_slots
         n_loads, n_staying = rows.variable(choices.depth), np.zeros(rows.width)
         n_loads[0] = least_slots(plan)
         for i in choices.layers:
             if i in choices.staying:
                 n_staying[1 + choices.staying[i].count] = 1.0
-        n_early = {
-            Kind.FETCH_ACTIVATION: rows.variable(choices.early),
-            Kind.FETCH_SAVED: rows.variable(choices.early_saved),
-        }
+        n_early = {Kind.FETCH_ACTIVATION: rows.variable(choices.early), Kind.FETCH_SAVED: rows.variable(choices.early_saved)}
         n_saved = {saved: rows.variable(number) for saved, number in choices.more_slots.items()}
         for n in n_saved.values():
             n[0] = smallest.saved_slots

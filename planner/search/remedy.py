@@ -19,9 +19,10 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import ITEM_BYTES, Model, Workload
 from penstock.runtime.units import GB
 
+from . import tuning
 from .evaluation import Evaluator
 from .greedy import Greedy
-from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
+from .micro_batch import candidates, sizes_of
 from .policies import policy_of, smallest_plans
 
 # Optimizers in order of decreasing state
@@ -40,7 +41,6 @@ def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = N
 
 
 def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> bool:
-    """True if the plan may exceed MAX_PLAN_OPS."""
     return most_ops(workload, semantics, policy) > MAX_PLAN_OPS
 
 
@@ -66,7 +66,7 @@ class Request:
 
     def fits(self) -> bool:
         """True if some allowed policy fits. More than MOST_MICRO_BATCHES micro-batches count as not fitting."""
-        return self.semantics.n_micro_batches <= MOST_MICRO_BATCHES and any(needs.fits for needs in self.needs())
+        return self.semantics.n_micro_batches <= tuning.MOST_MICRO_BATCHES and any(needs.fits for needs in self.needs())
 
     def resized(self) -> "Request":
         """Choose the first candidate size that fits; otherwise the last, which needs the least device memory."""
@@ -197,7 +197,7 @@ def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
     limit = min(s.micro_batch, int(request.profile.device.memory_bytes.value) // sequence_bytes + 1)
     for n in candidates(s):
         is_long = too_long(workload, replace(s, micro_batch=n), policy_of(request.fixed, s, workload))
-        if -(-s.batch_size // MOST_MICRO_BATCHES) <= n < limit and not is_long:
+        if -(-s.batch_size // tuning.MOST_MICRO_BATCHES) <= n < limit and not is_long:
             yield f"--micro-batch {n}", _changed(request, micro_batch=n)
 
 

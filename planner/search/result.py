@@ -6,17 +6,18 @@ from typing import Any
 from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.bounds.machine import machine_bound
 from penstock.planner.bounds.reasons import FACET, LANE_NAME
-from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.cost import CostModel, micro_batch_groups
 from penstock.planner.predict.memory import Footprint, footprint
+from penstock.planner.predict.region import Resource
 from penstock.planner.predict.resident import Resident, resident_in_parts
 from penstock.planner.predict.simulate import Prediction, simulate
 from penstock.planner.predict.uncertainty import interval
 from penstock.runtime.plan import Plan, Policy
-from penstock.runtime.plan.region import Resource
 from penstock.runtime.plan.workload import Block
 
+from . import tuning
 from .claim import Certificate, Claim, Predicted, arithmetic
-from .evaluation import MAX_STEPS, Evaluator
+from .evaluation import Evaluator
 
 ROUNDING = 1 - 1e-9  # tolerance for sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource that is busy for this share of the step is the bottleneck
@@ -54,7 +55,7 @@ class SearchResult:
 def model_flop(plan: Plan) -> int:
     """Model FLOP of one step, the convention for MFU: forward plus twice that for backward, without recompute, with the causal half
     of attention. Frozen weights have no gradient."""
-    counts = plan.micro_batch_groups(range(plan.semantics.n_micro_batches))
+    counts = micro_batch_groups(plan.semantics, range(plan.semantics.n_micro_batches))
     first = plan.workload.first_trained
 
     def block_flop(block: Block, is_trained: bool) -> int:
@@ -77,7 +78,7 @@ class Bounds:
 def result_of(evaluator: Evaluator, plan: Plan, proven: Bounds, known: dict[str, dict[str, Any]]) -> SearchResult:
     """Build prediction and certificate of a simulated policy. `known`: results of other systems' schedules."""
     best, step_s, profile = plan.policy, evaluator.step_s(plan.policy), evaluator.profile
-    prediction = simulate(plan, evaluator.cost.demands(plan), evaluator.region, MAX_STEPS)
+    prediction = simulate(plan, evaluator.cost.demands(plan), evaluator.region, tuning.MAX_STEPS)
     machine, plan_bound = machine_bound(plan, evaluator.cost), policy_bound(plan, evaluator.cost)
     # Steps without a period are the mean of the last ones, which may start at any phase.
     assert not prediction.periodic or prediction.step_s >= plan_bound.seconds * ROUNDING, f"{best} is below its bound, {plan_bound}"

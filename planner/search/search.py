@@ -16,6 +16,7 @@ from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.legality import refuse_illegal
 from penstock.runtime.plan.workload import Model
 
+from . import tuning
 from .claim import CUT
 from .evaluation import Evaluator, without_collection
 from .greedy import Greedy
@@ -23,14 +24,7 @@ from .micro_batch import Size, cuts, sizes_of, uncut
 from .policies import BASELINES, baseline, eager_is_legal, family_of, policy_of, smallest_plans
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
 from .result import ROUNDING, Bounds, SearchResult, result_of
-from .tree import CLOSE_FRACTION, Tree
-
-STARTS = 3  # number of greedy starting policies, by lowest bound
-MOST_SEARCHED = 2  # number of sizes to search in addition to the one with the lowest bound; others only if none of these fits
-MOST_TIGHTENED = 64  # nodes of unsearched sizes to tighten
-# Within this relative difference the larger size wins: its plan is shorter and launches fewer kernels, the least certain costs of a
-# profile.
-NEAR_FRACTION = 0.001
+from .tree import Tree
 
 
 def search_machine(
@@ -108,7 +102,7 @@ class _Sizes:
         while ready:
             bound_s, n_relaxed, i = heapq.heappop(ready)
             best_s = min(self.first_s.values(), default=inf)
-            if best_s <= bound_s * (1 + CLOSE_FRACTION):
+            if best_s <= bound_s * (1 + tuning.CLOSE_FRACTION):
                 self.bounds_s[i] = bound_s
             elif n_relaxed < 2:
                 if i not in self.trees:
@@ -122,10 +116,10 @@ class _Sizes:
         """Search the sizes with the fastest first policies and the one with the lowest bound; if none fits, others."""
         fastest = sorted(self.first_s, key=lambda i: (self.first_s[i], i))
         likely = sorted(self.first_s, key=lambda i: (self.bounds_s[i], i))
-        promising = dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1]])
+        promising = dict.fromkeys([*fastest[: tuning.MOST_SEARCHED], *likely[:1]])
         for i in promising | dict.fromkeys(fastest):
             best_s = min(self.searched_s.values(), default=inf)
-            if best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION) or (self.searched_s and i not in promising):
+            if best_s <= self.bounds_s[i] * (1 + tuning.CLOSE_FRACTION) or (self.searched_s and i not in promising):
                 continue  # cannot win, or not needed
             self.trees[i].explore(best_s)
             self.evaluators[i].forget()
@@ -136,9 +130,9 @@ class _Sizes:
     def tighten(self) -> None:
         """Raise the lowest bound over all sizes, on which the certificate depends."""
         best_s = min(self.searched_s.values())
-        for _ in range(MOST_TIGHTENED):
+        for _ in range(tuning.MOST_TIGHTENED):
             i = min(self.bounds_s, key=lambda i: (self.bounds_s[i], i))
-            is_done = i not in self.trees or best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION)
+            is_done = i not in self.trees or best_s <= self.bounds_s[i] * (1 + tuning.CLOSE_FRACTION)
             if is_done or not self.trees[i].tighten():
                 return
             self.bounds_s[i] = max(self.bounds_s[i], self.trees[i].lowest_s)
@@ -181,7 +175,7 @@ def _starts(evaluator: Evaluator) -> list[Policy]:
     """Starting policies: schedules of other systems, and greedy ones."""
     baselines = [baseline(name, evaluator.semantics, evaluator.workload) for name in BASELINES]
     likely = [policy for policy in Greedy(evaluator).policies() if not evaluator.is_too_long(policy)]
-    return [*sorted(likely, key=evaluator.bound_s)[:STARTS], *filter(evaluator.fits, baselines)]
+    return [*sorted(likely, key=evaluator.bound_s)[: tuning.STARTS], *filter(evaluator.fits, baselines)]
 
 
 def _assert_bounded(tree: Tree, best: Policy) -> None:
@@ -193,7 +187,7 @@ def _assert_bounded(tree: Tree, best: Policy) -> None:
 
 def _chosen(steps_s: Mapping[int, float]) -> int:
     """Smallest index with nearly the shortest step."""
-    return min(i for i, step_s in steps_s.items() if step_s <= min(steps_s.values()) * (1 + NEAR_FRACTION))
+    return min(i for i, step_s in steps_s.items() if step_s <= min(steps_s.values()) * (1 + tuning.NEAR_FRACTION))
 
 
 def _fixed_policy(evaluators: Sequence[Evaluator], fixed: Policy | str, free: frozenset[str]) -> SearchResult:

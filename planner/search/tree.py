@@ -15,23 +15,11 @@ from math import inf
 
 from penstock.runtime.plan import Policy, Setup
 
+from . import tuning
 from .evaluation import Evaluator
 from .neighbours import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
-from .policies import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, smallest_plans
+from .policies import Family, Slots, families, family_of, filled, slots_of, smallest_plans
 from .remedy import too_long
-
-CLOSE_FRACTION = 0.001  # relative gap to the lower bound at which the search stops
-MAX_SEARCHED_OPS = 24_000  # budget of branch and bound: total ops of the simulated plans
-MOST_RELAXED = 120  # number of relaxations after which families are not opened any more, once that budget is spent
-FIRST_FAMILIES = 3  # families that suggest the first policies; with long plans, the budget only covers a few
-FIRST_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
-MOST_CLIMBED_OPS = 120_000  # budget of all climbs, in ops of simulated plans
-MOST_RESTARTED_OPS = 12_000  # budget of one climb in a restricted space
-CLIMBED_FRACTION = 0.002  # no climb starts within this relative gap to the lower bound
-HOPELESS_FRACTION = 0.25  # a plan slower by more than this than that of another size is not climbed from
-LEAST_GAIN_FRACTION = 1e-5  # minimum gain of a climbing step, relative to the step time
-SAVED_SLOTS = 3  # of each tier, in suggested policies; climbs try other numbers
-REFILLED_STEPS = (1, 3, -1)  # slots to add or remove when a climb fills memory again
 
 
 class _Kind(IntEnum):
@@ -102,31 +90,34 @@ class Tree:
         node = heapq.heappop(nodes)
         if not node.can_be_simulated:
             self._expand(node)
-        elif (relaxed := self.relaxation.solve(node.family, None, node.n_slots)) is not None:
+        elif (relaxed := self.relaxation.solve(node.family, Slots(gradient_slots=node.n_slots or 0))) is not None:
             heapq.heappush(nodes, replace(node, bound_s=max(relaxed.bound_s, node.bound_s), kind=_Kind.INTEGER))
         return True
 
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
         """Simulate the relaxation's suggestions for the most promising family and the policies `start`. Return the step time of the
         best, infinity if none fits. Policies with a bound far above `known_s`, a step time with other sizes, are skipped."""
-        first = [(*FIRST_BUFFERS[1], slots) for slots in (SAVED_SLOTS, LEAST_SAVED_SLOTS)]
+        first = [Slots(*tuning.FIRST_BUFFERS[1], n) for n in (tuning.SAVED_SLOTS, tuning.LEAST_SAVED_SLOTS)]
         for policy in chain(self._first_suggestions(self.open[:1], first), start):
-            if self.best is None or self.evaluator.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
+            if self.best is None or self.evaluator.bound_s(policy) <= known_s * (1 + tuning.HOPELESS_FRACTION):
                 self._take(policy)
         return inf if self.best is None else self.evaluator.step_s(self.best)
 
     def explore(self, known_s: float = inf) -> None:
         """Search for the best policy; `lowest_s` then bounds the others. `known_s`: step time with other sizes, limits climbing."""
         self.known_s = known_s
-        for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
-            for policy in self._first_suggestions(sorted(self.open)[:FIRST_FAMILIES], [(*pair, slots) for pair in FIRST_BUFFERS]):
+        for n in (tuning.LEAST_SAVED_SLOTS, tuning.SAVED_SLOTS):
+            buffers = [Slots(*pair, n) for pair in tuning.FIRST_BUFFERS]
+            for policy in self._first_suggestions(sorted(self.open)[: tuning.FIRST_FAMILIES], buffers):
                 self._take(policy)
         self.evaluator.n_ops = 0  # first policies do not count
         while self.open:
             node = self.open[0]
-            out_of_budget = self.best is not None and self.evaluator.n_ops >= MAX_SEARCHED_OPS
-            may_expand = not out_of_budget or (len(self.relaxation.known) < MOST_RELAXED and not node.can_be_simulated)
-            if self._close_to_best(node.bound_s) or not may_expand:
+            out_of_budget = self.best is not None and self.evaluator.n_ops >= tuning.MAX_SEARCHED_OPS
+            may_expand = not out_of_budget or (len(self.relaxation.known) < tuning.MOST_RELAXED and not node.can_be_simulated)
+            # Incumbents of other sizes do not count: climbs may improve suggestions of this size
+            is_close = self.best is not None and self.evaluator.step_s(self.best) <= node.bound_s * (1 + tuning.CLOSE_FRACTION)
+            if is_close or not may_expand:
                 break  # no open node has a lower bound
             self._expand(heapq.heappop(self.open))
         e = self.evaluator
@@ -135,29 +126,24 @@ class Tree:
             for policy in policies if self.best is None else ():
                 if not too_long(e.workload, e.semantics, policy):
                     self._take(policy)
-        if self.best is not None and self.evaluator.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
+        if self.best is not None and self.evaluator.step_s(self.best) <= known_s * (1 + tuning.HOPELESS_FRACTION):
             self._climb_all()
             self._prefetch_less()
 
-    def _first_suggestions(self, parts: Iterable[_Node], several: Sequence[tuple[int, int, int]]) -> Iterator[Policy]:
+    def _first_suggestions(self, parts: Iterable[_Node], several: Sequence[Slots]) -> Iterator[Policy]:
         """For each family, yield the first suggestion that fits, with its smallest groups and one of these buffer sizes."""
         for family in [part.family for part in parts if part.family.boundary_stride == 1]:
             one = replace(family, largest_group=family.accumulation_group)
-            suggested = (policy for buffers in several for policy in self._suggested(one, *buffers))
+            suggested = (policy for slots in several for policy in self._suggested(one, slots))
             for policy in islice(filter(self._may_try, suggested), 1):
                 fewer = neighbours(self.evaluator.setup(policy), self.evaluator.profile, (fewer_offloads,))
                 yield from (policy, *filter(self._may_try, (variant for _, variant in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push a family with its linear bound, which is at least its parent's bound `least_s`."""
-        bound_s = self.relaxation.linear_bound_s(family, n_slots)
+        bound_s = self.relaxation.linear_bound_s(family, Slots(gradient_slots=n_slots or 0))
         if bound_s < inf:
             self._push(max(bound_s, least_s), family, n_slots, kind=_Kind.LINEAR)
-
-    def _close_to_best(self, bound_s: float) -> bool:
-        """True if policies with this bound can hardly beat the incumbent of this size. Incumbents of other sizes do not count:
-        climbs may improve suggestions of this size."""
-        return self.best is not None and self.evaluator.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
     def _push(
         self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, kind: _Kind = _Kind.INTEGER
@@ -182,7 +168,7 @@ class Tree:
             for half in family.halves():
                 self._relax(half, node.bound_s)
         elif n_slots is None:
-            for n in GRADIENT_SLOTS:
+            for n in tuning.GRADIENT_SLOTS:
                 self._relax(family, node.bound_s, n)
         else:
             heapq.heappush(self.opened, node)
@@ -195,29 +181,21 @@ class Tree:
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
         """Suggestions for the first usual prefetch depth that fits (climbs try others), and a policy without saved or moved
         activations, because copies take longer than the relaxation assumes."""
-        saved_slots = self.best.saved_slots if self.best is not None and self.best.offload_blocks else SAVED_SLOTS
-        for depth in PREFETCH_DEPTHS:
-            suggested = list(self._suggested(family, depth, n_slots, saved_slots))
+        saved_slots = self.best.saved_slots if self.best is not None and self.best.offload_blocks else tuning.SAVED_SLOTS
+        for depth in tuning.PREFETCH_DEPTHS:
+            suggested = list(self._suggested(family, Slots(depth, n_slots, saved_slots)))
             if suggested:
                 yield from suggested
                 yield replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
                 return
 
-    def _suggested(
-        self,
-        family: Family,
-        depth: int,
-        gradient_slots: int,
-        saved_slots: int = SAVED_SLOTS,
-        lacking: Omission | None = None,
-        below_s: float = inf,
-    ) -> Iterator[Policy]:
+    def _suggested(self, family: Family, slots: Slots, lacking: Omission | None = None, below_s: float = inf) -> Iterator[Policy]:
         """Policies with these buffers that use memory as in the relaxation's solution, packed and spread."""
-        relaxed = self.relaxation.solve(family, depth, gradient_slots, saved_slots, lacking, below_s)
+        relaxed = self.relaxation.solve(family, slots, lacking, below_s)
         if relaxed is None:
             return
         smallest = family.policy()
-        buffers = replace(smallest, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, saved_slots=saved_slots)
+        buffers = replace(smallest, **slots._replace(prefetch_depth=relaxed.prefetch_depth)._asdict())
         distinct: dict[Policy, None] = {}
         for spread in (False, True):
             suggested = filled(buffers, self.evaluator.workload, relaxed.fill, spread)
@@ -237,41 +215,38 @@ class Tree:
         """Climb from the best policy; then, for each kind of choice, from the best policy without it, in a space without it;
         finally from the best of all in the whole space, including single blocks."""
         assert self.best is not None
-        self.best = self._climbed(self.best, MOST_RESTARTED_OPS)
+        self.best = self._climbed(self.best, tuning.MOST_RESTARTED_OPS)
         for omission in OMISSIONS:
-            if self._is_climbed_enough() or self.evaluator.step_s(self.best) > self.known_s:
+            is_near = self.evaluator.step_s(self.best) <= self.lowest_s * (1 + tuning.CLIMBED_FRACTION)
+            is_spent = self.evaluator.n_ops >= tuning.MAX_SEARCHED_OPS + tuning.MOST_CLIMBED_OPS
+            if is_near or is_spent or self.evaluator.step_s(self.best) > self.known_s:
                 return
             if omission.has(self.best):
                 starts = [policy for policy in self._lacking(self.best, omission) if self._may_try(policy)]
                 if starts:
-                    self._take(self._climbed(min(starts, key=self.evaluator.step_s), MOST_RESTARTED_OPS, omission))
-        self.best = self._climbed(self.best, MOST_CLIMBED_OPS, fine=True)
-
-    def _is_climbed_enough(self) -> bool:
-        assert self.best is not None
-        is_near = self.evaluator.step_s(self.best) <= self.lowest_s * (1 + CLIMBED_FRACTION)
-        return is_near or self.evaluator.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
+                    self._take(self._climbed(min(starts, key=self.evaluator.step_s), tuning.MOST_RESTARTED_OPS, omission))
+        self.best = self._climbed(self.best, tuning.MOST_CLIMBED_OPS, fine=True)
 
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
         """The policy without one kind of choice, and the relaxation's suggestions for its family and buffers."""
         yield (smallest := omission.remove(policy))
         one = family_of(smallest, self.evaluator.semantics)
         one = replace(one, accumulation_group=smallest.accumulation_group, largest_group=smallest.accumulation_group)
-        yield from self._suggested(one, smallest.prefetch_depth, smallest.gradient_slots, smallest.saved_slots, omission)
+        yield from self._suggested(one, slots_of(smallest), omission)
 
     def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
         """First-improvement local search: move to faster neighbours until none is faster or `n_ops` ops have been simulated."""
-        best, limit = start, min(self.evaluator.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
+        best, limit = start, min(self.evaluator.n_ops + n_ops, tuning.MAX_SEARCHED_OPS + tuning.MOST_CLIMBED_OPS)
         speculates, climbing = self.evaluator.clipped_fraction is not None, True
         tried = [*[self._refilled] * (lacking is None), *[early_updates] * speculates, *MOVES, *[single_blocks] * fine]
-        while climbing and self.evaluator.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
+        while climbing and self.evaluator.step_s(best) > self.lowest_s * (1 + tuning.CLIMBED_FRACTION):
             climbing = False
             for move, policy in neighbours(self.evaluator.setup(best), self.evaluator.profile, tried):
                 if self.evaluator.n_ops >= limit:
                     return best
                 if (lacking and lacking.has(policy)) or not self._may_try(policy):
                     continue
-                if self.evaluator.beats(policy, best, LEAST_GAIN_FRACTION):
+                if self.evaluator.beats(policy, best, tuning.LEAST_GAIN_FRACTION):
                     best, climbing = policy, True
                     tried = [move, *(m for m in tried if m is not move)]  # move to front: retry successful moves
                     break
@@ -283,22 +258,21 @@ class Tree:
     def _refilled(self, plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         """Neighbours with other buffers or group sizes, and memory filled as in the relaxation's solution for these."""
         best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-        depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.evaluator.semantics)
-        saved_slots, below_s = best.saved_slots, self.evaluator.step_s(best) * (1 - LEAST_GAIN_FRACTION)
-        buffers = [(depth, n_slots + change, saved_slots) for change in REFILLED_STEPS]
-        buffers += [(depth + change, n_slots, saved_slots) for change in REFILLED_STEPS]
-        buffers += [(depth, n_slots, saved_slots + change) for change in (1, -1) if best.offload_blocks]
+        family, (depth, n_slots, n_saved) = family_of(best, self.evaluator.semantics), slots_of(best)
+        below_s = self.evaluator.step_s(best) * (1 - tuning.LEAST_GAIN_FRACTION)
+        buffers = [Slots(depth, n_slots + change, n_saved) for change in tuning.REFILLED_STEPS]
+        buffers += [Slots(depth + change, n_slots, n_saved) for change in tuning.REFILLED_STEPS]
+        buffers += [Slots(depth, n_slots, n_saved + change) for change in (1, -1) if best.offload_blocks]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
-        regrouped = [(g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)]
-        for group, d, slots, saved in [*((size, *b) for b in buffers), *regrouped]:
-            if min(d, slots) >= 1 and saved >= LEAST_SAVED_SLOTS:
+        for group, slots in [*((size, slots) for slots in buffers), *((g, slots_of(best)) for g in dict.fromkeys(groups))]:
+            if min(slots[:2]) >= 1 and slots.saved_slots >= tuning.LEAST_SAVED_SLOTS:
                 one = replace(family, accumulation_group=group, largest_group=group)
-                yield from self._suggested(one, d, slots, saved, below_s=below_s)
+                yield from self._suggested(one, slots, below_s=below_s)
 
     def _prefetch_less(self) -> None:
         """Choose the fewest weight slots among equally fast plans."""
         assert self.best is not None
-        limit_s, depth = self.evaluator.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
-        fewer = (replace(self.best, prefetch_depth=d) for d in sorted(PREFETCH_DEPTHS) if d < depth)
+        limit_s, depth = self.evaluator.step_s(self.best) * (1 + tuning.LEAST_GAIN_FRACTION), self.best.prefetch_depth
+        fewer = (replace(self.best, prefetch_depth=d) for d in sorted(tuning.PREFETCH_DEPTHS) if d < depth)
         as_fast = (policy for policy in fewer if self.evaluator.fits(policy) and self.evaluator.step_s(policy) <= limit_s)
         self.best = next(as_fast, self.best)

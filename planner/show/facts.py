@@ -15,7 +15,6 @@ from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import claimed
 from penstock.planner.search.result import SearchResult, model_flop
 from penstock.runtime.plan import PlanFile
-from penstock.runtime.plan.objective import REFERENCE, TEACHER
 from penstock.runtime.plan.timeline import Timeline
 
 from .price import hourly
@@ -80,8 +79,7 @@ class Facts:
     @cached_property
     def forward(self) -> ForwardPass | None:
         """Forward pass for a reference or teacher; None if the loss needs neither."""
-        semantics, extras = self.plan.semantics, self.plan.semantics.objective.extras
-        is_asked = semantics.ranks == 1 and (REFERENCE in extras or TEACHER in extras)
+        is_asked = self.plan.semantics.ranks == 1 and self.plan.semantics.objective.has_file
         return forward_pass(self.plan, self.cost, region_of(self.profile)) if is_asked else None
 
     @property

@@ -76,8 +76,7 @@ def known() -> dict[str, list[str]]:
 
 @lru_cache(maxsize=8)
 def families(semantics: Semantics = SHORT, names: tuple[str, ...] | None = None) -> dict[str, list[str]]:
-    """Shipped models that support these semantics, by family, the smallest first. WorkloadError if none does, or none of a named
-    family."""
+    """Shipped models that support these semantics, by family, the smallest first. WorkloadError if none does."""
     by_family: dict[str, list[str]] = {}
     refused: list[WorkloadError] = []
     for family in known() if names is None else names:
@@ -140,8 +139,7 @@ def fits(
 
 
 def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bool) -> tuple[float, int]:
-    """Tokens per second of a model that fits, and host bytes of one rank: from a search, or from the greedy plan with the lowest
-    bound."""
+    """Tokens per second of a model that fits, and host bytes of one rank: from a search, or from a greedy plan."""
     semantics = sizes[-1][0]
     if searched:
         best = candidate(model, profile, semantics).speed
@@ -159,8 +157,7 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
 
 
 def lowest(likely: Sequence[tuple[Evaluator, Policy]]) -> tuple[Evaluator, Policy]:
-    """Policy with the lowest bound. Bounds are slow, so they are only computed for policies with a busiest lane below the best
-    bound."""
+    """Policy with the lowest bound. Bounds are slow: a policy with a busiest lane above the best bound is skipped."""
     busy = [(max(busy_s(e.setup(policy), e.cost).values()), i) for i, (e, policy) in enumerate(likely)]
     best_s, best = inf, 0
     for floor_s, i in sorted(busy):

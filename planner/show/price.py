@@ -70,7 +70,6 @@ class Hourly:
 
 
 def hourly(profile: Profile) -> Hourly:
-    """Hourly price from the profile."""
     price = profile.price
     priced = [q for q in (price.usd_per_hour, price.usd, price.ram_usd_per_gb) if q is not None]
     dates = [day for q in priced if (day := profile.sources[q.source].date) is not None]

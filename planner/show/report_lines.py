@@ -208,10 +208,10 @@ def _certified(claim: Claim) -> tuple[str, str]:
     gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
     subject = "no schedule we can express is" if proof.n_families else "no order of the ops of this fixed schedule is"
     wider = f"no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
-    if (proof.n_sizes or 1) > 1 and proof.n_families > 0:
-        if proof.size_bound_s is not None and proof.size_bound_s > proof.policy_bound_s:
+    if proof.n_sizes > 1 and proof.n_families > 0:
+        if proof.size_bound_s > proof.policy_bound_s:
             wider = f"with this plan's sizes {subject} below {exact(proof.size_bound_s)}; {wider}"
-        cut = " and any cut of the one memory" if CUT in (proof.free or ()) else ""
+        cut = " and any cut of the one memory" if CUT in proof.free else ""
         subject = f"with any of {proof.n_sizes} sizes (micro-batch, tiles){cut} {subject}"
     return f"{subject} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})", wider
 

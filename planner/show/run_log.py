@@ -72,7 +72,6 @@ class LoggedRun:
 
 
 def read_log(lines: Iterable[bytes]) -> Log:
-    """Parse the lines of metrics.jsonl."""
     log = Log()
     for line in lines:
         fields = fields_of(line)

@@ -36,7 +36,6 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
 
 
 def _order(policy: Policy, n_micro_batches: int) -> str:
-    """Describe the order of micro-batches and layers."""
     if n_micro_batches == 1:
         return "one micro-batch: no gradient accumulation"
     if policy.accumulation_group >= n_micro_batches:

@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass, replace
 
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.region import Demand
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
+from penstock.planner.search.tuning import MAX_STEPS
 from penstock.runtime.plan import Kind, Lane, Plan
-from penstock.runtime.plan.region import Demand
 from penstock.runtime.plan.workload import Saved
 
 FREE = 1e18  # speed factor: takes no time
 GAIN = 1.1  # speed factor of a gain
 NOISE_FRACTION = 1e-9  # of the step: remainders of `FREE` are below it
-MAX_STEPS = 24  # as in the search, so that the last level equals its prediction
 RESOURCES: dict[str, tuple[Group, ...]] = {
     "device compute": (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY),
     "link": (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS, Group.NETWORK),
@@ -116,8 +116,7 @@ def _compute_s(plan: Plan, profile: Profile, excluded: Sequence[Kind] = ()) -> f
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:
-    """Demands of the ops, with zero time for copies that compute cannot hide: uploads up to the first layer's, and downloads after
-    the last layer's."""
+    """Demands of the ops, with zero time for uploads up to the first layer's, and for downloads after the last layer's."""
     demands, layers = costs(plan, profile), range(1, plan.workload.n_layers + 1)
     for lane, order in ((Lane.H2D, 1), (Lane.D2H, -1)):
         copies = [i for i, op in enumerate(plan.ops) if op.lane is lane][::order]

@@ -108,7 +108,7 @@ class Templates:
         return {name.removeprefix(f"{self.chain.body_name}."): weight for name, weight in weights.items()}
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, graph_only: bool = False) -> torch.Tensor:
-        """Output (B, T, D) of layer `block` (from 1). With `again`, a recompute, the output of a tiled MLP is not computed."""
+        """Output (B, T, D) of layer `block` (from 1). `graph_only`, for a recompute: without the output of a tiled MLP."""
         layer_weights, layer = weights_within(self._prefix(block), weights), self.layers[block - 1]
         attention = self.workload.blocks[block].attention
         with isolated_documents(inputs, self.semantics.attention, None if attention is None else attention.window):

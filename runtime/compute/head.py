@@ -13,7 +13,7 @@ from penstock.runtime.layers.kernels import use_fused_norm
 from penstock.runtime.layers.layer_chain import LayerChain
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.objective import ANSWER, LAST, LossUnit
+from penstock.runtime.plan.objective import ANSWER, LAST, TOKEN_REFERENCE, LossUnit
 
 from .cross_entropy import add_product, row_losses
 from .losses import Extras, LossFunction, known_loss, top_and_rest
@@ -175,7 +175,7 @@ class OutputHead:
             rows = [top_and_rest(self._logits(head, rows_ND), k, temperature) for (rows_ND,) in self._tiles(normed_ND)]
             return torch.cat(rows).view(*targets_BT.shape, -1), answers.n_tokens
         each_BT = self._target_logps(head, normed_ND, targets_BT)
-        return each_BT if self.objective.has_token_reference else answers.sum(each_BT), answers.n_tokens
+        return each_BT if TOKEN_REFERENCE in self.objective.inputs else answers.sum(each_BT), answers.n_tokens
 
     def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
         """(N, V) fp32."""
@@ -197,17 +197,17 @@ class OutputHead:
         return self._chain.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
 
     def _answers(self, targets_BT: Tensor, extras: Extras) -> Responses:
-        return Responses(targets_BT, extras.get(ANSWER), self.objective.rows_each)
+        return Responses(targets_BT, extras.get(ANSWER.name), self.objective.rows_each)
 
     def _scores(self, head: Weights, normed_ND: Tensor, answers: Responses, extras: Extras) -> Tensor:
         """Fp64 scores (B,) of the last token or of the mean over tokens; for several labels (B, C), packed (B, K, C)."""
         if self.objective.numbers["mean"]:
-            last_B = extras[LAST].long()
+            last_B = extras[LAST.name].long()
             normed_BTD = normed_ND.view(len(last_B), -1, normed_ND.shape[1])
             is_there_BT = torch.arange(normed_BTD.shape[1], device=last_B.device) <= last_B[:, None]
             pooled_BD = ((normed_BTD * is_there_BT[..., None]).float().sum(dim=1) / (last_B[:, None] + 1)).to(normed_BTD.dtype)
         else:
-            pooled_BD = normed_ND[answers.token_indices(extras[LAST])]
+            pooled_BD = normed_ND[answers.token_indices(extras[LAST.name])]
         scores_BC = nn.functional.linear(pooled_BD, head[self.weight]).double()
         return scores_BC.squeeze(-1) if self.objective.n_labels == 1 else scores_BC
 

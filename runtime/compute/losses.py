@@ -207,8 +207,8 @@ class LossFunction:
             case LossUnit.SEQUENCES:
                 arguments = {"logps": first, "scores": first, "n_tokens": second, **extras}
             case LossUnit.PAIRS | LossUnit.ANSWERS as items:
-                has_gain, halves = REFERENCE in extras and self.objective.sha256 is None, enumerate(HALVES[items])
-                gain = {"gain": first - extras[REFERENCE]} if has_gain else {}
+                has_gain, halves = REFERENCE.name in extras and self.objective.sha256 is None, enumerate(HALVES[items])
+                gain = {"gain": first - extras[REFERENCE.name]} if has_gain else {}
                 by_name = (gain | {"": first, "n": second, **extras}).items()
                 arguments = {f"{name}_{half}".removeprefix("_"): x[i::2] for i, half in halves for name, x in by_name}
         known = {**arguments, **self.objective.numbers}
@@ -232,7 +232,8 @@ class LossFunction:
             is_counted = is_counted[0::2] & is_counted[1::2]
         is_present_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
         # Absent items: a value with a finite slope (0 may have an infinite one, and NaN gradients), or with log-ratio 0
-        logps_B = torch.where(is_present_B, logps_B, extras["reference"] if self.objective.of is LossUnit.ANSWERS else -1.0)
+        absent = extras[REFERENCE.name] if self.objective.of is LossUnit.ANSWERS else -1.0
+        logps_B = torch.where(is_present_B, logps_B, absent)
         return torch.where(is_counted, self.per_item(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
 
     def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:

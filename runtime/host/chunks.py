@@ -32,7 +32,6 @@ def gradient_of(gradient: SummedGradient, start: int, end: int) -> torch.Tensor:
 
 
 def update(step: UpdateArguments, start: int, end: int) -> None:
-    """Update elements start .. end - 1."""
     for begin in range(start, end, UPDATE_ELEMENTS):
         chunk = slice(begin, min(begin + UPDATE_ELEMENTS, end))
         source, g = step.source or step.target, gradient_of(step.gradient, chunk.start, chunk.stop)

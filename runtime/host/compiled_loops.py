@@ -287,13 +287,17 @@ def numbers(order: Any, key: Any, turn: Any, within: Any) -> Any:
 
 
 @compiled_kernel
-def update(
-    start: int, end: int, first: int, keys: Any, moment_order: Any, weight_order: Any, target: Any, source: Any, is_elsewhere: bool,
-    groups: Any, parts: Any, n_parts: int, is_rounded: bool, scale: Any, scalars: Any, sums: Any, scratch: Bits,
-) -> None:  # fmt: skip
-    """Update elements start .. end - 1 of a parameter; `first`: position of element 0 in the whole parameter. `target`, `source`:
-    weight or master, remainder, moments. `groups`: int8 groups of two moments to write and two to read, with block scratch memory
-    in `target` for the numbers; else None. `sums`: `scratch`, for a summed gradient in fp32, or None."""
+def update(start: int, end: int, state: Any, random: Any, gradient: Any, scalars: Bits, scratch: Bits) -> None:
+    """Update elements start .. end - 1 of a parameter.
+
+    state      target, source: each a weight or master, a remainder and moments; `is_elsewhere`: these are different arrays;
+               groups: int8 groups of two moments to write and two to read, with block scratch memory in `target`, or None
+    random     position of element 0 in the whole parameter, keys, orders of numbers for moments and weight, or None
+    gradient   parts, their number, `is_rounded`, clip factor; sums: `scratch`, for a summed gradient in fp32, or None
+    """
+    target, source, is_elsewhere, groups = state
+    first, keys, moment_order, weight_order = random
+    parts, n_parts, is_rounded, scale, sums = gradient
     position, is_packed, scales = start, groups[0] is not None, scratch[3 * BLOCK_ELEMENTS :]
     while position < end:
         turn, within = (first + position) // TURN, (first + position) % TURN
@@ -399,24 +403,20 @@ def update_of(step: UpdateArguments) -> Callable[[int, int, Scratch], None]:
     stochastic, gradient, target = step.rounding, step.gradient, state_bits(step.target)
     source = target if step.source is None else state_bits(step.source)
     parts, is_packed = tuple(map(bits, gradient.parts)), step.target.moments[0].dtype is torch.uint8
-    first, keys = (0, (0, 0, 0)) if stochastic is None else (stochastic.first, stochastic.keys)
-    moment_order = None if stochastic is None else order()
-    weight_order = moment_order if stochastic is not None and stochastic.is_master_stochastic else None
-    both, scale = (parts[0], parts[-1]), np.float32(step.factor)
+    random: tuple[Any, ...] = 0, (0, 0, 0), None, None
+    if stochastic is not None:
+        random = stochastic.first, stochastic.keys, order(), order() if stochastic.is_master_stochastic else None
+    summed = (parts[0], parts[-1]), len(parts), gradient.is_rounded, np.float32(step.factor)
     scalars = np.array(step.scalars, np.float32)
 
     def run(start: int, end: int, scratch: Scratch) -> None:
-        memory, state = bits(scratch.block), (target, source)
+        memory, arrays = bits(scratch.block), (target, source)
         groups: tuple[Bits | None, ...] = (None, None, None, None)
         if is_packed:
             wide = memory[BLOCK_ELEMENTS:], None if target[3] is None else memory[2 * BLOCK_ELEMENTS :]
-            state, groups = ((*target[:2], *wide), (*source[:2], *wide)), (*target[2:], *source[2:])
-        sums = None if parts[0].itemsize == 2 else memory
-        elsewhere, n_parts, is_rounded = source is not target, len(parts), gradient.is_rounded
-        update(
-            start, end, first, keys, moment_order, weight_order, *state, elsewhere, groups, both, n_parts, is_rounded, scale,
-            scalars, sums, memory,
-        )  # fmt: skip
+            arrays, groups = ((*target[:2], *wide), (*source[:2], *wide)), (*target[2:], *source[2:])
+        state = *arrays, source is not target, groups
+        update(start, end, state, random, (*summed, None if parts[0].itemsize == 2 else memory), scalars, memory)
 
     return run
 

@@ -74,7 +74,6 @@ class Arenas:
 
     @property
     def n_bytes(self) -> dict[str, int]:
-        """Allocated bytes of each arena."""
         total = {arena.name: 0 for arena in self._arena_of.values()}
         for name, slab in self.slabs.items():
             total[self._arena_of[name].name] += slab.nbytes

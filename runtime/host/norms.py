@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.compiled import IS_COMPILED
 from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Plan
@@ -18,19 +17,15 @@ from penstock.runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
 from penstock.runtime.ranks import Ranks
 from penstock.runtime.units import on_one_line
 
-from . import chunks
 from .chunks import CHUNK_ELEMENTS, Scratch
-from .optimizer import SummedGradient, compiled_squares, summed, tasks_of
-
-if IS_COMPILED:
-    from . import compiled_loops
+from .optimizer import SummedGradient, squares_kernel, summed, tasks_of
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
     """Tasks that return fp32 sums of squares of a flat gradient's chunks, to be `added` in order. Chunks restart at each cut."""
-    squares = compiled_loops.squares_of if compiled_squares(gradient.parts[0].dtype) else chunks.squares
+    squares = squares_kernel(gradient.parts[0].dtype)
     cuts = [range(gradient.numel())] if cuts is None else cuts
     return [task for cut in cuts for task in tasks_of(partial(squares, gradient), cut.stop, cut.start)]
 

@@ -5,7 +5,7 @@ because a kernel sees each element at its position in the whole parameter.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
 PROBE_ELEMENTS = 2**16 + 24  # on which a device kernel is compared with the host
 WIDTH = 4  # elements per thread of `adamw.cu`
 VECTOR_ELEMENTS = 16  # a multiple of the vector width of torch's AdamW, which computes remaining elements by other operations
+CPU = torch.device("cpu")
 MOST_BLOCKS = 2**14  # of a launch; threads loop over more elements
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ def tasks_of(work: Callable[[int, int, Scratch], T], end: int, start: int = 0) -
 
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
     """Tasks that add a flat gradient of any dtype to an fp32 sum; the first gradient is added to zero."""
-    add = compiled_loops.add_part if compiled_add(part.dtype) else chunks.add
+    add = add_kernel(part.dtype)
     return tasks_of(lambda start, end, scratch: add(total, part, is_first, start, end), total.numel())
 
 
@@ -58,15 +59,10 @@ class Step(UpdateArguments):
     """Step of an optimizer on one flat parameter, as host tasks or by a device kernel."""
 
     def tasks(self) -> list[Task]:
-        """Tasks for the threads of the host."""
-        n = self.gradient.numel()
-        n_compiled = (n if self.rounding is not None else n - n % VECTOR_ELEMENTS) if compiled_update(self.layout) else 0
-        compiled = tasks_of(compiled_loops.update_of(self), n_compiled) if n_compiled else []
-        return compiled + tasks_of(lambda start, end, scratch: chunks.update(self, start, end), n, n_compiled)
+        return update_kernel(self.layout)(self)
 
     @property
     def layout(self) -> "KernelLayout":
-        """Layout and rule of its kernel."""
         master, is_split = self.target.master, self.target.master.remainder is not None
         layout = KernelLayout(master.weight.dtype, is_split, self.gradient.parts[0].dtype)
         if self.rounding is None:
@@ -105,7 +101,7 @@ class KernelLayout(NamedTuple):
     is_stochastic: bool = False  # a bf16 or 24-bit master is rounded stochastically
 
     def compiled(self, compile_kernel: Callable[..., Kernel]) -> Kernel:
-        """Compile the CUDA kernel for this layout with `by(file, name, **defines)`."""
+        """Compile the CUDA kernel for this layout by `compile_kernel(file, name, **defines)`."""
         elements = {"WEIGHT": ELEMENT[self.weight], "GRADIENT": ELEMENT[self.gradient]}
         defined: dict[str, str | int] = {**elements, "IS_SPLIT": int(self.is_split)}
         if self.moments is None:
@@ -115,28 +111,44 @@ class KernelLayout(NamedTuple):
         return compile_kernel("low_bit_optim.cu", "update_low_bit", **defined)
 
 
-# -- kernels of the host -------------------------------------------------------------------------------------------------
+# -- table of host kernels: compiled if bitwise identical to the reference on this machine, otherwise the reference ------------
 
 
 @cache
-def compiled_update(layout: KernelLayout) -> bool:
-    """True if the compiled host kernel for this layout is bitwise identical to the reference; else warn with the reason."""
-    return _is_used(f"{layout.rule} on {layout}", lambda: list(_differences(layout)))
+def update_kernel(layout: KernelLayout) -> Callable[[Step], list[Task]]:
+    """Function that returns the tasks of a step on this layout."""
+    is_used = _is_used(f"{layout.rule} on {layout}", lambda: host_differences(layout))
+    return _compiled_tasks if is_used else _reference_tasks
+
+
+def host_differences(layout: KernelLayout, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> list[str]:
+    return _differences(layout, n, lambda step: compiled_loops.update_of(step)(0, n, Scratch()), first=TURN - 128)
+
+
+def _compiled_tasks(step: Step) -> list[Task]:
+    n = step.gradient.numel()
+    n_compiled = n if step.rounding is not None else n - n % VECTOR_ELEMENTS
+    compiled = tasks_of(compiled_loops.update_of(step), n_compiled) if n_compiled else []
+    return compiled + _reference_tasks(step, n_compiled)
+
+
+def _reference_tasks(step: Step, first: int = 0) -> list[Task]:
+    return tasks_of(lambda start, end, scratch: chunks.update(step, start, end), step.gradient.numel(), first)
 
 
 @cache
-def compiled_squares(dtype: torch.dtype) -> bool:
+def squares_kernel(dtype: torch.dtype) -> Callable[[SummedGradient, int, int, Scratch], list[float]]:
     def differences() -> list[str]:
         x, scratch = probe_numbers(3 * chunks.CHUNK_ELEMENTS // 2 + 77, 8, 0).to(dtype), Scratch()
         gradients = [SummedGradient((x[:n],), torch.bfloat16) for n in (len(x), 77, 300)]
         sums = [[kernel(g, 0, g.numel(), scratch) for g in gradients] for kernel in (compiled_loops.squares_of, chunks.squares)]
         return [] if sums[0] == sums[1] else ["a sum"]
 
-    return _is_used(f"sum of squares of {dtype}", differences)
+    return compiled_loops.squares_of if _is_used(f"sum of squares of {dtype}", differences) else chunks.squares
 
 
 @cache
-def compiled_add(dtype: torch.dtype) -> bool:
+def add_kernel(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor, bool, int, int], None]:
     def differences() -> list[str]:
         x, (a, b) = probe_numbers(1000, 8, 0), torch.zeros(2, 1000)
         for is_first in (True, False):
@@ -144,10 +156,11 @@ def compiled_add(dtype: torch.dtype) -> bool:
             chunks.add(b, x.to(dtype), is_first, 0, 1000)
         return [] if torch.equal(a, b) else ["a sum"]
 
-    return _is_used(f"sum of {dtype}", differences)
+    return compiled_loops.add_part if _is_used(f"sum of {dtype}", differences) else chunks.add
 
 
 def _is_used(name: str, differences: Callable[[], list[str]]) -> bool:
+    """True if a compiled kernel is available and has no differences; else warn with the reason."""
     if not IS_COMPILED:
         _tell_once("numba is not installed")
         return False
@@ -178,20 +191,27 @@ def _probe_state(layout: KernelLayout, n: int, seed: int) -> ParamState:
     return ParamState(master, tuple(x.to(layout.moments or torch.float32) for x in wide))
 
 
-def _differences(layout: KernelLayout, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> Iterator[str]:
-    """Tensors in which the compiled kernel and the reference differ after steps on numbers of all magnitudes."""
-    rounding = None if layout.moments is None else StochasticRounding((2**32 - 5, 6, 7), layout.is_stochastic, TURN - 128)
-    for seed, settings in enumerate((AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1))):
-        states = [_probe_state(layout, n, seed) for _ in range(2)]
-        for n_updates, factor in ((1, 1.0), (1000, 0.37)):
-            gradient = summed(probe_numbers(n, 8, n_updates).to(layout.gradient))
-            arguments = gradient, factor, n_updates, settings, None, layout.rule, rounding
-            compiled_loops.update_of(Step(states[0], *arguments))(0, n, Scratch())
-            chunks.update(Step(states[1], *arguments), 0, n)
-        names = ("weight", *["remainder"] * layout.is_split, "first moment", "second moment")
-        for name, a, b in zip(names, states[0].tensors, states[1].tensors, strict=False):
-            if not torch.equal(a, b):
-                yield f"{name}, {settings}"
+def _differences(
+    layout: KernelLayout, n: int, update: Callable[[Step], object], device: torch.device = CPU, first: int = 0
+) -> list[str]:
+    """Tensors in which an update on the device and the reference differ after steps on `n` numbers of all magnitudes. `first`:
+    their position in the parameter."""
+    rounding = None if layout.moments is None else StochasticRounding((2**32 - 5, 6, 7), layout.is_stochastic, first)
+    names, different = ("weight", *["remainder"] * layout.is_split, "first moment", "second moment"), list[str]()
+    all_settings = AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)
+    for seed, settings in enumerate(all_settings):
+        expected = _probe_state(layout, n, seed)
+        weight, *tensors = (tensor.clone().to(device) for tensor in expected.tensors)
+        master = Master(weight, tensors[0] if layout.is_split else None)
+        state = ParamState(master, tuple(tensors[-len(expected.moments) :]))
+        for n_updates, factor in ((1, 1.0), (2, 0.37), (1000, 1.0)):
+            gradient = probe_numbers(n, 8, 100 * seed + n_updates).to(layout.gradient)
+            arguments = factor, n_updates, settings, None, layout.rule, rounding
+            update(Step(state, summed(gradient.to(device)), *arguments))
+            chunks.update(Step(expected, summed(gradient), *arguments), 0, n)
+        pairs = zip(names, state.tensors, expected.tensors, strict=False)
+        different += [f"{name}, {settings}" for name, x, y in pairs if not torch.equal(x.cpu(), y)]
+    return different
 
 
 # -- kernels of a device -------------------------------------------------------------------------------------------------
@@ -216,18 +236,4 @@ def device_kernel(device: torch.device, layout: KernelLayout) -> Kernel | None:
 
 def matches_host(kernel: Kernel, device: torch.device, layout: KernelLayout) -> bool:
     """True if a device kernel is bitwise identical to the host on numbers of all magnitudes."""
-    rounding = None if layout.moments is None else StochasticRounding((2**32 - 5, 6, 7), layout.is_stochastic)
-    all_settings = AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)
-    for seed, settings in enumerate(all_settings):
-        host = _probe_state(layout, PROBE_ELEMENTS, seed)
-        weight, *tensors = (tensor.clone().to(device) for tensor in host.tensors)
-        master = Master(weight, tensors[0] if layout.is_split else None)
-        device_state = ParamState(master, tuple(tensors[-len(host.moments) :]))
-        for n_updates, factor in ((1, 1.0), (2, 0.37), (1000, 1.0)):
-            gradient = probe_numbers(PROBE_ELEMENTS, 8, 100 * seed + n_updates).to(layout.gradient)
-            arguments = factor, n_updates, settings, None, layout.rule, rounding
-            Step(host, summed(gradient), *arguments).on_device(None)
-            Step(device_state, summed(gradient.to(device)), *arguments).on_device(kernel)
-        if not all(torch.equal(a.cpu(), b) for a, b in zip(device_state.tensors, host.tensors, strict=True)):
-            return False
-    return True
+    return not _differences(layout, PROBE_ELEMENTS, lambda step: step.on_device(kernel), device)

@@ -51,7 +51,7 @@ class Updates:
         self._seed, self._rule = seed, plan.semantics.optimizer.rule
         self.state, self.settings, self.workers = state, settings, workers
         self._alone = Workers(1, Scratch)  # the gpu lane has no helpers
-        self._compile()
+        self._choose_kernels()
         self._device_kernel = None
         for block in plan.policy.device_blocks[:1]:
             self._device_kernel = device_kernel(device, self._layout(block))
@@ -65,14 +65,14 @@ class Updates:
         self._one_at_a_time = threading.Lock()  # for counters shared by the lanes that change the state
         self.forget()
 
-    def _compile(self) -> None:
-        """Compile the host kernels now; in a step one worker would compile while the others wait."""
+    def _choose_kernels(self) -> None:
+        """Compile and choose the host kernels now; in a step one worker would compile while the others wait."""
         for b, owned in enumerate(self.state.owned):
             if owned and self.state.param_state(owned[0]).master.weight.device.type == "cpu":
-                optimizer.compiled_update(self._layout(b))
-                optimizer.compiled_squares(self._layout(b).gradient)
+                optimizer.update_kernel(self._layout(b))
+                optimizer.squares_kernel(self._layout(b).gradient)
             if not self.plan.reduced:
-                optimizer.compiled_add(DTYPE[self.plan.gradient_dtype(b)])
+                optimizer.add_kernel(DTYPE[self.plan.gradient_dtype(b)])
 
     def _layout(self, block: int) -> KernelLayout:
         """Layout of the kernel that updates a block's parameters."""
@@ -242,7 +242,6 @@ class Updates:
         return stochastic_rounding(self._seed, n_updates, p.name, self.state.part(p).start, is_master_stochastic)
 
     def update_on_device(self, op: Op, step: int) -> None:
-        """Update a block's state on the device by the gradient that remains there."""
         with self.changing(op.block, step, self._alone):
             if (factor := self.factor(step)) is None:
                 return

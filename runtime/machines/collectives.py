@@ -16,7 +16,6 @@ class Collectives:
         self._plan, self._arenas, self._ranks, self._memory = plan, arenas, ranks, memory
 
     def perform(self, op: Op) -> None:
-        """All-gather a block's weights, or reduce-scatter its gradient."""
         regions = self._plan.regions(op.block)
         if op.kind is Kind.EXCHANGE:
             for first, n in regions:

@@ -12,13 +12,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import torch
 from torch.cuda import Event, Stream
 
-from penstock.runtime.plan import Lane
+from penstock.runtime.host.slabs import settle_allocator
+from penstock.runtime.layers.attention import use_attention
+from penstock.runtime.plan import Lane, Setup
 from penstock.runtime.plan.timeline import Span
 
 from .streams import CudaStreams
@@ -153,6 +155,37 @@ class Lanes:
         torch.set_num_threads(len(self.cores[lane]) if computes_here else 1)
         with torch.no_grad():
             yield
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDevice:
+    """A CPU with a separate "device" arena and real copies. The gpu lane has dedicated cores; the other lanes share the rest."""
+
+    pin_threads: bool = False
+    cores: tuple[list[int], list[int]] | None = None  # (of the gpu lane, of the other lanes); None: half of the process's each
+
+    def lanes(self, plan: Setup) -> Lanes:
+        settle_allocator()
+        for_compute, for_host = self.cores or split_cores(sorted(os.sched_getaffinity(0)))
+        return Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, self.pin_threads, streams=None)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A GPU. The lanes of compute and of both copy directions have a stream each; the optimizer has most of the host's cores."""
+
+    streams: CudaStreams | None = None  # None: of the first CUDA device
+
+    def lanes(self, plan: Setup) -> Lanes:
+        # Round a matrix product once, at its end. By default cuBLAS adds partial products in bf16 where it splits the inner
+        # dimension, which for the gradient of a weight is the number of tokens.
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        use_attention(plan.semantics.attention_kernel)
+        to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
+        cores = {lane: for_host if lane in HOST_LANES else to_issue for lane in plan.lanes}
+        return Lanes(cores, pins=True, streams=self.streams or CudaStreams())
 
 
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:

@@ -8,10 +8,10 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, assert_never
+from typing import assert_never
 
 import torch
 from torch.cuda import Event
@@ -27,10 +27,9 @@ from penstock.runtime.host.copies import Copies
 from penstock.runtime.host.host_state import HostState
 from penstock.runtime.host.memory import BASE, FRONTS, Arenas, Make
 from penstock.runtime.host.norms import SharedNumbers
-from penstock.runtime.host.slabs import CommonMemory, Shared, give_back_freed, host_slab, settle_allocator, shared_slab, touch
+from penstock.runtime.host.slabs import CommonMemory, Shared, give_back_freed, host_slab, shared_slab, touch
 from penstock.runtime.host.updates import Updates
 from penstock.runtime.host.workers import Workers
-from penstock.runtime.layers.attention import use_attention
 from penstock.runtime.layers.packed_weights import pack
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Slot
 from penstock.runtime.plan.optimizer import Schedule
@@ -39,38 +38,39 @@ from penstock.runtime.plan.workload import ITEM_BYTES
 from penstock.runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
-from .lanes import HOST_LANES, Lanes, Timers, split_beside_gpu, split_cores
-from .streams import CudaStreams
+from .lanes import CpuDevice, CudaDevice, Lanes, Timers
+
+CPU = CpuDevice()
 
 
 class Abandoned(Exception):
     """A stop was requested during a forward plan, which has no result."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Memory and threads of a training, which its forward plans share."""
+
+    arenas: Arenas
+    lanes: Lanes
+    workers: Workers[Scratch]  # threads of the cpu lane
+    updates: Updates
+    ranks: Ranks | None
+    memory: CommonMemory | None  # shared host memory of ranks
+    base: BaseFile | None  # frozen weights on disk
+
+
 class LaneMachine:
     """`Machine` that performs a plan's ops in arenas, on lanes."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        arenas: Arenas,
-        lanes: Lanes,
-        workers: Workers[Scratch],
-        compute: Compute,
-        updates: Updates,
-        ranks: Ranks | None,
-        memory: CommonMemory | None,
-        base: BaseFile | None,
-        only_gives: bool = False,
-    ) -> None:
-        """`workers`: threads of the cpu lane; `memory`: shared host memory of ranks; `base`: frozen weights on disk. `only_gives`:
-        this rank only provides its weights to other ranks, and computes nothing."""
-        self.plan, self.arenas, self.lanes, self.streams, self.ranks = plan, arenas, lanes, lanes.streams, ranks
-        self.compute, self._updates, self._workers, self._memory = compute, updates, workers, memory
-        self._base, self._readers, self._only_gives = base, Workers[None](N_READERS, lambda: None), only_gives
-        self._copies = Copies(plan, arenas, 0 if ranks is None else ranks.rank)
-        self._collectives = None if ranks is None else Collectives(plan, arenas, ranks, memory)
-        self.on_thread = lanes.on_thread
+    def __init__(self, plan: Plan, parts: Parts, compute: Compute, only_gives: bool = False) -> None:
+        """`only_gives`: this rank only provides its weights to other ranks, and computes nothing."""
+        self.plan, self.compute, self._only_gives, self._parts = plan, compute, only_gives, parts
+        self.arenas, self.lanes, self.ranks, ranks = parts.arenas, parts.lanes, parts.ranks, parts.ranks
+        self._updates, self._workers, self._readers = parts.updates, parts.workers, Workers[None](N_READERS, lambda: None)
+        self._copies = Copies(plan, self.arenas, 0 if ranks is None else ranks.rank)
+        self._collectives = None if ranks is None else Collectives(plan, self.arenas, ranks, parts.memory)
+        self.on_thread = self.lanes.on_thread
         self._staying = {b for b in plan.policy.resident_blocks if plan.stays_loaded(b)}
         self._loaded = set[int]()  # blocks of `_staying` with weights in their slots
         self._awaited = {wait.op for op in plan.ops for wait in op.waits}
@@ -85,10 +85,10 @@ class LaneMachine:
             self._loaded.clear()  # a forward plan between two runs may have used their slots
         helped = {Lane.CPU: self._workers.helped, Lane.DISK: self._readers.helped}.get(lane)
         if lane is Lane.DISK:
-            assert self._base is not None
-            self._base.settle()
+            assert self._parts.base is not None
+            self._parts.base.settle()
         with self.compute.at_work() if lane is Lane.GPU else nullcontext():
-            if lane is Lane.GPU and self.streams is None:
+            if lane is Lane.GPU and self.lanes.streams is None:
                 give_back_freed()  # of evaluations, checkpoints and the previous thread: holes too small for later allocations
             with self.lanes.settled(lane), self.lanes.current(lane):
                 try:
@@ -114,8 +114,8 @@ class LaneMachine:
             case Kind.READ | Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
                 pass  # frozen weights already in a slot of their own
             case Kind.READ:
-                assert self._base is not None
-                self._readers.run(self._base.reads(op.block, self.arenas.raw(op["frozen"]).numpy().data))
+                assert self._parts.base is not None
+                self._readers.run(self._parts.base.reads(op.block, self.arenas.raw(op["frozen"]).numpy().data))
             case Kind.LOAD:
                 self._copies.load(op)
                 if not self.plan.unpacks(op.block):
@@ -188,7 +188,7 @@ class LaneMachine:
 
 
 class TorchMachine(LaneMachine):
-    lanes_of: ClassVar[Callable[..., Lanes]]  # from a plan and the device's keyword arguments
+    """Machine that trains a plan's model on a device, and owns the state."""
 
     def __init__(
         self,
@@ -200,12 +200,12 @@ class TorchMachine(LaneMachine):
         ranks: Ranks | None = None,
         loss: LossFunction | None = None,
         disk: Path | None = None,
-        **device: Any,
+        device: CpuDevice | CudaDevice = CPU,
     ) -> None:
         """Allocate all arenas and build the templates; host state is zero until weights are set. `n_workers`: threads of an op of
         the cpu lane, by default one per core. `batches`: of all ranks; each takes its shard. `loss`: a user's loss function, if the
         objective needs one. `disk`: the file of `disk_blocks`."""
-        lanes = self.lanes_of(plan, **device)
+        lanes = device.lanes(plan)
         self.settings, self.seed, self._rank = settings, seed, 0 if ranks is None else ranks.rank
         assert plan.semantics.ranks == (1 if ranks is None else ranks.n)
         if ranks is not None:
@@ -225,7 +225,7 @@ class TorchMachine(LaneMachine):
         with lanes.current(Lane.GPU):  # kernels are tested there
             updates = Updates(self.host, settings, workers, lanes.device, shared, seed)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # (micro-batches, length), for other ranks
-        super().__init__(plan, arenas, lanes, workers, compute, updates, ranks, memory, base)
+        super().__init__(plan, Parts(arenas, lanes, workers, updates, ranks, memory, base), compute)
 
     def initialise(self, seed: int) -> None:
         for block in range(len(self.plan.workload.blocks)):  # one at a time takes memory twice
@@ -264,53 +264,22 @@ class TorchMachine(LaneMachine):
         Host state is only read, so training does not change. Without a head it only provides its weights to other ranks."""
         on_device, training = _uploaded(batches, self.lanes), self.compute
         compute = Compute(plan, self.arenas, training.templates, on_device, training.seed, self._rank, head)
-        parts = self._updates, self.ranks, self._memory, self._base
-        return LaneMachine(plan, self.arenas, self.lanes, self._workers, compute, *parts, only_gives=head is None)
+        return LaneMachine(plan, self._parts, compute, only_gives=head is None)
 
     def device_peak_bytes(self) -> int | None:
         """Peak device memory of the process; None on a CPU."""
-        return self.streams.peak_bytes() if self.streams is not None else None
+        return None if self.lanes.streams is None else self.lanes.streams.peak_bytes()
 
     def others_bytes(self) -> int:
         """Bytes of other ranks' memory that this process maps, which the system includes in its memory."""
-        base_bytes = 0 if self.host.is_first else self.arenas.base_bytes()
-        if self._memory is None:
+        base_bytes, memory = 0 if self.host.is_first else self.arenas.base_bytes(), self._parts.memory
+        if memory is None:
             return base_bytes
-        mapped = zip(self._memory.uploaded, self._memory.exchanged, strict=True)
+        mapped = zip(memory.uploaded, memory.exchanged, strict=True)
         return base_bytes + sum(slab.numel() for rank, slabs in enumerate(mapped) if rank != self._rank for slab in slabs)
 
     def device_name(self) -> str | None:
-        return self.streams.name if self.streams is not None else None
-
-
-class CpuMachine(TorchMachine):
-    """Perform a plan on the CPU, with a separate "device" arena and real copies. The gpu lane has dedicated cores; copies and the
-    optimizer share the remaining ones."""
-
-    @staticmethod
-    def lanes_of(plan: Plan, pin_threads: bool = False, cores: tuple[list[int], list[int]] | None = None) -> Lanes:
-        """`cores`: (of the gpu lane, of the other lanes); by default half of the process's each."""
-        settle_allocator()
-        for_compute, for_host = cores or split_cores(sorted(os.sched_getaffinity(0)))
-        return Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, pin_threads, streams=None)
-
-
-class CudaMachine(TorchMachine):
-    """Perform a plan on a GPU. The lanes of compute and of both copy directions have a stream each; the optimizer has most of the
-    host's cores."""
-
-    @staticmethod
-    def lanes_of(plan: Plan, streams: CudaStreams | None = None) -> Lanes:
-        """`streams`: by default of the first CUDA device."""
-        # Round a matrix product once, at its end. By default cuBLAS adds partial products in bf16 where it splits the inner
-        # dimension, which for the gradient of a weight is the number of tokens.
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        use_attention(plan.semantics.attention_kernel)
-        to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
-        cores = {lane: for_host if lane in HOST_LANES else to_issue for lane in plan.lanes}
-        return Lanes(cores, pins=True, streams=streams or CudaStreams())
+        return None if self.lanes.streams is None else self.lanes.streams.name
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -22,47 +22,84 @@ class LossUnit(StrEnum):
     ANSWERS = "answers"  # log-probabilities of groups; each answer is followed by its prompt with another answer of the group
 
 
+class Source(StrEnum):
+    """Producer of a loss input."""
+
+    TOKENS = "tokens"  # computed from the tokens of a batch
+    ROW = "row"  # numbers of a data row
+    FILE = "file"  # written by a forward pass of frozen weights
+    PROGRAM = "program"  # batches of a user's program alone
+
+
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """Tensor that a loss needs in addition to tokens and targets. `shape`: numbers, or letters for B sequences, T tokens of each,
+    and K responses packed in a sequence (no dimension for unpacked ones)."""
+
+    name: str
+    shape: tuple[str | int, ...]
+    dtype: str  # in torch
+    source: Source
+    by_sequence: bool = False  # user batches may hold (B,) in place of (B, T)
+
+    def sizes(self, n_sequences: int, n_tokens: int, n_slots: int | None = None) -> tuple[int, ...]:
+        """Shape in numbers. `n_slots`: responses packed in a sequence; None for unpacked ones."""
+        lengths = {"B": n_sequences, "T": n_tokens, "K": n_slots}
+        sizes = (lengths[size] if isinstance(size, str) else size for size in self.shape)
+        return tuple(size for size in sizes if size is not None)
+
+
+LAST = LossInput("last", ("B", "K"), "int64", Source.TOKENS)  # index of the last token
+ANSWER = LossInput("answer", ("B", "K", 2), "int64", Source.TOKENS)  # spans of packed responses, see `response_sums.py`
+LABEL = LossInput("label", ("B", "K"), "float32", Source.ROW)
+ADVANTAGE = LossInput("advantage", ("B", "T"), "float32", Source.ROW, by_sequence=True)
+OLD = LossInput("old", ("B", "T"), "float32", Source.ROW)  # log-probabilities of targets when they were sampled
+REFERENCE = LossInput("reference", ("B", "K"), "float64", Source.FILE)  # log-probabilities of responses
+TOKEN_REFERENCE = LossInput("reference", ("B", "T"), "float32", Source.FILE)
+TEACHER = LossInput("teacher", ("B", "T", 0), "int16", Source.FILE)  # likeliest ids and log-probabilities; its length depends on k
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A named loss: its unit, its numbers with their defaults, and its extra inputs."""
+    """A named loss: its unit, its numbers with their defaults, and its inputs in addition to tokens."""
 
     of: LossUnit
     numbers: dict[str, float] = field(default_factory=dict)
-    extras: tuple[str, ...] = ()
+    inputs: tuple[LossInput, ...] = ()
     wide: int = 3  # fp32 values per logit at the peak of a tile: log-probabilities and two gradients
     per: LossUnit | None = None  # unit to divide the step's sum by, if not `of`
 
-    def asks(self, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        """Extra inputs with these numbers: no reference if its weight is 0."""
-        return tuple(name for name in self.extras if numbers.get("beta") != 0 or name != REFERENCE)
+    def inputs_of(self, numbers: Mapping[str, float]) -> tuple[LossInput, ...]:
+        """Inputs with these numbers: no reference if its weight is 0."""
+        return tuple(row for row in self.inputs if numbers.get("beta") != 0 or row.name != REFERENCE.name)
+
+    def extras_of(self, numbers: Mapping[str, float]) -> tuple[str, ...]:
+        return tuple(row.name for row in self.inputs_of(numbers))
 
 
-REFERENCE, TEACHER = "reference", "teacher"  # extras read from a file: log-probabilities; those of likely ids per position
-_REFERENCE = (REFERENCE,)
-LAST, SCORE = "last", "score.weight"  # extra: index of a sequence's last token; name of a scoring head, as in transformers
-ANSWER = "answer"  # extra (B, K, 2): spans of answers that share a sequence, see `runtime/compute/response_sums.py`
-_CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
+SCORE = "score.weight"  # name of a scoring head, as in transformers
+_CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, (ADVANTAGE, OLD, TOKEN_REFERENCE)
 KNOWN = {
     "cross-entropy": Known(LossUnit.TOKENS),
     "label-smoothing": Known(LossUnit.TOKENS, {"epsilon": 0.1}),
     "z-loss": Known(LossUnit.TOKENS, {"weight": 1e-4}, wide=5),
-    "dpo": Known(LossUnit.PAIRS, {"beta": 0.1, "label_smoothing": 0.0}, _REFERENCE),
-    "ipo": Known(LossUnit.PAIRS, {"beta": 0.1}, _REFERENCE),
-    "hinge": Known(LossUnit.PAIRS, {"beta": 0.1}, _REFERENCE),
-    "robust": Known(LossUnit.PAIRS, {"beta": 0.1, "label_smoothing": 0.1}, _REFERENCE),
+    "dpo": Known(LossUnit.PAIRS, {"beta": 0.1, "label_smoothing": 0.0}, (REFERENCE,)),
+    "ipo": Known(LossUnit.PAIRS, {"beta": 0.1}, (REFERENCE,)),
+    "hinge": Known(LossUnit.PAIRS, {"beta": 0.1}, (REFERENCE,)),
+    "robust": Known(LossUnit.PAIRS, {"beta": 0.1, "label_smoothing": 0.1}, (REFERENCE,)),
     "orpo": Known(LossUnit.PAIRS, {"beta": 0.1}),
     "grpo": Known(LossUnit.TOKENS, _CLIPPED, _ROLLOUTS, per=LossUnit.SEQUENCES),
     "dapo": Known(LossUnit.TOKENS, _CLIPPED, _ROLLOUTS),
     "dr-grpo": Known(LossUnit.TOKENS, _CLIPPED | {"max_completion_length": 256.0}, _ROLLOUTS, per=LossUnit.SEQUENCES),
     "kto": Known(
-        LossUnit.ANSWERS, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "group": 4.0}, (*_REFERENCE, "label")
+        LossUnit.ANSWERS, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "group": 4.0}, (REFERENCE, LABEL)
     ),
     "simpo": Known(LossUnit.PAIRS, {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0}),
     "reward": Known(LossUnit.PAIRS, {"center": 0.0, "mean": 0.0}, (LAST,)),
-    "classify": Known(LossUnit.SEQUENCES, {"labels": 2.0, "mean": 0.0}, (LAST, "label")),
+    "classify": Known(LossUnit.SEQUENCES, {"labels": 2.0, "mean": 0.0}, (LAST, LABEL)),
     "distill": Known(LossUnit.TOKENS, {"k": 64.0, "beta": 0.0, "temperature": 1.0}, (TEACHER,)),
 }
-INT32, FP16 = 4, 2
+INT32, INT16, FP16 = 4, 2, 2  # bytes
 _LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0), "epsilon_low": (0.0, 1.0), "max_completion_length": (1.0, 1e6)}
 _LEAST |= {"labels": (2.0, 1025.0), "mean": (0.0, 1.5), "k": (1.0, 1e6), "temperature": (0.01, 100.0)}
 # [minimum, upper limit) of numbers; default: [0, 10^6)
@@ -95,7 +132,7 @@ class Objective:
             if self.wide > MOST_WIDE:
                 raise PlanError(f"--loss {self.name}: {self.wide} fp32 values per logit are saved; save at most {MOST_WIDE}")
             return
-        if (self.of, self.extras, self.wide, self.sha256) != (known.of, known.asks(self.numbers), known.wide, None):
+        if (self.of, self.extras, self.wide, self.sha256) != (known.of, known.extras_of(self.numbers), known.wide, None):
             raise PlanError(f"--loss {self.name}: has fields that differ from that loss; give its numbers only")
         if self.numbers.keys() != known.numbers.keys():
             raise PlanError(f"--loss {self.name}: its numbers are {', '.join(known.numbers) or 'none'}; {_HOW}")
@@ -130,14 +167,32 @@ class Objective:
         return (self.name in KNOWN and KNOWN[self.name].per) or self.of
 
     @property
-    def has_token_reference(self) -> bool:
-        """True if the reference is a log-probability of each token, not of each sequence."""
-        return self.of is LossUnit.TOKENS and REFERENCE in self.extras
+    def inputs(self) -> tuple[LossInput, ...]:
+        """Table of the inputs in `extras`. A user function gets rollouts and a reference from files, all else from a program."""
+        if (known := KNOWN.get(self.name)) is not None:
+            teacher = replace(TEACHER, shape=("B", "T", self.teacher_bytes // INT16))
+            return tuple(teacher if row is TEACHER else row for row in known.inputs_of(self.numbers))
+        is_by_token = self.of is LossUnit.TOKENS
+        provided = {REFERENCE.name: TOKEN_REFERENCE if is_by_token else REFERENCE}
+        if is_by_token and {ADVANTAGE.name, OLD.name} <= {*self.extras}:
+            provided |= {row.name: row for row in (ADVANTAGE, OLD)}
+        shape = ("B", "T") if is_by_token else ("B",)
+        return tuple(provided.get(name) or LossInput(name, shape, "float32", Source.PROGRAM) for name in self.extras)
+
+    @property
+    def has_file(self) -> bool:
+        """True if a reference or teacher is read from a file."""
+        return any(row.source is Source.FILE for row in self.inputs)
+
+    @property
+    def forward_output(self) -> LossInput:
+        """Values that `penstock forward` writes: those that the loss reads, or else log-probabilities of responses."""
+        return next((row for row in self.inputs if row.source is Source.FILE), REFERENCE)
 
     @property
     def n_top(self) -> int | None:
         """Teacher's likeliest ids per position; None without a teacher."""
-        return int(self.numbers["k"]) if TEACHER in self.extras and self.sha256 is None else None
+        return int(self.numbers["k"]) if self.name == "distill" else None
 
     @property
     def teacher_bytes(self) -> int:
@@ -184,7 +239,7 @@ def parse_objective(text: str) -> Objective:
         except ValueError:
             raise PlanError(f"--loss {text[:80]!r}: {part[:40]!r} is no number; {_HOW}") from None
     numbers = known.numbers | parsed
-    return Objective(name, numbers, known.of, known.asks(numbers), known.wide)
+    return Objective(name, numbers, known.of, known.extras_of(numbers), known.wide)
 
 
 def _from_file(value: object) -> object:

@@ -47,7 +47,6 @@ class Optimizer(StrEnum):
         return sum(STORED_BYTES[dtype] for dtype in self.moments.values())
 
     def state_bytes(self, master: MasterDtype) -> float:
-        """Bytes per parameter of master and moments."""
         return STORED_BYTES[master] + self.moment_bytes
 
     def update_bytes(self, master: MasterDtype, gradient: Dtype) -> float:

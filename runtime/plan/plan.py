@@ -107,7 +107,6 @@ def _fields(plan: Plan) -> dict[str, Any]:
 
 
 def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
-    """Parse a plan from JSON, and check its references."""
     try:
         plan = adapter.validate_json(text)
         refuse_malformed(plan)

@@ -26,7 +26,6 @@ AttentionKernel = Literal["flash", "deterministic", "cudnn"]
 LibraryKernel = Literal["causal_conv1d.causal_conv1d_fn", "fla.chunk_gated_delta_rule"]
 MOST_LAYERS = 2**16  # more than any model has
 Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-UPDATE_RATIO = {"adamw": 0.65, "lion": 0.55, "adamw:moments=int8": 1.5, "lion:moments=int8": 0.9}
 RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # saved activations of a layer in addition to its input, ascending
 LEAVE = (Saved.ATTENTION, Saved.PRODUCTS)  # saved activations that may be offloaded, ascending
 
@@ -85,11 +84,6 @@ class Semantics:
     def state_bytes(self) -> float:
         """Bytes of master and moments per trained parameter."""
         return self.optimizer.state_bytes(self.master_dtype)
-
-    @property
-    def update_ratio(self) -> float:
-        """Update time relative to torch's AdamW on split masters, on one core (docs/optimizers.md); lower if memory-bound."""
-        return UPDATE_RATIO.get(self.optimizer, UPDATE_RATIO[self.optimizer.rule]) if self.is_lean else 1.0
 
     @property
     def optimizer_in_words(self) -> str:
@@ -176,7 +170,6 @@ class Semantics:
 
 
 def trained(semantics: Semantics, train: str | None, base: Base | None, optimizer: str | None, master: Dtype | None) -> Semantics:
-    """Return the semantics with these settings replaced."""
     parsed, fields = semantics.train if train is None else parse_train(train), training(train, base)
     of_master = {} if master is None else {"master_dtype": master}
     return replace(semantics, **fields | of_master | optimizing(optimizer, master) | {"train": parsed})
@@ -248,11 +241,9 @@ class Policy:
                 object.__setattr__(self, name, tuple(blocks))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of a plan file."""
         return {**asdict(self), "save": _save_to_file(self.save)}
 
     def saved(self, block: int) -> Saved:
-        """Saved results of the layer with this block number."""
         return self.save[block - 1] if 0 < block <= len(self.save) else Saved.INPUT
 
     def saving(self, saved: Saved) -> tuple[int, ...]:

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import Field
 
 from .legality import can_square
-from .ops import OPS, Kind, Lane, Often, Slot
+from .ops import OPS, Kind, Lane, Slot
 from .optimizer import STORED_BYTES
 from .packed import UNPACK_SCRATCH_BYTES, is_packed, layout
 from .policy import BLOCK_LISTS, Policy, Semantics
@@ -72,15 +72,6 @@ class Setup:
         """Return the blocks with the sizes of this micro-batch; None: of a full one."""
         return self.workload.smaller if self.semantics.is_smaller(micro_batch) else self.workload.blocks
 
-    def micro_batch_groups(self, micro_batches: range) -> list[tuple[int, int]]:
-        """Group equivalent micro-batches: (representative, count). First and last move gradients otherwise than the rest."""
-        if self.semantics.sum_groups > 1:
-            return _groups_with_sums(self.semantics, micro_batches)
-        last = self.semantics.n_micro_batches - 1
-        n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
-        counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
-        return [(m, count) for m, count in counts if count]
-
     @cached_property
     def reduced(self) -> bool:
         """True if the device sums all micro-batches (one accumulation group): a gradient crosses the link once a step."""
@@ -118,11 +109,6 @@ class Setup:
         blocks, n_pieces = self.workload.blocks, self.semantics.n_pieces
         owned, ties = blocks[block].piece_elements(n_pieces) * n_pieces, any(p.tied_to is not None for p in blocks[block].trained)
         return [(0, owned), *([(owned, blocks[0].piece_elements(n_pieces) * n_pieces)] if ties else [])]
-
-    def slot_elements(self, block: int) -> int:
-        """Elements of a device slot of the block's weights; with several ranks, padded to equal shards."""
-        b = self.workload.blocks[block]
-        return self.gradient_elements(block) + b.slot_elements - b.trained_elements
 
     def part_elements(self, block: int) -> int:
         """Elements of a rank's shard of masters and moments."""
@@ -252,15 +238,6 @@ class Setup:
         """Upper bound of the numbers that a rank shares per step: square sums, losses of micro-batches, a stop flag."""
         return sum(map(self.norm_numbers, range(len(self.workload.blocks)))) + self.semantics.n_micro_batches + 1
 
-    def n_ops(self, kind: Kind, block: int) -> int:
-        """Ops of `kind` per step for a block. Loads are `uses`: weights still in a slot save one, recomputation adds one."""
-        row, n = OPS[kind], self.semantics.n_micro_batches
-        if not row.where(self, block):
-            return 0
-        if row.often is Often.USE:
-            return 1 if block in self.policy.resident_blocks else self.uses(block)
-        return n if row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not self.reduced) else 1
-
     @cached_property
     def blocks_alike(self) -> dict[int, list[int]]:
         """Blocks with equal treatment, by the first of them."""
@@ -278,38 +255,14 @@ class Setup:
         is_listed = (map(frozenset(numbers).__contains__, blocks) if numbers else never for numbers in listed)
         return list(zip(self.workload.first_alike, map(policy.saved, blocks), is_again, *is_listed, strict=True))
 
-    def uses(self, block: int) -> int:
-        """Number of passes that use a block's weights: each group's forward, and a layer's backward."""
-        is_layer = self.workload.blocks[block].kind is BlockKind.LAYER
-        n_groups = -(-self.semantics.n_micro_batches // self.policy.accumulation_group)
-        return n_groups * (1 + (is_layer and block >= self.workload.first_trained))
-
-    def source_slot(self, block: int) -> Slot:
-        return Slot("state", block) if self.is_apart(block) else self.state_slot(block)
-
     def state_slot(self, block: int) -> Slot:
         on_device = self.policy.device_blocks
         return Slot("device_state", on_device.index(block)) if block in on_device else Slot("state", block)
-
-    def staying_bytes(self, block: int) -> int:
-        """Device bytes of a block's state and gradient if the device updates it."""
-        b = self.workload.blocks[block]
-        return sum(self.state_bytes(b.state_elements).values()) + b.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
-
-    @property
-    def n_streaming(self) -> int:
-        """Slots of `weights` for streamed layers: a single one if layers are uploaded packed."""
-        return 1 if self.packed_slots else self.policy.prefetch_depth + 1
 
     @cached_property
     def packed_slots(self) -> int:
         layers = range(1, self.workload.n_layers + 1) if self.semantics.base != "bf16" else ()
         return self.policy.prefetch_depth + 1 if any(map(self.unpacks, layers)) else 0
-
-    def weights_slot(self, block: int) -> Slot:
-        """Return the slot of the weights of a resident block, or of embedding or head."""
-        resident, n_streaming = self.policy.resident_blocks, self.n_streaming
-        return Slot("weights", n_streaming + 1 + resident.index(block) if block in resident else n_streaming)
 
     def recompute(self, block: int, micro_batch: int | None = None) -> Tier:
         """Return the recomputation in a layer's backward of this micro-batch; None: of a full one."""
@@ -373,12 +326,3 @@ class Setup:
         state_bytes = 0 if weights_only else sum(STORED_BYTES[dtype] for dtype in semantics.saved_state.values())
         n_weights, dtype = (n_trained, "fp32") if semantics.train.lora else (self.workload.n_params, semantics.compute_dtype)
         return ITEM_BYTES[dtype] * n_weights + round(n_trained * state_bytes)
-
-
-@lru_cache(maxsize=256)
-def _groups_with_sums(semantics: Semantics, micro_batches: range) -> list[tuple[int, int]]:
-    """Group micro-batches as `Setup.micro_batch_groups`, also by the sums that they begin and join."""
-    last, sorts = semantics.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
-    for m in micro_batches:
-        sorts.setdefault((m in (0, last), semantics.is_smaller(m), semantics.begins_sum(m), semantics.n_joined(m)), []).append(m)
-    return [(group[0], len(group)) for group in sorts.values()]

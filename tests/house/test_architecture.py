@@ -89,7 +89,7 @@ HOME = {
     "torch": {
         *(f"runtime/{name}" for name in ("cuda", "host", "layers", "compute", "machines")),
         *(f"penstock/{name}" for name in ("checkpoint", "data", "model_checks", "training")),
-        *("runtime/batch.py", "runtime/ranks.py", "penstock/user_loss.py", "hwprofiles/probe"),
+        *("runtime/batch.py", "runtime/ranks.py", "penstock/emulated.py", "penstock/user_loss.py", "hwprofiles/probe"),
         *(f"planner/model/{name}.py" for name in ("record", "layer_traces")),
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},

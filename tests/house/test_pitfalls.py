@@ -12,7 +12,8 @@ import torch
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.cost import costs
 from penstock.runtime.executor import OpError, execute
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.lanes import CpuDevice
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.optimizer import Optimizer
@@ -33,7 +34,7 @@ def test_leftovers_of_a_failed_step_are_gone_after_the_next(kind):
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4, save=saves(all=(1, 2))))
     last = max(i for i, op in enumerate(plan.ops) if op.kind is kind)
 
-    class Fails(CpuMachine):
+    class Fails(TorchMachine):
         fails = False
 
         def perform(self, index: int, op: Op, step: int) -> None:
@@ -87,7 +88,7 @@ def test_a_bf16_master_loses_updates_that_an_fp32_master_keeps():
 
     def changed(master_dtype: str) -> float:
         plan = plan_of(tiny_config("llama"), semantics_of("llama", master_dtype=master_dtype), Policy())
-        machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], lambda step: replace(training.ADAMW, lr=1e-6))
+        machine = TorchMachine(plan, lambda step: batches_of(96, 4, 16)[step], lambda step: replace(training.ADAMW, lr=1e-6))
         machine.initialise(7)
         initial = state_of(machine)[0]
         execute(plan, machine, training.N_STEPS)
@@ -104,7 +105,7 @@ def test_a_lane_takes_cores_and_threads_for_itself_alone():
     of_process, n_threads = os.sched_getaffinity(0), torch.get_num_threads()
     settings_of: dict[Lane, tuple[set[int], int]] = {}
 
-    class Looks(CpuMachine):
+    class Looks(TorchMachine):
         def perform(self, index: int, op: Op, step: int) -> None:
             settings_of[op.lane] = (os.sched_getaffinity(0), torch.get_num_threads())
             super().perform(index, op, step)
@@ -112,7 +113,7 @@ def test_a_lane_takes_cores_and_threads_for_itself_alone():
     torch.set_num_threads(1)
     try:
         plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
-        execute(plan, machine_for(plan, Looks, pin_threads=True), 1)
+        execute(plan, machine_for(plan, Looks, device=CpuDevice(pin_threads=True)), 1)
     finally:
         torch.set_num_threads(n_threads)
     assert os.sched_getaffinity(0) == of_process

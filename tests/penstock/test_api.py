@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import penstock
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.data.user_batches import UserBatches
 from penstock.run_config import RunConfigError
 from penstock.runtime.batch import Batch
@@ -105,7 +105,7 @@ def test_training_leaves_the_bytes_of_the_command(home: Path) -> None:
     assert steps == [1, 2, 3] == [metrics.step for metrics in trained.metrics]
     succeeded(train(home, plan.save(home / "plan.json"), out="b", steps=3))
     assert weights_sha(trained.checkpoint) == weights_sha(home / "b" / "checkpoint-3")
-    dataset = read_data(DataSettings(str(home / "data")), None, 272, 32, 4, 0, home / "cache")
+    dataset = read_data(DataRequest(DataSettings(str(home / "data")), None, 272, 32, 4, 0, home / "cache"))
     of_batches = train_new(plan, SimpleNamespace(batch=dataset.batch), out=home / "c", steps=3, lr=1e-3)
     assert weights_sha(of_batches.checkpoint) == weights_sha(trained.checkpoint)
     assert command("report", home / "plan.json", home / "b", "-o", home / "b.html").exit_code == 0

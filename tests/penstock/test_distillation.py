@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.lower.forward import most_micro_batches
 from penstock.planner.predict.cost import CostModel, region_of
@@ -54,7 +55,7 @@ def test_a_teachers_file_is_what_transformers_says(school):
     succeeded(written(school))
     held = next(tensor for name, tensor in load_file(school / "top").items() if name.startswith("logps"))
     ids, logps = held[..., :10].contiguous().view(torch.int32), held[..., 10:16].contiguous().view(torch.float16)
-    data = read_data(DataSettings(str(school / "data")), None, 272, 32, 4, 0, school / "run" / "tokens")
+    data = read_data(DataRequest(DataSettings(str(school / "data")), None, 272, 32, 4, 0, school / "run" / "tokens"))
     teacher = AutoModelForCausalLM.from_pretrained(school / "teacher", dtype=torch.float32)
     assert held.shape == (data.n_sequences, 1, 32, 16)
     for i in range(data.n_sequences):
@@ -104,7 +105,8 @@ def test_a_student_of_all_logits_learns_as_by_a_plain_loop(school, beta):
     first, step, last = lines_of(school, "out")
     folders = school / "out" / "checkpoint-1", school / "teacher"
     student, teacher = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
-    read = lambda path, n: read_data(DataSettings(str(path), shuffle=n > 1), None, 272, 32, n, 0, school / "t")  # noqa: E731
+    request = partial(DataRequest, model_folder=None, vocab_size=272, seq_len=32, seed=0, cache=school / "t")
+    read = lambda path, n: read_data(request(DataSettings(str(path), shuffle=n > 1), batch_size=n))  # noqa: E731
     args = lambda batch: [model(batch.input_ids).logits for model in (student, teacher)] + [batch.targets, beta, 0.25]  # noqa: E731
     wanted = plain_divergence(*args(read(school / "data", 4).batch(0)))
     wanted.backward()

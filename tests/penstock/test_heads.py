@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
 
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.runtime.errors import DataError
 from penstock.runtime.plan.objective import parse_objective
 from penstock.settings import DataSettings
@@ -40,7 +40,7 @@ def test_transformers_loads_a_head_and_scores_as_the_run_does(home, loss, rows):
     model = loaded(home / "out" / "checkpoint-12")
     assert model.config.num_labels == (2 if loss == "classify" else 1)
     objective, settings = parse_objective(loss), DataSettings(str(home / "data"), shuffle=False)
-    batch = read_data(settings, None, 272, 32, 16, 0, home / "run" / "tokens", objective=objective).batch(0)
+    batch = read_data(DataRequest(settings, None, 272, 32, 16, 0, home / "run" / "tokens", objective=objective)).batch(0)
     with torch.no_grad():
         if objective.numbers["mean"]:
             hidden, last_B = model.model(batch.input_ids).last_hidden_state, batch.extras["last"]
@@ -86,8 +86,9 @@ def test_a_model_of_tokens_gets_a_head_and_keeps_its_weights(home):
 )
 def test_a_label_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, says):
     settings = DataSettings(str(write_lines(tmp_path / "a.jsonl", [TEXTS[0], TEXTS[0] | row])))
+    request = DataRequest(settings, None, 272, 32, 4, 0, tmp_path / "run" / "tokens", objective=parse_objective("classify"))
     with pytest.raises(DataError, match=rf"^.*{says}.*$") as error:
-        read_data(settings, None, 272, 32, 4, 0, tmp_path / "run" / "tokens", objective=parse_objective("classify"))
+        read_data(request)
     assert "\n" not in str(error.value)
 
 
@@ -112,7 +113,7 @@ def test_peft_loads_adapters_with_a_head_and_scores_alike(home, base):
         with warnings.catch_warnings(action="error", category=UserWarning):  # about missing keys
             model = PeftModel.from_pretrained(scoring, home / "out" / "checkpoint-12").eval()
         settings = DataSettings(str(home / "data"), shuffle=False)
-        batch = read_data(settings, None, 272, 32, 16, 0, home / "t", objective=parse_objective("classify")).batch(0)
+        batch = read_data(DataRequest(settings, None, 272, 32, 16, 0, home / "t", objective=parse_objective("classify"))).batch(0)
         with torch.no_grad():
             wanted = F.cross_entropy(model(batch.input_ids).logits, batch.extras["label"].long())
         assert last["eval_loss"] == pytest.approx(float(wanted), rel=1e-4)

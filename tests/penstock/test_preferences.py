@@ -1,10 +1,11 @@
 """Preference losses and reference models: rows of chosen and rejected answers, errors, and runs."""
 
+import hashlib
+import inspect
 import json
 import math
 import os
 import shutil
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,13 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import penstock
-from penstock.data.data import read_data, required_format
+from penstock.data.data import DataRequest, read_data
+from penstock.data.formats import required_format
 from penstock.data.user_batches import UserBatches
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.plan.objective import LossUnit, parse_objective
 from penstock.settings import DataSettings
-from penstock.user_loss import function_in, planned_loss, user_loss
+from penstock.user_loss import planned_loss, user_loss
 from tests.bytes_of_files import write_lines
 from tests.lanes import mostly_slow
 from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train
@@ -37,7 +39,8 @@ DPO = ("--loss", "dpo:beta=0.5")
 
 def read(path, loss, seq_len=64, batch_size=4, **settings):
     cache, objective = path.parent / "run" / "tokens", parse_objective(loss)
-    return read_data(DataSettings(str(path), **settings), None, 300, seq_len, batch_size, 3, cache, objective=objective)
+    settings = DataSettings(str(path), **settings)
+    return read_data(DataRequest(settings, None, 300, seq_len, batch_size, 3, cache, objective=objective))
 
 
 def pairs_of(path, *rows, **settings):
@@ -319,7 +322,7 @@ def half(chosen, rejected, n_chosen, n_rejected):
 def test_a_function_that_is_no_loss_is_refused_in_a_line(tmp_path, function, says):
     (tmp_path / "own.py").write_text(f"from torch.nn.functional import cross_entropy as ce\n{function}\n")
     with pytest.raises(PlanError) as error:
-        user_loss(function_in(f"{tmp_path}/own.py:f"))
+        user_loss(f"{tmp_path}/own.py:f")
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -338,19 +341,40 @@ def test_a_loss_of_ones_own_is_planned_and_run_by_its_name(tea, name):
     one_line(train(tea, plan, *loss_flag, out="other"), 2, "another source than the plan's")
 
 
-def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # bytecode on disk may be stale
+def test_the_file_of_a_function_is_part_of_its_plan(tmp_path):
     path, digests = tmp_path / "own.py", set()
     source = "B = 1\ndef g(x):\n    return [x * B for _ in '1'][0]\ndef f(logps, n_tokens):\n    return -g(logps)\n"
     for text in (source, source.replace("B = 1", "B = 9"), source.replace("x * B", "x / B"), source):  # of equal size and mtime
         path.write_text(text)
         os.utime(path, (1, 1))
-        loss = user_loss(function_in(f"{path}:f"))
+        loss = user_loss(f"{path}:f")
         digests.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
         with pytest.raises(PlanError, match="or is of another kind"):
             planned_loss(replace(loss.objective, of=LossUnit.TOKENS), f"{path}:f")
     assert [len({one[i] for one in digests}) for i in (0, 1)] == [3, 2]
     assert len(digests) == 3
+
+
+def test_the_source_of_a_function_in_python_is_part_of_its_plan(tmp_path):
+    """A file that holds the same function can train the plan, and a function of the same file a plan of that file."""
+    (tmp_path / "own.py").write_text(f"import torch\nimport torch.nn.functional as F\n{inspect.getsource(grpo)}")
+    planned = user_loss(grpo).objective
+    assert planned.sha256 == hashlib.sha256(inspect.getsource(grpo).encode()).hexdigest()
+    assert planned_loss(planned, f"{tmp_path}/own.py:grpo").objective == planned
+    assert planned_loss(user_loss(f"{__file__}:grpo").objective, grpo).function is grpo
+    with pytest.raises(PlanError, match="another source"):
+        planned_loss(user_loss(f"{tmp_path}/own.py:grpo").objective, grpo)
+
+
+def test_a_function_with_variables_around_it_is_refused_in_a_line():
+    weight = 2.0
+
+    def weighted(logps, n_tokens):
+        return -logps * weight
+
+    with pytest.raises(PlanError, match=r"uses weight of the function around it.*FILE\.py:weighted") as error:
+        user_loss(weighted)
+    assert "\n" not in str(error.value)
 
 
 def test_batches_bring_what_the_loss_asks_and_keep_no_more():

@@ -62,7 +62,7 @@ def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
     monkeypatch.setattr(attention, "_can_use", lambda *arguments: False)
-    for place in ("runtime.machines.torch_machine.CudaMachine.__init__", "training.session.refuse_what_does_not_fit"):
+    for place in ("runtime.machines.torch_machine.TorchMachine.__init__", "training.session.refuse_what_does_not_fit"):
         monkeypatch.setattr(f"penstock.{place}", lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "which this GPU or this version of PyTorch does not support")
     one_line(train(home, plan, "--device", "cuda", "--deterministic"), 2, "plan again with --deterministic")

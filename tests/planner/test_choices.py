@@ -9,6 +9,7 @@ import pytest
 from penstock.planner.bounds.integer import Program
 from penstock.planner.search.choices import Choices
 from penstock.planner.search.evaluation import Evaluator
+from penstock.planner.search.policies import slots_of
 from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, family_of, sample_policy
 from tests.lanes import mostly_slow
@@ -23,7 +24,7 @@ def choices_of(case: Cell, policy: Policy) -> Choices | None:
     family = replace(family, accumulation_group=group, largest_group=group)
     smallest = replace(family.policy(), gradient_slots=policy.gradient_slots, saved_slots=policy.saved_slots)
     evaluator = Evaluator(case.model, case.workload, case.semantics, case.profile, case.clipped_fraction)
-    choices = Choices(evaluator, smallest, family, policy.prefetch_depth, policy.saved_slots)
+    choices = Choices(evaluator, smallest, family, slots_of(policy))
     may_stay = {*smallest.device_blocks}.union(*(choice.blocks for choice in choices.staying.values()))
     can_be_early = case.clipped_fraction is not None or not policy.speculate_blocks
     return choices if may_stay.issuperset(policy.device_blocks) and can_be_early else None

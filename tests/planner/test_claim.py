@@ -100,7 +100,7 @@ def tampered(plan: Plan) -> dict[str, Plan]:
 
 def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile) -> None:
     claim = claimed(honest.claim, "plan.json")
-    older = replace(claim, certificate=replace(claim.certificate, arithmetic=None))
+    older = replace(claim, certificate=replace(claim.certificate, arithmetic="another"))
     for change, plan in tampered(honest.plan).items():
         with pytest.raises(PlanError):
             check_origin(plan, claim)

@@ -11,11 +11,11 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.compute_time import moved_bytes
 from penstock.planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param, update_params_per_s
 from penstock.planner.predict.memory import frame
+from penstock.planner.predict.region import Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.result import model_flop
 from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
 from penstock.runtime.plan.optimizer import Optimizer
-from penstock.runtime.plan.region import Resource
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Saved
 from tests.strategies import plans

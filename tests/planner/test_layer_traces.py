@@ -1,6 +1,9 @@
 """Layer traces: shipped traces equal recordings of transformers modules, evaluated traces equal recorded ones."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,23 @@ def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytes
         trace_cache.folder.set(nowhere)
         assert planned() == first
     trace_cache.folder.reset(token)
+
+
+def test_micro_batches_of_known_models_are_chosen_without_torch(tmp_path: Path) -> None:
+    """A shipped model, and one that another process has traced; torch cannot be imported."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama", num_hidden_layers=5, intermediate_size=96)))
+    token = trace_cache.folder.set(tmp_path / "cache" / "outlines")
+    build_workload(config.read_model(str(tmp_path)), Semantics(512, 4, 2))
+    trace_cache.folder.reset(token)
+    code = """
+import sys
+sys.modules["torch"] = None
+from penstock import api
+for model in sys.argv[1:]:
+    assert api.plan(model, "rtx4090-desktop", seq_len=512, batch_size=4, policy="megatrain").plan.semantics.micro_batch
+"""
+    environment = os.environ | {"PENSTOCK_CACHE": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", code, "qwen3-0.6b", str(tmp_path)], env=environment, check=True)
 
 
 @mostly_slow("name", SHIPPED)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from penstock.planner.check.shape import _own_bytes
 from penstock.planner.lower import passes
 from penstock.planner.lower.lower import barrier
-from penstock.planner.lower.op_table import KINDS, NAMES
+from penstock.planner.lower.op_table import KINDS, NAMES, n_ops
 from penstock.runtime.plan import Kind, Op, Plan, Policy, Slot, Update, Wait
 from penstock.runtime.plan.footprint import host_needs
 from penstock.runtime.plan.optimizer import STORED_BYTES
@@ -91,9 +91,9 @@ def test_a_plan_has_as_many_ops_as_the_table_says(case: Case) -> None:
     n_groups = -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group)
     for kind in Kind:
         for b in range(len(plan.workload.blocks)):
-            n = plan.n_ops(kind, b)
+            n = n_ops(plan, kind, b)
             if kind in (Kind.READ, Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE):
-                assert min(n, 1) <= counts[kind, b] <= n + n_groups * (plan.n_ops(Kind.RECOMPUTE, b) > 0)
+                assert min(n, 1) <= counts[kind, b] <= n + n_groups * (n_ops(plan, Kind.RECOMPUTE, b) > 0)
             else:
                 assert counts[kind, b] == n
 

@@ -17,15 +17,15 @@ from penstock.planner.model.workload import build_workload, read_model, supporte
 from penstock.planner.predict.cost import region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search import micro_batch as size_module
-from penstock.planner.search import search as search_module
+from penstock.planner.search import tuning
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, candidates, sizes_of
 from penstock.planner.search.remedy import Request
 from penstock.planner.search.result import SearchResult
-from penstock.planner.search.search import NEAR_FRACTION, search
+from penstock.planner.search.search import search
 from penstock.planner.search.tree import Tree
+from penstock.planner.search.tuning import LEAST_LOSS_TILE, MORE_PARTS, MOST_MICRO_BATCHES, N_PARTS, NEAR_FRACTION
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
 from tests.lanes import mostly_slow
@@ -33,7 +33,7 @@ from tests.tiny import tiny_config
 
 GB, GIB = 10**9, 2**30
 LONG = 512 * 1024
-LOSS_TILE = size_module.LOSS_TILE["eager"]
+LOSS_TILE = tuning.LOSS_TILE["eager"]
 SMALL = Model(tiny_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=4096))
 # Model, machine, device memory, sequence length, sequences: limited by compute, memory, link or optimizer
 CELLS = [(SMALL, "rtx4090-desktop", 24 * GB, 1024, 6), (SMALL, "rtx4090-desktop", 2 * GB, 1024, 8)]
@@ -89,7 +89,7 @@ def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.M
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
     profile = machine_with(machine, device_bytes)
     sizes = sizes_of(model, start(model, profile, seq_len, batch), profile)
-    monkeypatch.setattr(search_module, "MOST_SEARCHED", 1)
+    monkeypatch.setattr(tuning, "MOST_SEARCHED", 1)
     answer = search(model, sizes, profile, None, SIZES)
     proof = answer.certificate
     assert (proof.n_sizes, proof.free) == (len(sizes), tuple(sorted(SIZES)))
@@ -129,7 +129,7 @@ def test_candidates_are_few_and_cut_a_batch_into_equal_parts(batch: int) -> None
     sizes = candidates(Semantics(seq_len=1, batch_size=batch, micro_batch=1))
     assert sizes[0] == batch
     assert sizes == sorted(set(sizes), reverse=True)
-    assert len(sizes) <= len(size_module.N_PARTS) + len(size_module.MORE_PARTS)
+    assert len(sizes) <= len(N_PARTS) + len(MORE_PARTS)
     for larger, smaller in pairwise(sizes):
         assert larger <= 2 * smaller + 1
     assert sizes[-1] == 1
@@ -153,7 +153,7 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
     semantics = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     resized = chosen(read_model("qwen2.5-0.5b"), profile, semantics, free)
-    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > size_module.MOST_MICRO_BATCHES
+    assert resized.n_micro_batches == 10**9 if micro_batch else resized.n_micro_batches > MOST_MICRO_BATCHES
 
 
 @mostly_slow("cell", range(len(CELLS)))
@@ -219,7 +219,7 @@ def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
             assert head.transient_bytes < larger_head.transient_bytes > max(b.transient_bytes for b in layers)
     assert tiles == sorted(tiles, reverse=True)
     assert tiles[0] == LOSS_TILE
-    assert tiles[-1] == size_module.LEAST_LOSS_TILE
+    assert tiles[-1] == LEAST_LOSS_TILE
 
 
 def test_sizes_of_a_model_that_never_fits_need_the_least_memory() -> None:

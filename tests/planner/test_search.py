@@ -29,11 +29,11 @@ from penstock.planner.search.claim import CUT
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, sizes_of
-from penstock.planner.search.policies import BASELINES, Family, Way, baseline, families, smallest_plans, staying, with_ways
-from penstock.planner.search.policies import GRADIENT_SLOTS as SLOTS
+from penstock.planner.search.policies import BASELINES, Family, Slots, Way, baseline, families, smallest_plans, staying, with_ways
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.search import search, search_machine
 from penstock.planner.search.tree import Tree
+from penstock.planner.search.tuning import GRADIENT_SLOTS
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_stay
@@ -213,8 +213,8 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     """The result is the best baseline; the certificate has the lowest family bound, recomputed here."""
     monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
     if not opens:
-        monkeypatch.setattr("penstock.planner.search.tree.MAX_SEARCHED_OPS", 0)
-        monkeypatch.setattr("penstock.planner.search.tree.MOST_RELAXED", 0)
+        monkeypatch.setattr("penstock.planner.search.tuning.MAX_SEARCHED_OPS", 0)
+        monkeypatch.setattr("penstock.planner.search.tuning.MOST_RELAXED", 0)
     for name in ("_climb_all", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
     monkeypatch.setattr(Greedy, "policies", lambda self: [])
@@ -232,8 +232,9 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     if opens:  # branch on group sizes and slot counts
         lowest_s = inf
         for family, family_s in below_s.items():
-            for size, n_slots in product(family.groups, SLOTS):
-                relaxed = relaxation.solve(replace(family, accumulation_group=size, largest_group=size), None, n_slots)
+            for size, n_slots in product(family.groups, GRADIENT_SLOTS):
+                sized = replace(family, accumulation_group=size, largest_group=size)
+                relaxed = relaxation.solve(sized, Slots(gradient_slots=n_slots))
                 lowest_s = min(lowest_s, max(family_s, relaxed.bound_s) if relaxed else inf)
     assert answer.certificate.policy_bound_s == max(machine_bound(answer.plan, CostModel(profile)).seconds, lowest_s)
     assert answer.certificate.gap_fraction == pytest.approx(answer.step_s / answer.certificate.policy_bound_s - 1)
@@ -267,7 +268,7 @@ def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
     unlimited = search(model, [(s, workload)], machine)
-    monkeypatch.setattr("penstock.planner.search.evaluation.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("penstock.planner.search.tuning.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
     limited = search(model, [(s, workload)], machine)
     assert limited.certificate.policy_bound_s <= min(unlimited.step_s, limited.step_s) * (1 + 1e-9)
     assert limited.certificate.n_simulated < unlimited.certificate.n_simulated

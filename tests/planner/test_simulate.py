@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.planner.predict.region import Demand, Region, Resource, shares
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.compiled import IS_COMPILED
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Wait
-from penstock.runtime.plan.region import Demand, Region, Resource, shares
 from penstock.runtime.plan.workload import Model, Workload
 from tests.edits import small
 from tests.oracle import unrolled

@@ -11,7 +11,8 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.scaled_profile import Group, faster
-from penstock.planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, gains, waterfall
+from penstock.planner.search.tuning import MAX_STEPS
+from penstock.planner.show.waterfall import FREE, RESOURCES, gains, waterfall
 from penstock.runtime.plan import Policy, Semantics, Update, saves
 from penstock.runtime.plan.train import Train
 from penstock.runtime.plan.workload import Saved

@@ -13,9 +13,9 @@ from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.region import Resource, shares
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics
-from penstock.runtime.plan.region import Resource, shares
 from tests.planner.test_simulate import REGION, demanded
 
 LARGE, SMALL = 0, 1  # blocks of a 72B model: the embedding is larger than a layer

@@ -11,9 +11,9 @@ from benchmarks.published.systems import SYSTEMS, MegaTrain, Run, claimed_flop, 
 from penstock.hwprofiles.components import AttentionCall
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.units import GiB
 
 SERVERS = ("mi355x", "gh200", "h100-sxm", "rtx4090-server")

@@ -117,9 +117,9 @@ def test_a_reported_steps_loss_is_there_and_is_waited_for_once():
     assert machine._losses == {}
     machine = small_machine()
     execute(machine.plan, machine, N_STEPS)
-    n_before = machine.streams.n_waits
+    n_before = machine.lanes.streams.n_waits
     assert machine.results[1].loss == machine.results[1].loss > 0.0
-    assert machine.streams.n_waits == n_before + 1
+    assert machine.lanes.streams.n_waits == n_before + 1
 
 
 def test_a_long_run_makes_no_more_streams():
@@ -127,7 +127,7 @@ def test_a_long_run_makes_no_more_streams():
     for first_step, n_steps in ((0, 4), (4, 4), (8, 8)):
         with Execution(machine.plan, machine, n_steps, first_step) as steps:
             assert all(machine.results.pop(step.number).loss for step in steps)
-    assert len(machine.streams.streams) == 3
+    assert len(machine.lanes.streams.streams) == 3
     assert machine._losses == {}
 
 
@@ -194,9 +194,9 @@ def test_when_a_run_ends_or_fails_every_stream_has_ended():
     machine = small_machine(machine_type=FailsOnce)
     with pytest.raises(OpError, match=r"norm cpu .* the disk is gone"):
         execute(machine.plan, machine, N_STEPS)
-    assert [len(stream.todo) for stream in machine.streams.streams] == [0, 0, 0]
+    assert [len(stream.todo) for stream in machine.lanes.streams.streams] == [0, 0, 0]
     execute(machine.plan, machine, N_STEPS)
-    assert [len(stream.todo) for stream in machine.streams.streams] == [0, 0, 0]
+    assert [len(stream.todo) for stream in machine.lanes.streams.streams] == [0, 0, 0]
     assert differences(machine) == []
 
 
@@ -232,7 +232,7 @@ def test_a_machine_without_users_is_gone_at_once():
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """Create a plan, text, and a "GPU" with delayed streams."""
-    monkeypatch.setattr("penstock.runtime.machines.torch_machine.CudaStreams", lambda: LateStreams(1, 0.5))
+    monkeypatch.setattr("penstock.runtime.machines.lanes.CudaStreams", lambda: LateStreams(1, 0.5))
     monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", lambda: True)
     monkeypatch.setattr("penstock.runtime.machines.streams.free_cuda_bytes", lambda: 10**10)
     plan_in(make_home(tmp_path))
@@ -265,7 +265,7 @@ def test_a_plan_too_large_for_the_gpu_is_refused_at_once(home, monkeypatch):
 def test_without_a_gpu_a_run_is_the_cpus_unless_it_asks_for_one(home, monkeypatch):
     monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", lambda: False)
     one_line(run(home, "o", "--device", "cuda"), 2, "--device cuda: torch sees no CUDA device")
-    monkeypatch.setattr("penstock.runtime.machines.torch_machine.CudaStreams", None)
+    monkeypatch.setattr("penstock.runtime.machines.lanes.CudaStreams", None)
     assert run(home, "o").exit_code == 0
 
 

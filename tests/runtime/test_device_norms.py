@@ -10,24 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.hwprofiles.schema import Profile, read_profile
-from penstock.planner.bounds.machine import machine_bound, machine_facets
+from penstock.planner.bounds.machine import machine_bound, machine_facets, staying_bytes
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import frame
+from penstock.planner.predict.region import Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.evaluation import Evaluator
-from penstock.planner.search.policies import Family, family_of
+from penstock.planner.search.policies import ANY_SLOTS, Family, Slots, family_of
 from penstock.planner.search.relax import Relaxation
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
 from penstock.runtime.errors import PlanError
+from penstock.runtime.host import chunks as reference
 from penstock.runtime.host import norms
 from penstock.runtime.host.chunks import CHUNK_ELEMENTS
 from penstock.runtime.host.norms import added, squares_at_once, squares_on_device, sum_of_squares
 from penstock.runtime.host.optimizer import SummedGradient
 from penstock.runtime.plan import Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_square
-from penstock.runtime.plan.region import Resource
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.edits import error_of, small
 from tests.lanes import examples, mostly_slow
@@ -82,7 +83,7 @@ def test_the_machine_bound_is_the_least_of_any_device_shares(data):
     plan, cost = frame(model, build_workload(model, s), s, Policy()), CostModel(Profile.from_json(fields))
     blocks = can_square(plan.workload, s)
     host, squared, resident = (dict(machine_facets(plan, cost, *on_device)) for on_device in (((), ()), (blocks, ()), ((), blocks)))
-    largest_share = min(1.0, fields["device"]["memory_bytes"]["value"] / sum(map(plan.staying_bytes, blocks)))
+    largest_share = min(1.0, fields["device"]["memory_bytes"]["value"] / sum(staying_bytes(plan, b) for b in blocks))
 
     def largest_s(of_squares, of_state):
         return max(host[k] + of_squares * (squared[k] - host[k]) + of_state * (resident[k] - host[k]) for k in host)
@@ -117,11 +118,11 @@ def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     plan = lower(NOBODY, workload, s, policy, {})
     prediction = simulate(plan, cost.demands(plan), region_of(machine))
     relaxation = Relaxation(Evaluator(NOBODY, workload, s, machine, 0.0 if speculates else None))
-    for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
-        relaxed = relaxation.solve(family_of(policy, s), *buffers)
+    for slots in (ANY_SLOTS, Slots(policy.prefetch_depth, policy.gradient_slots)):
+        relaxed = relaxation.solve(family_of(policy, s), slots)
         assert relaxed is not None
         if prediction.periodic:
-            assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, buffers)
+            assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, slots)
 
 
 WAYS = {
@@ -164,7 +165,7 @@ def test_the_kernel_and_the_definition_add_in_one_order(sample):
     for gradient, parts in zip(gradients, cuts, strict=True):
         sums = {sum_of_squares(gradient, None, parts)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(norms, "compiled_squares", lambda dtype: False)
+            patch.setattr(norms, "squares_kernel", lambda dtype: reference.squares)
             sums.add(sum_of_squares(gradient, None, parts))
         chunks = [chunk for part in parts for chunk in gradient[part.start : part.stop].split(CHUNK_ELEMENTS)]
         plain = [halved(chunk.float().square())[0] for chunk in chunks]

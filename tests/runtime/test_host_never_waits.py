@@ -8,10 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.compute import compute
 from penstock.runtime.executor import execute
-from penstock.runtime.machines.torch_machine import CudaMachine
 from penstock.runtime.plan import Kind, Lane, Policy, Update, saves
 from tests.lanes import mostly_slow
-from tests.late_streams import LateStreams, machine_of
+from tests.late_streams import LateStreams, OnGpu, machine_of
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, machine_for, plan_of, semantics_of
 
@@ -48,7 +47,7 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
 
     monkeypatch.setattr(torch, "arange", counted)
 
-    class Watched(CudaMachine):
+    class Watched(OnGpu):
         n_ops = 0
         calls = []
 
@@ -143,7 +142,7 @@ def test_lanes_of_the_link_only_copy_between_arenas(policy, tied):
     """Memory that a side stream allocates on a GPU can be reused before the copy ends."""
     copies = []
 
-    class Watched(CudaMachine):
+    class Watched(OnGpu):
         def work(self, index, op, step):
             if op.lane not in (Lane.H2D, Lane.D2H):
                 return super().work(index, op, step)

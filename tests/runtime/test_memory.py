@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.hwprofiles.probe.cpu import resident_bytes
 from penstock.runtime.executor import execute
 from penstock.runtime.host.memory import Arenas
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Arena, Place, Policy, Slot, saves
 from tests.tiny import tiny_config
 from tests.training import plan_of, poison, semantics_of, trained
@@ -54,7 +54,7 @@ def test_memory_does_not_grow_with_the_steps():
     """Python does not see autograd graphs: if 20 steps leak theirs, the process grows by 20 times `kept_bytes`."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)
     plan = plan_of(config, semantics_of("llama", seq_len=128), Policy(save=saves(all=(1, 2)), accumulation_group=4))
-    machine = trained(plan, CpuMachine, n_steps=10)
+    machine = trained(plan, TorchMachine, n_steps=10)
     before_bytes = resident_bytes()
     execute(plan, machine, 20, first_step=10)
     assert resident_bytes() - before_bytes < 20 * plan.kept_bytes / 3

@@ -22,7 +22,6 @@ from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.host.optimizer import KernelLayout, device_kernel
 from penstock.runtime.layers.recompute import FUSED_ATTENTION, Replay
 from penstock.runtime.machines.streams import CudaStreams, use_same_kernels
-from penstock.runtime.machines.torch_machine import CudaMachine
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, saves
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model, Saved
@@ -30,6 +29,7 @@ from penstock.training.validation import evaluate, generate
 from tests import reference, training
 from tests.every_type import tiny
 from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
+from tests.late_streams import OnGpu
 from tests.penstock.training.test_generation import PROMPTS, said_by_transformers
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
@@ -58,7 +58,7 @@ def _same_kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Remembering(training.Remembers, CudaMachine):
+class Remembering(training.Remembers, OnGpu):
     """Run on the GPU."""
 
 
@@ -310,7 +310,7 @@ def test_every_arena_of_the_host_is_locked_and_let_go():
 
 
 def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
-    class Slow(CudaMachine):
+    class Slow(OnGpu):
         def work(self, index, op, step):
             super().work(index, op, step)
             if op.kind is Kind.OFFLOAD_GRADIENT and op.block == 1:
@@ -354,7 +354,7 @@ from penstock.runtime.batch import Batch
 plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
 bad = torch.full((4, 16), 10**6)
 try:
-    trained(plan, CudaMachine, 2, batches=[Batch(bad, bad)])
+    trained(plan, OnGpu, 2, batches=[Batch(bad, bad)])
 except Exception as error:
     print("SAID", type(error).__name__, str(error).splitlines()[0])
 """
@@ -373,7 +373,7 @@ def test_a_large_step_takes_the_memory_of_its_plan():
     plan = plan_of(config, semantics, Policy(save=saves(all=(2,))))
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_allocated()
-    machine = machine_for(plan, CudaMachine)
+    machine = machine_for(plan, OnGpu)
     torch.cuda.reset_peak_memory_stats()
     execute(plan, machine, 3)
     workspaces = 64 * 2**20

@@ -281,7 +281,7 @@ def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients
     """Scalar instructions are ten times slower: LLVM emits them if it cannot prove that arrays do not overlap."""
     fresh = compiled_loop(compiled_loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache
     monkeypatch.setattr(compiled_loops, "update", fresh)
-    assert list(optimizer._differences(layout)) == []
+    assert optimizer.host_differences(layout) == []
     if platform.machine() != "x86_64":
         pytest.skip("the assembly of x86 is read")
     assert fresh.signatures
@@ -295,14 +295,14 @@ def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients
 def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):
     """Without numba, too, the definition runs, with one warning line."""
     layout = KernelLayout(torch.float32, False, torch.float32)
-    monkeypatch.setattr(optimizer, "_differences", lambda layout: iter(["weight"]))
+    monkeypatch.setattr(optimizer, "host_differences", lambda layout: ["weight"])
     optimizer._tell_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"times as long: the compiled adamw on .* differs .*weight"):
-        assert not optimizer.compiled_update.__wrapped__(layout)
+        assert optimizer.update_kernel.__wrapped__(layout) is optimizer._reference_tasks
     monkeypatch.setattr(optimizer, "IS_COMPILED", False)
     with pytest.warns(RuntimeWarning, match="numba is not installed"):
-        assert not optimizer.compiled_squares.__wrapped__(torch.float32)
-    assert not optimizer.compiled_add.__wrapped__(torch.float32)
+        assert optimizer.squares_kernel.__wrapped__(torch.float32) is chunks.squares
+    assert optimizer.add_kernel.__wrapped__(torch.float32) is chunks.add
 
 
 @settings(max_examples=200)

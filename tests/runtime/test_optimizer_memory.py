@@ -22,12 +22,13 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
     assert Scratch().block.nbytes <= 32 * KiB
     n, moved = 3 * optimizer.TASK_ELEMENTS // 2, list[int]()
 
-    def update(start, end, first, keys, order, order_of_weight, target, initial, is_elsewhere, groups, parts, n_parts, *_) -> None:
-        state = [array for array in target if array is not None]
-        moved.append((end - start) * (sum(2 * x.itemsize for x in state) + sum(x.itemsize for x in parts[:n_parts])))
+    def update(start, end, state, random, gradient, scalars, scratch) -> None:
+        (target, *_), (parts, n_parts, *_) = state, gradient
+        arrays = [array for array in target if array is not None]
+        moved.append((end - start) * (sum(2 * array.itemsize for array in arrays) + sum(part.itemsize for part in parts[:n_parts])))
 
     monkeypatch.setattr(compiled_loops, "update", update)
-    monkeypatch.setattr(optimizer, "compiled_update", lambda layout: True)
+    monkeypatch.setattr(optimizer, "update_kernel", lambda layout: optimizer._compiled_tasks)
     update_(random_state(kind, n, seed=1), torch.randn(n).to(gradient_dtype), 0.5, 2, SETTINGS)
     return sum(moved) / n
 

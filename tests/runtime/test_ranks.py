@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.emulated import EmulatedRanks
 from penstock.hwprofiles.device_parts import on_network, shared_by
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.check.claim import check_origin
@@ -16,7 +17,6 @@ from penstock.planner.model.workload import build_workload
 from penstock.runtime.errors import PlanError
 from penstock.runtime.executor import AgreedStop, Stop
 from penstock.runtime.host.slabs import shared_slab, slab_of
-from penstock.runtime.machines.emulated import EmulatedRanks
 from penstock.runtime.plan import Kind, Policy, Semantics
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Block, BlockKind, Model, Parameter

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from penstock.planner.check.check import _Clocks, _legal_order, check
 from penstock.planner.lower.lower import folded_ops, unfolded_ops
 from penstock.planner.predict.event_loop import MAX_CYCLE
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
 from penstock.runtime.plan.ops import MAX_REPETITIONS
 from penstock.runtime.plan.plan import unrolled
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.timeline import is_kept
 from penstock.runtime.plan.train import Train
 from tests.edits import passes, plan_by, rewaited, set_op

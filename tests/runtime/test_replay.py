@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from penstock.runtime.batch import Batch
 from penstock.runtime.executor import execute
 from penstock.runtime.layers.recompute import Replay
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from penstock.runtime.plan.workload import Block, Saved, Tier
 from tests.lanes import diagonal, mostly_slow
@@ -219,7 +219,7 @@ def wide(model_type: str) -> Semantics:
 
 def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     """Run two steps op by op. Return compute's maximum allocation between ops, and its peak."""
-    machine = machine_for(plan, CpuMachine, batches)
+    machine = machine_for(plan, TorchMachine, batches)
 
     def two_steps() -> None:
         for step in range(2):
@@ -248,7 +248,7 @@ def test_a_long_run_holds_no_more_than_a_short_one(model_type: str, way: str) ->
     """No graph, tensor, result or thread outlives its step, not even by speculation."""
     policy = replace(REMEMBERING[way], accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(0, 1))
     plan = plan_of(tiny_config(model_type, num_hidden_layers=4), semantics_of(model_type), policy)
-    machine, n_threads = machine_for(plan, CpuMachine), threading.active_count()
+    machine, n_threads = machine_for(plan, TorchMachine), threading.active_count()
     execute(plan, machine, 2)
     n_before = n_tensors()
     execute(plan, machine, 6, first_step=2)

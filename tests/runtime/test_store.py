@@ -23,7 +23,7 @@ from penstock.runtime.host import host_state, slabs
 from penstock.runtime.host.memory import Arenas
 from penstock.runtime.host.optimizer import Master
 from penstock.runtime.host.slabs import host_slab, register_for_dma
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from penstock.runtime.units import MiB
 from tests.lanes import mostly_slow
@@ -40,7 +40,7 @@ POLICIES = {
 }
 
 
-class Counting(CpuMachine):
+class Counting(TorchMachine):
     """Record minor page faults of each lane after its last op of a step, and of the workers."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -273,7 +273,7 @@ from penstock.training.inputs import load_model
 from penstock.runtime.host.slabs import give_back_freed
 from tests.checkpoints import save
 from tests.sessions import resumed
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Policy
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
@@ -310,7 +310,7 @@ class Text:  # as much of the data as a checkpoint asks for
 
 
 config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=3)
-first = machine_for(plan_of(config, semantics_of("llama"), Policy()), CpuMachine)
+first = machine_for(plan_of(config, semantics_of("llama"), Policy()), TorchMachine)
 owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned[b]]
 found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
 settings = RunSettings(DataSettings("text"), out=str(out), checkpoint=CheckpointSettings(background=False))

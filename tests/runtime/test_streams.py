@@ -10,9 +10,8 @@ import torch
 
 from penstock.runtime.executor import execute
 from penstock.runtime.machines.streams import CudaStreams
-from penstock.runtime.machines.torch_machine import CudaMachine
 from penstock.runtime.plan import Kind, Lane, Policy, saves
-from tests.late_streams import Poisoned, machine_of
+from tests.late_streams import OnGpu, Poisoned, machine_of
 from tests.tiny import tiny_config
 from tests.training import N_STEPS, Remembers, differences, machine_for, plan_of, semantics_of
 
@@ -104,7 +103,7 @@ def test_torch_is_asked_for_events_ranges_and_locked_slabs(stub):
     """Check blocking events, ranges named after ops, and backward on the lane's own thread."""
     threads = set()
 
-    class Watched(Remembers, CudaMachine):
+    class Watched(Remembers, OnGpu):
         def work(self, index, op, step):
             if op.lane is not Lane.CPU:
                 threads.add((op.lane, torch._C._is_multithreading_enabled(), torch.is_grad_enabled(), len(stub.current) > 0))

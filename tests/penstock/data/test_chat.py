@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.data.chat import ChatTemplate
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.data.documents import Reader
 from penstock.data.files import DataFile, DataFiles
 from penstock.data.tokenizer import read_tokenizer
@@ -206,7 +206,7 @@ def test_roles_that_the_template_drops_are_named(tmp_path):
     size = write_talker(tmp_path / "model", "llama 3", template.replace("| trim", "| upper"))
     turn = {"role": "developer", "content": "Be a river."}
     path = write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [*extra, *TALK]} for extra in ([turn], [], [turn, turn])])
-    dataset = read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens")
+    dataset = read_data(DataRequest(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens"))
     message = dataset.words()
     assert "drops messages of developer (in 2 rows)" in message["warning, roles"]
     assert message["warning, few"].startswith("a step of 8 sequences trains on some of these 3 more than once")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data import documents as room
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings
 from tests.accidents import forked_to_die
@@ -71,7 +71,8 @@ def test_another_tokenizer_or_template_makes_other_tokens(tmp_path, made):
 
     def fingerprint(template: str, **config: object) -> str:
         size = write_talker(tmp_path / "model", "llama 3", template, **config)
-        return read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 1, 0, tmp_path / "run" / "tokens").fingerprint
+        cache = tmp_path / "run" / "tokens"
+        return read_data(DataRequest(DataSettings(str(path)), tmp_path / "model", size, 64, 1, 0, cache)).fingerprint
 
     first = fingerprint(LLAMA3)
     assert fingerprint(LLAMA3) == first

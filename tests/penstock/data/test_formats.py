@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.formats import Chat, Completion, document, format_of
+from penstock.data.formats import Chat, Completion, format_of, read_row
 from penstock.runtime.errors import DataError
 from tests.bytes_of_files import only, read, refused, texts_of, write_lines
 
@@ -44,7 +44,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("format", "row", "expected"), ROWS)
 def test_a_row_is_understood_and_tells_its_format(format, row, expected):
-    assert document(row, format, "here") == expected
+    assert read_row(row, format, "here") == [(expected, ())]
     assert format_of(row, "here") == format
 
 
@@ -61,7 +61,7 @@ def test_a_row_is_understood_and_tells_its_format(format, row, expected):
 )
 def test_a_row_that_does_not_fit_is_refused_with_an_example(format, row):
     with pytest.raises(DataError, match=r"^data\.jsonl:3: .*each row is {.*; its columns are ") as caught:
-        document(row, format, "data.jsonl:3")
+        read_row(row, format, "data.jsonl:3")
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -72,7 +72,8 @@ columns = ["messages", "conversations", "instruction", "output", "history", "pro
 def test_any_row_is_a_document_or_one_line(row):
     for format in {format for format, _, _ in ROWS}:
         try:
-            assert isinstance(document(row, format, "here"), Chat | Completion)
+            ((item, _),) = read_row(row, format, "here")
+            assert isinstance(item, Chat | Completion)
         except DataError as error:
             assert len(str(error).splitlines()) == 1  # noqa: PT017
 

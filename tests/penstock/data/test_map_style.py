@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.data.sampling import SHARES, shares_of
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import DataError
@@ -83,7 +83,7 @@ def mixed(folder, weights, seed=7, **fields):
         for (name, n), weight in zip(SIZES.items(), weights, strict=True)
     )
     settings = DataSettings(mix=mix, **({"packing": "one"} | fields))
-    return read_data(settings, None, 300, 8, 4, seed, folder / "run" / "tokens", by_document=True)
+    return read_data(DataRequest(settings, None, 300, 8, 4, seed, folder / "run" / "tokens", by_document=True))
 
 
 def sample_texts(data, first, stop):
@@ -134,7 +134,7 @@ def test_texts_and_chats_mix_and_chats_see_themselves_alone(tmp_path):
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "text.txt").write_text("x" * 200)
     mix = (DataPart(str(write_lines(tmp_path / "chats.jsonl", [chat] * 3))), DataPart(str(tmp_path / "text.txt")))
-    data = read_data(DataSettings(mix=mix), None, 300, 64, 6, 0, tmp_path / "run" / "tokens", by_document=True)
+    data = read_data(DataRequest(DataSettings(mix=mix), None, 300, 64, 6, 0, tmp_path / "run" / "tokens", by_document=True))
     tokens = data.batch(0).document_tokens
     assert all(sum(lengths) == 64 for lengths in tokens)
     assert Counter(lengths == (64,) for lengths in tokens) == {True: 4, False: 2}

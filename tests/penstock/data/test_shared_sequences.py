@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.plan.objective import parse_objective
@@ -30,9 +30,8 @@ def read(tmp_path, loss, **how):
     """Return all rows in one batch; with `by_document` they share sequences."""
     objective = parse_objective(loss)
     path = write_lines(tmp_path / "a.jsonl", ROWS.get(loss, PAIRS))
-    load = lambda n: read_data(  # noqa: E731
-        DataSettings(str(path), shuffle=False), None, 272, SEQ_LEN, n, 0, tmp_path / "run" / "t", objective=objective, **how
-    )
+    settings, cache = DataSettings(str(path), shuffle=False), tmp_path / "run" / "t"
+    load = lambda n: read_data(DataRequest(settings, None, 272, SEQ_LEN, n, 0, cache, objective=objective, **how))  # noqa: E731
     return load(load(objective.rows_each).n_sequences * objective.rows_each)
 
 

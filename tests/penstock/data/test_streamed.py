@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.data import documents
 from penstock.data import files as room
-from penstock.data.data import RunData, read_data
+from penstock.data.data import DataRequest, RunData, read_data
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.settings import DataSettings
@@ -128,7 +128,7 @@ def test_conversations_in_several_documents_are_resumed_within(tmp_path):
     size = write_talker(tmp_path / "model", "qwen 3")
 
     def chats() -> RunData:
-        return read_data(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True)
+        return read_data(DataRequest(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True))
 
     unbroken = chats()
     batches = [unbroken.batch(step) for step in range(30)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from penstock.data.data import read_data
+from penstock.data.data import DataRequest, read_data
 from penstock.data.tokenizer import read_tokenizer
 from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings
@@ -32,7 +32,7 @@ def write_tokenizer(folder: Path, config: object = None) -> Path:
 
 def ids_of(folder: Path, texts: list[str], vocab_size: int = 7) -> list[list[int]]:
     path = write_lines(folder / "texts.jsonl", [{"text": text} for text in texts])
-    return tokens_of(read_data(DataSettings(str(path)), folder, vocab_size, 4, 1, 0, folder / "run" / "tokens"))
+    return tokens_of(read_data(DataRequest(DataSettings(str(path)), folder, vocab_size, 4, 1, 0, folder / "run" / "tokens")))
 
 
 def test_the_tokenizer_of_the_model_is_used_whole(tmp_path):

@@ -9,7 +9,7 @@ from transformers import Trainer as TrainerOfTransformers
 
 from penstock.checkpoint.checkpoint import load_state
 from penstock.runtime.errors import CheckpointError
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.optimizer import decays
 from penstock.training.trainer import DeviceMemoryError, Trainer
@@ -23,7 +23,7 @@ from tests.training import LEAN, state_of
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
-class Infinite(CpuMachine):
+class Infinite(TorchMachine):
     """Makes the embedding gradient, the last to arrive, infinite in the second step."""
 
     def perform(self, index, op, step):
@@ -125,7 +125,7 @@ def test_another_runs_state_is_refused_and_nothing_changed(tmp_path, field, valu
 
 
 def test_out_of_device_memory_is_one_line_and_resumable(tmp_path):
-    class Short(CpuMachine):
+    class Short(TorchMachine):
         def perform(self, index, op, step):
             if step == 2 and op.kind is Kind.FORWARD:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation.")

@@ -14,7 +14,7 @@ from penstock.planner.model.workload import build_workload
 from penstock.runtime.compute.head import OutputHead
 from penstock.runtime.errors import DataError
 from penstock.runtime.executor import OpError, Stop, execute
-from penstock.runtime.machines.torch_machine import Abandoned, CpuMachine
+from penstock.runtime.machines.torch_machine import Abandoned, TorchMachine
 from penstock.runtime.plan import Kind, Lane, Policy, saves
 from penstock.runtime.plan.workload import Model
 from penstock.training.validation import evaluate
@@ -149,7 +149,7 @@ def test_weights_are_loaded_once_for_as_many_sequences_as_fit():
     semantics, config = semantics_of("llama", micro_batch=1), tiny_config("llama", num_hidden_layers=4)
     counts = {}
     for n in (4, 8, 9):
-        machine = machine_of(config, semantics, Policy(accumulation_group=2), CpuMachine)
+        machine = machine_of(config, semantics, Policy(accumulation_group=2), TorchMachine)
         assert most_micro_batches(machine.plan) == 5
         performed = []
         watch_forwards(machine, lambda op, step, performed=performed: performed.append(op))
@@ -190,7 +190,7 @@ def test_a_forward_needs_no_more_of_the_device_than_a_step(model_type):
     """Compares allocator memory without arenas. Extra arguments of layers exist in training, too."""
     semantics = exact(model_type, seq_len=96, micro_batch=2, loss_tile_tokens=64)
     config = tiny_config(model_type, hidden_size=128, intermediate_size=352)
-    machine = machine_of(config, semantics, Policy(), CpuMachine)
+    machine = machine_of(config, semantics, Policy(), TorchMachine)
     plan = forward_plan(machine.plan, 1)
     batch, losses = sequences(config["vocab_size"], 2, 96), []
 

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
+from penstock.planner.predict.region import Demand, Region, shares
 from penstock.runtime.executor import Record
 from penstock.runtime.host.slabs import Shared, host_slab
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Lane, Op, Semantics
 from penstock.runtime.plan.objective import CROSS_ENTROPY
-from penstock.runtime.plan.region import Demand, Region, shares
 from penstock.runtime.plan.timeline import Span
 from penstock.runtime.ranks import ExchangeScope
-
-from .torch_machine import TorchMachine
 
 MEDIAN_OP_S = 0.020  # shorter ops would measure thread switches (about 0.1 ms), not the plan
 

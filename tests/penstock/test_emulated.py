@@ -6,17 +6,17 @@ import time
 import pytest
 import torch
 
+from penstock.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.region import Demand, Region, Resource
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.executor import execute
-from penstock.runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
-from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Policy, Semantics
-from penstock.runtime.plan.region import Demand, Region, Resource
 from penstock.runtime.plan.workload import Model, has_towers
 from tests.lanes import mostly_slow
 from tests.tiny import MODEL_TYPES
@@ -78,7 +78,7 @@ def test_an_emulated_step_takes_what_the_simulator_says():
     plan, planned = (lower(*setup, Policy(accumulation_group=2), profile.to_json()) for setup in setups)
     assert [str(op) for op in plan.ops] == [str(op) for op in planned.ops], "the stand-in's plan has the planned model's ops"
     demands, region = costs(planned, profile), region_of(profile)
-    store = machine_for(plan, CpuMachine)
+    store = machine_for(plan, TorchMachine)
     machine = EmulatedMachine(store, demands, region, time_scale_for(demands))
     timeline = execute(plan, machine, 3)
     measured_s = sorted(timeline.step_times_s)[1] / machine.time_scale
