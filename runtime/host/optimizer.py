@@ -28,7 +28,7 @@ if IS_COMPILED:
     from . import compiled_loops
 
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
-PROBE_ELEMENTS = 2**16 + 24  # on which a device kernel is compared with the host
+PROBE_ELEMENTS = 2**16 + 24  # numbers for the comparison of a device kernel with the host
 WIDTH = 4  # elements per thread of `adamw.cu`
 VECTOR_ELEMENTS = 16  # a multiple of the vector width of torch's AdamW, which computes remaining elements by other operations
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ class Step(UpdateArguments):
 
 
 class KernelLayout(NamedTuple):
-    """Layout and rule for which a host or device kernel is compiled. `moments`: their dtype (uint8: int8 groups), or None for
+    """Layout and rule of a compiled host or device kernel. `moments`: their dtype (uint8: int8 groups), or None for
     torch's AdamW with fp32 moments."""
 
     weight: torch.dtype
@@ -116,7 +116,7 @@ class KernelLayout(NamedTuple):
 
 @cache
 def update_kernel(layout: KernelLayout) -> Callable[[Step], list[Task]]:
-    """Function that returns the tasks of a step on this layout."""
+    """Function from a step on this layout to its tasks."""
     is_used = _is_used(f"{layout.rule} on {layout}", lambda: host_differences(layout))
     return _compiled_tasks if is_used else _reference_tasks
 
