@@ -46,7 +46,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "tests/penstock": (8, 0.7),
     "tests/planner": (4, 0.2),
     "tests/published": (4, 0.1),
-    "tests/runtime": (6, 0.1),
+    "tests/runtime": (4, 0.1),
 }
 
 

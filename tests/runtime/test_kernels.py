@@ -192,7 +192,7 @@ def test_what_no_fused_kernel_computes_is_refused_in_one_line() -> None:
     layer = hf_model(tiny_config("gemma2")).model.layers[0]  # type: ignore[union-attr]
     part_types = [type(part) for part in layer.modules()]
     use_kernels(layer, semantics(norm="fused", pointwise="fused"))
-    assert [type(part) for part in layer.modules()] == part_types, "what is not known to compute the same stays"
+    assert [type(part) for part in layer.modules()] == part_types, "modules with another computation are unchanged"
 
 
 def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
 
 
 def test_extras_of_a_function_reach_the_rows_that_they_are_of():
-    """A loss of tokens in which each sequence has a weight, and each token one."""
+    """Sequences and tokens have weights."""
     objective = Objective("own.py:f", {}, LossUnit.TOKENS, ("weight", "advantage"), 3, "0" * 64)
     semantics = semantics_of("llama", compute_dtype="fp32", micro_batch=4, objective=objective)
     function = lambda logits, targets, weight, advantage: (  # noqa: E731  # it changes targets but no mask

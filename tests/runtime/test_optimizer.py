@@ -112,7 +112,7 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
     if kind == "split":
         assert same(target.master.weight, expected_weight)
     if elsewhere:
-        assert same(wide_master(initial), wide_master(untouched)), "what it started from was changed"
+        assert same(wide_master(initial), wide_master(untouched)), "the source of the update was changed"
         assert same_bits(initial.moments[0], untouched.moments[0])
 
 

@@ -147,7 +147,7 @@ def test_hosts_that_have_not_as_many_ranks_are_refused():
     with pytest.raises(PlanError, match="8 ranks cannot be divided among 3 hosts"):
         check_origin(replace(plan, profile=plan.profile | {"network": network}))
     two = shared_by(on_network(box, 100), 4, 2)
-    assert [shared_by(two, gpus).n_hosts for gpus in (1, 2)] == [1, 1], "as many as are asked for, whatever the profile says"
+    assert [shared_by(two, gpus).n_hosts for gpus in (1, 2)] == [1, 1], "the requested number of hosts, not that of the profile"
     assert two.n_hosts == 2
 
 

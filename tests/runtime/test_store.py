@@ -186,7 +186,7 @@ def test_memory_that_may_not_be_locked_is_one_line(monkeypatch):
     driver = Driver(limit=3 * MiB)
     with pytest.raises(PlanError, match=r"\A.*arena state.*3.15 MB of 5.24 MB.*CUDA error 2.*memlock.*ulimit -l.*\Z"):
         register_for_dma(Arenas(ARENAS[::-1], CPU).host_slabs(), driver)  # the small one first
-    assert driver.registered == {}, "what was registered is given back"
+    assert driver.registered == {}, "registered slabs are unregistered"
 
 
 MANY_SLOTS = [Arena("state", Place.HOST, (MiB, 100, MiB - 100, 3 * MiB, *(5000 + 77 * i for i in range(400))))]
@@ -264,7 +264,7 @@ def kib(name):
 
 
 def growth(work):
-    "Bytes by which the process grew beyond what it held before, at the most; pages of files are the system's."
+    "Return the largest growth of the process in bytes, without pages of files."
     give_back_freed()
     before, most, over = kib("RssAnon"), [0], threading.Event()
 
@@ -280,7 +280,7 @@ def growth(work):
     return 1024 * (max(most[0], kib("RssAnon")) - before)
 
 
-class Text:  # as much of the data as a checkpoint asks for
+class Text:  # the part of the data that a checkpoint needs
     fingerprint, position = "none", staticmethod(lambda step: {"step": step})
     resume = staticmethod(lambda step, position: True)
 
