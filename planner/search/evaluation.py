@@ -112,8 +112,9 @@ class Evaluator:
 
     def is_too_long(self, policy: Policy) -> bool:
         """True if the plan has too many ops to simulate, because its groups are too large to be repeated."""
-        most, upper_bound = tuning.LONGEST_SEARCHED_OPS, len(self.workload.blocks) * self.semantics.n_micro_batches * MOST_BLOCK_OPS
-        return upper_bound > most and plan_ops(self.workload, self.semantics, policy) > most
+        limit, n_blocks = tuning.LONGEST_SEARCHED_OPS, len(self.workload.blocks)
+        upper_bound = n_blocks * self.semantics.n_micro_batches * MOST_BLOCK_OPS
+        return upper_bound > limit and plan_ops(self.workload, self.semantics, policy) > limit
 
     def fits(self, policy: Policy) -> bool:
         """True if the policy fits in memory and its group has the minimum size for several ranks."""

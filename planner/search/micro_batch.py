@@ -164,6 +164,6 @@ def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[
         host = profile.host.model_copy(update={"memory_bytes": pool})
         return profile.model_copy(update={"device": profile.device.model_copy(update=memory), "host": host})
 
-    whole = having(pool.value)
-    plans = (smallest_plans(model, workload, sized, whole) for sized, workload in sizes_of(model, semantics, whole, free))
+    pooled = having(pool.value)
+    plans = (smallest_plans(model, workload, sized, pooled) for sized, workload in sizes_of(model, semantics, pooled, free))
     return having(pool.value - min(needs.host_peak_bytes for _, needs in chain.from_iterable(plans)))
