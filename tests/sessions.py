@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.checkpoint.checkpoint import State, complete_checkpoints, identity, latest, load_state, put_back, refuse_another
+from penstock.checkpoint.checkpoint import State, complete_checkpoints, latest, load_state, put_back, refuse_another
+from penstock.run_config import RunRequest
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan import Policy
+from penstock.runtime.plan import PlanFile, Policy
 from penstock.settings import CheckpointSettings, DataSettings, RunSettings
+from penstock.training.inputs import RunInputs
 from penstock.training.session import Session, predicted
 from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
@@ -32,14 +34,15 @@ def session_of(folder: Path, policy: Policy = Policy(), machine_type=TorchMachin
     machine.initialise(7)
     folder.mkdir(parents=True, exist_ok=True)
     settings = RunSettings(DataSettings("row of tokens"), out=str(folder), checkpoint=CheckpointSettings(**saving))
-    return Session(settings, plan, "cpu", machine, machine, data, 4, predicted(plan)[2], identity(plan, data, 0, {}))
+    inputs = RunInputs(RunRequest(settings, PlanFile(plan, None)), plan, "cpu", data)
+    return Session(inputs, plan, "cpu", machine, machine, 4, predicted(plan)[2])
 
 
 def resumed(session: Session, state: State | None = None) -> Session:
     """Return the session resumed from a checkpoint, by default the last one."""
     state = state or load_state(latest(session.folder))
-    refuse_another(state, session.identity)
-    put_back(state, session.store.host, session.data)
+    refuse_another(state, session.inputs.identity)
+    put_back(state, session.store.host, session.inputs.data)
     return replace(session, first_step=state.step)
 
 
@@ -50,7 +53,9 @@ def train(session: Session, n_steps: int = 4, on_step=lambda metrics: None, vali
 
 
 def evaluating(session: Session, every: int | None) -> Session:
-    return replace(session, settings=replace(session.settings, evaluation=replace(session.settings.evaluation, every=every)))
+    settings = replace(session.settings, evaluation=replace(session.settings.evaluation, every=every))
+    request = replace(session.inputs.request, settings=settings)
+    return replace(session, inputs=replace(session.inputs, request=request))
 
 
 def same_state(session: Session, expected: Session | tuple) -> bool:

@@ -73,10 +73,10 @@ def overview(session: "Session") -> dict[str, str]:
     steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "finished, evaluating"
     rows = {
         "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
-        "weights": session.weights,
-        "tokenizer": str(session.tokenizer_from or "bytes"),
+        "weights": _weights(session),
+        "tokenizer": str(session.inputs.tokenizer_from or "bytes"),
         "device": _device(session),
-        **session.data.words(),
+        **session.inputs.data.words(),
         "steps": f"{steps}, each of {performed.all_ranks.batch_size:,} sequences, {performed.tokens_per_step:,} tokens",
         **({"optimizer": f"{semantics.optimizer_in_words}, betas {rule.beta1:g}, {rule.beta2:g}"} if semantics.is_lean else {}),
         "learning rate": f"{rule.lr:g}, {rule.schedule.kind}",
@@ -84,16 +84,26 @@ def overview(session: "Session") -> dict[str, str]:
     }
     if (beyond := beyond_positions(session.plan)) is not None:
         rows["warning, length"] = beyond
-    if session.held_out is not None:
-        evaluation, words = session.settings.evaluation, session.held_out.words()
-        n = min(evaluation.max_sequences, session.held_out.n_steps or evaluation.max_sequences)
+    if session.inputs.held_out is not None:
+        evaluation, words = session.settings.evaluation, session.inputs.held_out.words()
+        n = min(evaluation.max_sequences, session.inputs.held_out.n_steps or evaluation.max_sequences)
         description = ", bad rows ".join(words[name] for name in ("data", "bad rows") if name in words)
         every = f" every {evaluation.every:,} steps" if evaluation.every else ""
         rows["held out"] = f"{description}, {n:,} sequences evaluated{every}"
     if session.saves:
-        size, free = map(show_bytes, (session.checkpoint_bytes, shutil.disk_usage(session.folder).free))
+        size, free = map(show_bytes, (session.inputs.checkpoint_bytes, shutil.disk_usage(session.folder).free))
         rows["checkpoints"] = f"{size} each, {free} free in {session.settings.out}"
     return rows
+
+
+def _weights(session: "Session") -> str:
+    settings, state, weights = session.settings, session.inputs.state, session.inputs.weights
+    if session.device == "emulated":
+        return "random, of a tiny stand-in"
+    if state is not None:
+        return f"{state.path}, after step {state.step}"
+    text = f"RANDOM, from scratch, by seed {settings.seed}" if weights is None else str(weights)
+    return text if settings.adapter is None else f"{text}, with the adapter {settings.adapter}"
 
 
 def _device(session: "Session") -> str:

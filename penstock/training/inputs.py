@@ -12,7 +12,8 @@ from typing import Any
 
 from penstock.caches import cache_folder
 from penstock.checkpoint.checkpoint import State, identity, refuse_another_base
-from penstock.checkpoint.model_files import has_weights, refuse_quantised, weights_digest
+from penstock.checkpoint.conversion import scoring_config
+from penstock.checkpoint.model_files import has_weights, refuse_quantised, towers_bytes, weights_digest
 from penstock.data.data import DataRequest, Report, RunData, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.sampling import MapStyleData
@@ -77,6 +78,28 @@ class RunInputs:
         horizon = self.n_steps if optimizer.schedule.kind != "constant" else None
         fields = asdict(optimizer) | {"no_decay": list(optimizer.no_decay), "n_steps": horizon}
         return identity(self.plan, self.data, self.settings.seed, fields, frozen)
+
+    @property
+    def head_config(self) -> dict[str, Any]:
+        """Configuration fields of a task head, for checkpoints."""
+        config, n = self.plan.model.config, self.plan.semantics.objective.n_labels
+        pad_id = self.data.parts[0].shape.pad_id if isinstance(self.data, MapStyleData) else config.get("pad_token_id")
+        return {} if n is None else scoring_config(config, n, pad_id)
+
+    @property
+    def tokenizer_from(self) -> Path | None:
+        """Folder of the tokenizer to copy into checkpoints. None: bytes."""
+        return self.folder if self.settings.tokenizer == "model" else None
+
+    @property
+    def towers_from(self) -> Path | None:
+        """Folder of a vision-language model, with the towers to copy into checkpoints."""
+        return self.weights if has_towers(self.plan.model.config) and self.plan.semantics.train.lora is None else None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        n_bytes = self.plan.checkpoint_bytes(self.settings.checkpoint.weights_only)
+        return n_bytes + (0 if self.towers_from is None else towers_bytes(self.towers_from, self.plan.model.config))
 
     @property
     def digests(self) -> dict[str, str]:

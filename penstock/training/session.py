@@ -1,19 +1,15 @@
 """A session: a run assembled from plan, settings, data and a machine, ready to start."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from penstock.checkpoint.checkpoint import State, refuse_another
-from penstock.checkpoint.conversion import scoring_config
-from penstock.checkpoint.model_files import towers_bytes
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.checkpoint.saver import StateReader
-from penstock.data.data import RunData
 from penstock.data.formats import required_format
 from penstock.data.sampling import MapStyleData
 from penstock.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
@@ -35,14 +31,14 @@ from penstock.runtime.executor import Machine, Stop, say
 from penstock.runtime.machines.processes import Processes
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan, PlanFile
-from penstock.runtime.plan.workload import Model, has_towers
+from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
 from penstock.settings import CheckpointSettings, RunSettings
 from penstock.user_loss import planned_loss
 
 from .build import build
 from .device import device_of, select_kernels
-from .inputs import Prompts, RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults
+from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults
 from .monitors import refuse_missing
 from .rank0 import Leader, begin, wait_for_others
 from .references import attach_base_reference, with_reference, write_reference
@@ -54,26 +50,25 @@ from .schedules import Rates
 class Session:
     """A run ready to start."""
 
-    settings: RunSettings
+    inputs: RunInputs  # of a stand-in model if the machine is emulated
     plan: Plan  # the user's, with the configuration in the model's folder
     device: str  # cuda, cpu or emulated
     machine: Machine  # executes the ops
     store: TorchMachine  # holds the state; of a stand-in model if the machine is emulated
-    data: RunData
     n_steps: int  # of the whole run
     prediction: Prediction
-    identity: Mapping[str, Any] = field(default_factory=dict)  # fields that a resumed run must match
     first_step: int = 0  # number of finished steps
     scale: float = 1.0  # slowdown of an emulated machine against the plan's machine
-    weights: str = ""  # their source, for the user
-    tokenizer_from: Path | None = None  # copied into checkpoints; None: bytes
-    towers_from: Path | None = None  # folder of a vision-language model, with the towers to copy into checkpoints
-    checkpoint_bytes: int = 0  # of each: state, weights and towers
-    held_out: RunData | None = None  # one sequence per batch
-    prompts: Prompts | None = None
     leader: Leader | None = None  # with several ranks
-    stop: Stop = field(default_factory=Stop)
     say: Callable[[str], None] = say
+
+    @property
+    def settings(self) -> RunSettings:
+        return self.inputs.settings
+
+    @property
+    def stop(self) -> Stop:
+        return self.inputs.request.stop
 
     @property
     def folder(self) -> Path:
@@ -100,13 +95,6 @@ class Session:
         """When and how to save. With several ranks, never in the background."""
         settings = self.settings.checkpoint
         return settings if self.leader is None else replace(settings, background=False)
-
-    @property
-    def head_config(self) -> dict[str, Any]:
-        """Configuration fields of a task head, for checkpoints."""
-        config, n = self.plan.model.config, self.plan.semantics.objective.n_labels
-        pad_id = self.data.parts[0].shape.pad_id if isinstance(self.data, MapStyleData) else config.get("pad_token_id")
-        return {} if n is None else scoring_config(config, n, pad_id)
 
     @property
     def is_comparable(self) -> bool:
@@ -181,19 +169,16 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
     report, prediction = request.report, predicted(request.file.plan)[2]
     loss = planned_loss(request.file.plan.semantics.objective, request.loss or request.settings.loss)
     inputs = with_reference(read_inputs(request, device, loss, state, 1 if ranks is None else ranks.n_here))
-    settings, plan, weights = inputs.settings, inputs.plan, inputs.weights
+    settings, plan = inputs.settings, inputs.plan
     inputs = replace(inputs, prompts=prompts_of(settings, plan, inputs.folder))
     n_steps, first_step = inputs.n_steps, 0 if state is None else state.step
-    saves_towers = has_towers(plan.model.config) and plan.semantics.train.lora is None
-    towers_from, run_s = weights if saves_towers else None, prediction.step_s * (n_steps - first_step)
-    each_bytes = plan.checkpoint_bytes(settings.checkpoint.weights_only)
-    each_bytes += 0 if towers_from is None else towers_bytes(towers_from, plan.model.config)
-    refuse_without_room(Path(settings.out), settings.checkpoint, each_bytes, first_step, n_steps, run_s)
+    run_s = prediction.step_s * (n_steps - first_step)
+    refuse_without_room(Path(settings.out), settings.checkpoint, inputs.checkpoint_bytes, first_step, n_steps, run_s)
     self_test(plan, report)
     if state is not None:
         if (converted := refuse_another(state, inputs.identity, request.resume_from is not None)) is not None:
             say(converted)
-    elif weights is None:
+    elif inputs.weights is None:
         say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model is untrained at its first step")
     if ranks is not None:
         begin(ranks, None if state is None else state.path)
@@ -205,34 +190,7 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
     reference_file = attach_base_reference(inputs, store)
     if reference_file is not None and leader is not None:
         leader.refer(reference_file)
-    return Session(
-        settings=settings,
-        plan=plan,
-        device=device,
-        machine=store,
-        store=store,
-        data=inputs.data,
-        n_steps=n_steps,
-        prediction=prediction,
-        identity=inputs.identity,
-        first_step=first_step,
-        weights=_weights_in_words(inputs),
-        tokenizer_from=inputs.folder if settings.tokenizer == "model" else None,
-        towers_from=towers_from,
-        checkpoint_bytes=each_bytes,
-        held_out=inputs.held_out,
-        prompts=inputs.prompts,
-        leader=leader,
-        stop=request.stop,
-    )
-
-
-def _weights_in_words(inputs: RunInputs) -> str:
-    settings, state = inputs.settings, inputs.state
-    if state is not None:
-        return f"{state.path}, after step {state.step}"
-    text = f"RANDOM, from scratch, by seed {settings.seed}" if inputs.weights is None else str(inputs.weights)
-    return text if settings.adapter is None else f"{text}, with the adapter {settings.adapter}"
+    return Session(inputs, plan, device, store, store, n_steps, prediction, first_step, leader=leader)
 
 
 def write_forward(request: RunRequest, path: Path) -> int:
@@ -267,19 +225,8 @@ def _emulated(request: RunRequest) -> Session:
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
     store = build(inputs, EmulatedRanks(n, max(1, n // n_hosts)) if n > 1 else None)
     scale = request.time_scale or time_scale_for(demands)
-    return Session(
-        settings=settings,
-        plan=plan,
-        device="emulated",
-        machine=EmulatedMachine(store, demands, region, scale),
-        store=store,
-        data=data,
-        n_steps=inputs.n_steps,
-        prediction=prediction,
-        scale=scale,
-        weights="random, of a tiny stand-in",
-        stop=request.stop,
-    )
+    machine = EmulatedMachine(store, demands, region, scale)
+    return Session(inputs, plan, "emulated", machine, store, inputs.n_steps, prediction, scale=scale)
 
 
 def _stand_in(plan: Plan) -> Plan:

@@ -242,12 +242,12 @@ class Trainer:
 
     def saver(self) -> Saver:
         """Return the saver of the session's checkpoints."""
-        session = self.session
+        session, inputs, identity = self.session, self.session.inputs, self.session.inputs.identity
 
         def fields(step: int) -> dict[str, Any]:
-            return {**session.identity, "data_position": session.data.position(step)}
+            return {**identity, "data_position": inputs.data.position(step)}
 
-        contents = Contents(fields, session.tokenizer_from, session.towers_from, session.head_config)
+        contents = Contents(fields, inputs.tokenizer_from, inputs.towers_from, inputs.head_config)
         state, settings = session.store.host, session.checkpoint
         return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
 

@@ -51,11 +51,11 @@ class Validation:
 def validations_of(session: Session, monitors: Monitors) -> tuple[Validation, ...]:
     """Return the validations in the settings."""
     validations = []
-    if session.held_out is not None:
+    if session.inputs.held_out is not None:
         perform = partial(_evaluate, session, monitors)
         validations.append(Validation("metrics.jsonl", "eval_loss", perform, session.settings.evaluation.first))
-    if session.prompts is not None:
-        validations.append(Validation("samples.jsonl", "prompt", partial(_sample, session, monitors, session.prompts)))
+    if session.inputs.prompts is not None:
+        validations.append(Validation("samples.jsonl", "prompt", partial(_sample, session, monitors, session.inputs.prompts)))
     return tuple(validations)
 
 
@@ -75,7 +75,7 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
 
 def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float]:
     """Run `evaluate` on up to `evaluation.max_sequences` held-out sequences. PlanError without held-out data."""
-    data, limit = session.held_out, session.settings.evaluation.max_sequences
+    data, limit = session.inputs.held_out, session.settings.evaluation.max_sequences
     if data is None:
         raise PlanError("no held-out data to evaluate on; name it in the settings, as evaluation.data")
     return evaluate(session.store, data.batch, min(limit, data.n_steps or limit), stop)

@@ -243,6 +243,8 @@ import torch
 from penstock.checkpoint import tensor_files
 from penstock.checkpoint.checkpoint import load_state
 from penstock.settings import CheckpointSettings, DataSettings, RunSettings
+from penstock.run_config import RunRequest
+from penstock.training.inputs import RunInputs
 from penstock.training.session import Session, predicted
 from penstock.training.trainer import Trainer
 from penstock.training.build import load_model
@@ -250,7 +252,7 @@ from penstock.runtime.host.slabs import give_back_freed
 from tests.checkpoints import save
 from tests.sessions import resumed
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan import Policy
+from penstock.runtime.plan import PlanFile, Policy
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
 
@@ -290,7 +292,8 @@ first = machine_for(plan_of(config, semantics_of("llama"), Policy()), TorchMachi
 owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned[b]]
 found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
 settings = RunSettings(DataSettings("text"), out=str(out), checkpoint=CheckpointSettings(background=False))
-session = Session(settings, first.plan, "cpu", first, first, Text(), 4, predicted(first.plan)[2])
+inputs = RunInputs(RunRequest(settings, PlanFile(first.plan, None)), first.plan, "cpu", Text())
+session = Session(inputs, first.plan, "cpu", first, first, 4, predicted(first.plan)[2])
 trainer, warm = Trainer(session, validations=()), out / "checkpoint-1"
 trainer.saver().save(1)
 load_model(first, warm, out)
