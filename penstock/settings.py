@@ -36,7 +36,6 @@ def flagged(default: Value, *arguments: Any, **options: Any) -> Value:
 # Not strict: numbers may be text, from a flag or from YAML 1.1, which reads `1e-5` as text.
 LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-LION = {"lr_fraction": 0.3, "beta2": 0.99}  # changes relative to AdamW (arXiv 2302.06675: a rate 3 to 10 times smaller)
 ADAPTERS_LR = 1e-4  # LoRA; QLoRA (arXiv 2305.14314) uses it for 33B and 65B, and 2e-4 for 7B and 13B
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _Rows = Literal["preference", "unpaired-preference", "rollouts", "labelled"]  # formats required by losses

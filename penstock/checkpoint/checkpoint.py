@@ -27,7 +27,7 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.host.host_state import HostState
 from penstock.runtime.host.rounding import Int8Moment, group_bytes
 from penstock.runtime.plan import Plan, Semantics
-from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.plan.optimizer import RULES, Optimizer
 from penstock.runtime.plan.train import Lora
 from penstock.runtime.plan.workload import Parameter
 
@@ -303,9 +303,11 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
             was, now = ({name: values.get(name) for name in _STATE_FIELDS} for values in (saved, value))
             if was != now and (saved | now) == value and was["optimizer"] in [*Optimizer]:
                 old, new = map(_state_in_words, (was, now))
-                rules = [str(values["optimizer"]).partition(":")[0] for values in (was, now)]
-                if not converts or rules == ["lion", "adamw"]:
-                    advice = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
+                rules = [RULES[Optimizer(str(values["optimizer"])).rule] for values in (was, now)]
+                lacking = [_PARTS[part] for part in rules[1].moments if part not in rules[0].moments]
+                if not converts or lacking:
+                    how = f"convert it, with --resume-from {state.path.name}"
+                    advice = f"{rules[0].name} keeps no {lacking[0]}" if converts else how
                     raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {advice}, {afresh}")
                 notes.append(f"the state of {old} becomes that of {new}: {_converted_in_words(was, now)}")
                 saved, is_another_rule = value, rules[0] != rules[1]

@@ -14,6 +14,7 @@ import click
 
 from penstock.run_config import ALSO_KNOWN_AS, advice, data_named
 from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.optimizer import RULES
 from penstock.runtime.units import parse_bytes, parse_count
 from penstock.settings import Flag, Fraction, settings_of
 
@@ -124,7 +125,7 @@ with_work = together(
     click.option(
         "--optimizer",
         metavar="WHAT",
-        help="adamw or lion, optionally with low-bit state: adamw:moments=int8,master=split24.  [default: adamw]",
+        help=f"{' or '.join(RULES)}, optionally with low-bit state: adamw:moments=int8,master=split24.  [default: adamw]",
     ),
     click.option(
         "--gpus",

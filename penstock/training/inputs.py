@@ -26,9 +26,9 @@ from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.layers.meta_models import difference
 from penstock.runtime.plan import Plan
-from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.optimizer import RULES, AdamW
 from penstock.runtime.plan.workload import has_towers
-from penstock.settings import ADAPTERS_LR, LION, RunSettings
+from penstock.settings import ADAPTERS_LR, RunSettings
 
 from .device import refuse_what_does_not_fit
 
@@ -131,11 +131,11 @@ def read_inputs(
 def with_defaults(request: RunRequest) -> RunRequest:
     """Return the request with learning rate and beta2. Defaults depend on the optimizer, and on adapters or full training."""
     optimizer, plan = request.settings.optimizer, request.file.plan
-    is_lion = plan.semantics.optimizer.rule == "lion"
-    if is_lion and optimizer.eps != AdamW().eps:
-        raise RunConfigError("optimizer.eps: the plan's optimizer is Lion, which has none; leave it out")
-    usual = (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR) * (LION["lr_fraction"] if is_lion else 1)
-    beta2 = optimizer.beta2 if optimizer.beta2 is not None else LION["beta2"] if is_lion else AdamW().beta2
+    rule = RULES[plan.semantics.optimizer.rule]
+    if not rule.has_eps and optimizer.eps != AdamW().eps:
+        raise RunConfigError(f"optimizer.eps: the plan's optimizer is {rule.name}, which has none; leave it out")
+    usual = (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR) * rule.lr_fraction
+    beta2 = optimizer.beta2 if optimizer.beta2 is not None else rule.beta2
     names = [p.name for block in plan.workload.blocks for p in block.parameters]
     for part in optimizer.no_decay:
         if not any(part in name for name in names):

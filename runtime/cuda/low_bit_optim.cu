@@ -2,7 +2,7 @@
 //
 // The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16; MOMENT also unsigned char, for int8
 // groups), IS_SPLIT (a bf16 weight has a remainder) and its type REMAINDER (short, or signed char for a 24-bit master), IS_STOCHASTIC
-// (a bf16 or 24-bit master is rounded stochastically) and IS_LION. A thread updates one element or one group at a time.
+// (a bf16 or 24-bit master is rounded stochastically) and IS_LION (IS_ADAMW is unused). A thread updates one element or one group at a time.
 
 __device__ float widened(float x) { return x; }
 __device__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }

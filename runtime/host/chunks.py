@@ -4,6 +4,8 @@
 parameter, which fill no vector register of torch's kernel.
 """
 
+import math
+
 import numpy as np
 import torch
 
@@ -31,6 +33,17 @@ def gradient_of(gradient: SummedGradient, start: int, end: int) -> torch.Tensor:
     return total.bfloat16().float() if gradient.is_rounded else total
 
 
+def scalars_of(step: UpdateArguments) -> list[float]:
+    """Scalar factors and terms of the update in the order of the kernels' arguments; each is rounded to fp32 once."""
+    lr, beta1, beta2, weight_decay, eps = step.settings.numbers
+    decay = 1 - lr * weight_decay
+    if step.rule == "lion":
+        return [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0]
+    root = math.sqrt(1 - beta2**step.n_updates)
+    correction = root if step.rounding is None else 1 / root  # torch's kernel divides, the others multiply
+    return [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -lr / (1 - beta1**step.n_updates)]
+
+
 def update(step: UpdateArguments, start: int, end: int) -> None:
     for begin in range(start, end, UPDATE_ELEMENTS):
         chunk = slice(begin, min(begin + UPDATE_ELEMENTS, end))
@@ -55,7 +68,7 @@ def _update_low_bit(step: UpdateArguments, chunk: slice, wide: torch.Tensor, gra
     """Update by the arithmetic and rounding of docs/optimizers.md."""
     assert step.rounding is not None
     (keys, is_master_stochastic, first), n = step.rounding, len(wide)
-    w, g, scalars = wide.numpy(), gradient.numpy(), np.array(step.scalars, np.float32)
+    w, g, scalars = wide.numpy(), gradient.numpy(), np.array(scalars_of(step), np.float32)
     groups = slice(group_bytes(chunk.start), group_bytes(chunk.stop))
     source = (step.source or step.target).moments
     m, *rest = [

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from penstock.runtime.compiled import compiled_kernel, compiled_loop
 
 from . import rounding
-from .chunks import CHUNK_ELEMENTS, Scratch
+from .chunks import CHUNK_ELEMENTS, Scratch, scalars_of
 from .param_state import ParamState, SummedGradient, UpdateArguments
 from .rounding import GROUP, HALF, INFINITE, LARGEST, NEAREST, PACK, PACK_BYTES, SMALLEST, TURN
 
@@ -407,7 +407,7 @@ def update_of(step: UpdateArguments) -> Callable[[int, int, Scratch], None]:
     if stochastic is not None:
         random = stochastic.first, stochastic.keys, order(), order() if stochastic.is_master_stochastic else None
     summed = (parts[0], parts[-1]), len(parts), gradient.is_rounded, np.float32(step.factor)
-    scalars = np.array(step.scalars, np.float32)
+    scalars = np.array(scalars_of(step), np.float32)
 
     def run(start: int, end: int, scratch: Scratch) -> None:
         memory, arrays = bits(scratch.block), (target, source)

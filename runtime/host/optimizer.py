@@ -14,7 +14,7 @@ import torch
 from penstock.runtime.compiled import IS_COMPILED
 from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from penstock.runtime.errors import PlanError
-from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.optimizer import RULES, AdamW
 
 from . import chunks
 from .chunks import Scratch
@@ -71,7 +71,7 @@ class Step(UpdateArguments):
 
     def on_device(self, kernel: Kernel | None) -> None:
         """Update the whole parameter by a device kernel, or without one by the host tasks on this thread."""
-        (gradient,), master, scalars, keys = self.gradient.parts, self.target.master, self.scalars, list[int]()
+        (gradient,), master, scalars, keys = self.gradient.parts, self.target.master, chunks.scalars_of(self), list[int]()
         if kernel is None:
             scratch = Scratch()
             for task in self.tasks():
@@ -107,7 +107,8 @@ class KernelLayout(NamedTuple):
         if self.moments is None:
             return compile_kernel("adamw.cu", "update", **defined)
         defined |= {"REMAINDER": "signed char" if self.is_split and self.is_stochastic else "short"}
-        defined |= {"MOMENT": ELEMENT[self.moments], "IS_LION": int(self.rule == "lion"), "IS_STOCHASTIC": int(self.is_stochastic)}
+        defined |= {"MOMENT": ELEMENT[self.moments], "IS_STOCHASTIC": int(self.is_stochastic)}
+        defined |= {f"IS_{rule.upper()}": int(rule == self.rule) for rule in RULES}
         return compile_kernel("low_bit_optim.cu", "update_low_bit", **defined)
 
 
@@ -182,7 +183,7 @@ def probe_numbers(n: int, spread: int, seed: int) -> torch.Tensor:
 
 def _probe_state(layout: KernelLayout, n: int, seed: int) -> ParamState:
     """State of the kernel's layout, with numbers of all magnitudes."""
-    wide = (probe_numbers(n, 6, seed), probe_numbers(n, 6, seed + 9).square())[: 2 - (layout.rule == "lion")]
+    wide = (probe_numbers(n, 6, seed), probe_numbers(n, 6, seed + 9).square())[: len(RULES[layout.rule].moments)]
     if layout.moments is torch.uint8:
         wide = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(wide))
     remainder = torch.zeros(n, dtype=torch.int8 if layout.is_stochastic else torch.int16) if layout.is_split else None

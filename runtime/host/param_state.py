@@ -1,6 +1,5 @@
 """State of one flat parameter, its summed gradient, and the arguments of its update."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -115,14 +114,3 @@ class UpdateArguments:
     source: ParamState | None = None
     rule: str = "adamw"
     rounding: StochasticRounding | None = None
-
-    @property
-    def scalars(self) -> list[float]:
-        """Scalar factors and terms of the update in the order of the kernels' arguments; each is rounded to fp32 once."""
-        lr, beta1, beta2, weight_decay, eps = self.settings.numbers
-        decay = 1 - lr * weight_decay
-        if self.rule == "lion":
-            return [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0]
-        root = math.sqrt(1 - beta2**self.n_updates)
-        correction = root if self.rounding is None else 1 / root  # torch's kernel divides, the others multiply
-        return [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -lr / (1 - beta1**self.n_updates)]

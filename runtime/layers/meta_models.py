@@ -86,6 +86,9 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> hf.PreTra
     factory: Any = hf.AutoModelForImageTextToText if sees else hf.AutoModelForCausalLM
     model: hf.PreTrainedModel = factory.from_config(config, **options)
     hf.use_own_calls(model)
+    for part in model.modules():
+        if isinstance(kinds := getattr(part, "unique_layer_types", None), set):  # Gemma 4 makes its rotary tables in this order
+            part.unique_layer_types = sorted(kinds)  # type: ignore[assignment]
     if not sees:
         return model
     decoder, body = model.get_decoder(), model.base_model

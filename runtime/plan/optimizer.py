@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -18,6 +18,22 @@ Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$"
 # Bytes per element of state. The remainder of a split master is int16 or a signed byte; 32 int8 codes share a 2-byte scale
 STORED_BYTES: dict[str, float] = ITEM_BYTES | {"int16": 2, "byte": 1, "split24": 3, "int8": 34 / 32}
 MasterDtype = Literal[Dtype, "split24"]  # split24: a bf16 weight and 8 more bits
+
+
+class Rule(NamedTuple):
+    """Name, state and default hyperparameters of an update rule."""
+
+    name: str
+    moments: tuple[str, ...]  # names in checkpoints
+    lr_fraction: float  # default learning rate, relative to AdamW's
+    beta2: float  # default
+    has_eps: bool
+
+
+RULES = {
+    "adamw": Rule("AdamW", ("exp_avg", "exp_avg_sq"), 1.0, 0.999, has_eps=True),
+    "lion": Rule("Lion", ("exp_avg",), 0.3, 0.99, has_eps=False),  # arXiv 2302.06675: a rate 3 to 10 times smaller than AdamW's
+}
 
 
 class Optimizer(StrEnum):
@@ -39,8 +55,7 @@ class Optimizer(StrEnum):
     @property
     def moments(self) -> dict[str, str]:
         """Dtypes of moments by their names in checkpoints, such as `exp_avg`."""
-        names = ("exp_avg", "exp_avg_sq") if self.rule == "adamw" else ("exp_avg",)
-        return dict.fromkeys(names, self.partition("=")[2] or "fp32")
+        return dict.fromkeys(RULES[self.rule].moments, self.partition("=")[2] or "fp32")
 
     @property
     def moment_bytes(self) -> float:
@@ -54,7 +69,7 @@ class Optimizer(StrEnum):
         return 2 * self.state_bytes(master) + ITEM_BYTES[gradient]
 
 
-_HOW = "write adamw or lion, with dtypes below fp32: adamw:moments=bf16 or int8, lion:moments=bf16,master=bf16 or split24"
+_HOW = f"write {' or '.join(RULES)}, with dtypes below fp32: adamw:moments=bf16 or int8, lion:moments=bf16,master=bf16 or split24"
 MASTERS = ("fp32", "split24", "bf16")
 
 

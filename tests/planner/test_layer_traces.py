@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from penstock.planner.model.sizes import Kernels, evaluated, fitted, monomials
 from penstock.planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.layers.kernels import gate_of, is_rotary_call
+from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import Model, Workload
 from tests.every_type import tiny
@@ -167,6 +170,13 @@ def test_a_model_that_is_no_chain_of_layers_is_refused_with_why(model_type: str,
     with pytest.raises(WorkloadError, match=why) as caught:
         build_workload(model, Semantics(16, 2, 1, attention=supported_attention(model)[0]))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(find_spec("transformers.models.gemma4") is None, reason="this version of transformers has no Gemma 4")
+def test_rotary_tables_are_made_in_an_order_without_hashes() -> None:
+    """Transformers takes the order of a set of strings; a trace would differ with PYTHONHASHSEED."""
+    model: Any = meta_model(tiny_config("gemma4_text"), Semantics(8, 1, 1)).base_model
+    assert model.unique_layer_types == ["full_attention", "sliding_attention"]
 
 
 def test_layers_are_told_apart_by_what_they_compute() -> None:
