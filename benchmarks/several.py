@@ -1,7 +1,6 @@
 """Published runs on several GPUs against predictions.
 
-The section of docs/accuracy.md for `benchmarks/ledger.py`: runs of sharding systems (`benchmarks/sharded.py`), single layers, and
-another system next to our plan.
+A section of docs/accuracy.md: runs of sharding systems (`benchmarks/sharded.py`), single layers, another system next to our plan.
 """
 
 import math
@@ -21,6 +20,7 @@ from penstock.hwprofiles.components import Collective
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.scaled_profile import Group, faster, sped_up, with_quantities
+from penstock.planner.search.result import forward_flop
 from penstock.results import Planned
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.plan import Semantics
@@ -255,7 +255,7 @@ def layer_rows(published: Published) -> Iterator[str]:
         semantics = Semantics(row.seq, row.batch, row.batch)
         workload = build_workload(read_model(row.model), semantics)
         c, layer = SystemCosts(machine_of(row.machine), Software(), workload, semantics), workload.blocks[1]
-        reached = layer.forward_flop / row.forward_ms * 1e3 / TFLOP
+        reached = forward_flop(layer) / row.forward_ms * 1e3 / TFLOP
         forward = _milliseconds(c.forward(layer).uncontended_s, row.forward_ms)
         backward = _milliseconds(c.backward(layer).uncontended_s, row.backward_ms)
         yield f"| {row.model} | {row.batch} x {row.seq:,} | {forward} | {reached:.0f} | {backward} |"

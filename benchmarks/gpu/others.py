@@ -2,8 +2,7 @@
 
 PyTorch's FSDP2, DeepSpeed's ZeRO-3 and MegaTrain, set up like in their documentation or examples, on one device: bf16 compute,
 equal clipping norm, every layer recomputed from its input. All train the same few layers with their best settings: fastest
-micro-batch, torch's default attention, and a chunked loss. MegaTrain's code is imported from a user-named folder; no code of it is
-copied here.
+micro-batch, torch's default attention, and a chunked loss. MegaTrain's code is imported from a folder that the user names.
 """
 
 import importlib.util
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.search.result import forward_flop
 from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.train import ALL, Train, parse_train
@@ -110,7 +110,7 @@ def _flop_per_token(config: dict[str, Any], seq_len: int, train: Train = ALL) ->
     """Return FLOP of the model as in a plan's claim: forward plus twice the forward, causal half of attention, without recompute
     and without gradients of frozen weights."""
     blocks = build_workload(Model(config), Semantics(seq_len, 1, 1, train=train)).blocks
-    return sum(3 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen) for block in blocks) / seq_len
+    return sum(3 * forward_flop(block) - sum(m.flop for m in block.matmuls if m.frozen) for block in blocks) / seq_len
 
 
 def _config_of(request: Request, n_layers: int | None) -> dict[str, Any]:

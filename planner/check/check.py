@@ -8,11 +8,12 @@ covers all steps, and two repetitions of a long step any number.
 from graphlib import CycleError, TopologicalSorter
 
 from penstock.hwprofiles.schema import Profile
+from penstock.planner.predict.abridged import shortened
 from penstock.planner.predict.memory import footprint, short_of
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, Lane, Plan, Slot, Update
 from penstock.runtime.plan.legality import refuse_illegal
-from penstock.runtime.plan.plan import refuse_malformed, shortened, unrolled
+from penstock.runtime.plan.plan import refuse_malformed, unrolled
 from penstock.runtime.units import show_bytes
 
 from .contract import check_arenas, check_ops, check_repeat

@@ -5,10 +5,11 @@ their real times minus the duration of the omitted repetitions. Consumers of tim
 """
 
 from collections import defaultdict
+from dataclasses import replace
 
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Plan, Repeat
-from penstock.runtime.plan.plan import shortened, unrolled
+from penstock.runtime.plan.plan import unrolled
 from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 WARM_UP_STEPS = 2  # skipped: they fill caches and the pipeline
@@ -72,3 +73,14 @@ def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
                 shifts_s.append(min(later) - max(first))
         cuts_s[step] = max(0.0, min(shifts_s, default=0.0))
     return cuts_s
+
+
+def shortened(plan: Plan, times: int) -> Plan:
+    """Return the plan of a step with fewer micro-batches, in which repeated ops run `times` times."""
+    repeat = plan.repeat
+    assert repeat is not None, "the plan repeats something"
+    assert 2 <= times <= repeat.times, "times must be from 2 to repeat.times"
+    n_fewer = (repeat.times - times) * repeat.micro_batches
+    semantics = replace(plan.semantics, batch_size=plan.semantics.batch_size - n_fewer * plan.semantics.micro_batch)
+    later = (op if op.micro_batch is None else replace(op, micro_batch=op.micro_batch - n_fewer) for op in plan.ops[repeat.end :])
+    return replace(plan, semantics=semantics, ops=(*plan.ops[: repeat.end], *later), repeat=replace(repeat, times=times))

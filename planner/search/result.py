@@ -52,6 +52,10 @@ class SearchResult:
         return self.baselines | ({} if self.resident is None else {"resident": self.resident.to_json()})
 
 
+def forward_flop(block: Block) -> int:
+    return sum(m.flop for m in block.matmuls) + (block.attention.flop if block.attention else 0)
+
+
 def model_flop(plan: Plan) -> int:
     """Model FLOP of one step, the convention for MFU: forward plus twice that for backward, without recompute, with the causal half
     of attention. Frozen weights have no gradient."""
@@ -59,7 +63,8 @@ def model_flop(plan: Plan) -> int:
     first = plan.workload.first_trained
 
     def block_flop(block: Block, is_trained: bool) -> int:
-        return block.forward_flop + is_trained * (2 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen))
+        forward = forward_flop(block)
+        return forward + is_trained * (2 * forward - sum(m.flop for m in block.matmuls if m.frozen))
 
     return sum(count * sum(block_flop(block, b >= first) for b, block in enumerate(plan.blocks_of(m))) for m, count in counts)
 

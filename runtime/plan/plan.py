@@ -183,14 +183,3 @@ def _written_out(op: Op, repeat: Repeat, repetition: int | None) -> Op:
             number, distance = (number + source * repeat.n_ops, 0) if source >= 0 else (number + last, 1)
         waits.append(Wait(number, distance))
     return replace(repeat.op(op, repetition or 0), waits=tuple(dict.fromkeys(waits)))
-
-
-def shortened(plan: Plan, times: int) -> Plan:
-    """Return the plan of a step with fewer micro-batches, in which repeated ops run `times` times."""
-    repeat = plan.repeat
-    assert repeat is not None, "the plan repeats something"
-    assert 2 <= times <= repeat.times, "times must be from 2 to repeat.times"
-    n_fewer = (repeat.times - times) * repeat.micro_batches
-    semantics = replace(plan.semantics, batch_size=plan.semantics.batch_size - n_fewer * plan.semantics.micro_batch)
-    later = (op if op.micro_batch is None else replace(op, micro_batch=op.micro_batch - n_fewer) for op in plan.ops[repeat.end :])
-    return replace(plan, semantics=semantics, ops=(*plan.ops[: repeat.end], *later), repeat=replace(repeat, times=times))

@@ -140,10 +140,6 @@ class Block:
         """Owned parameters: a tied weight counts in its owner only."""
         return sum(p.n_elements for p in self.parameters if p.tied_to is None)
 
-    @cached_property
-    def forward_flop(self) -> int:
-        return sum(m.flop for m in self.matmuls) + (self.attention.flop if self.attention else 0)
-
     def recompute(self, saved: Saved) -> Tier | None:
         """Return the recomputation in backward: the whole forward for input, nothing for all; None if there is no such tier."""
         return self._recomputes.get(saved)

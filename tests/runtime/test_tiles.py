@@ -11,6 +11,7 @@ from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.workload import build_workload
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.search.micro_batch import sizes_of
+from penstock.planner.search.result import forward_flop
 from penstock.planner.search.search import search
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
@@ -96,7 +97,7 @@ def test_tiles_do_the_same_work_and_add_their_sums(model_type: str) -> None:
 
     assert blocks_of(160) == blocks_of(10**6) == blocks_of(None)
     for untiled, tiled in zip(blocks_of(None), blocks_of(48), strict=True):
-        assert (untiled.forward_flop, untiled.parameters) == (tiled.forward_flop, tiled.parameters)
+        assert (forward_flop(untiled), untiled.parameters) == (forward_flop(tiled), tiled.parameters)
         weights = sum(p.n_elements for p in tiled.parameters if ".mlp." in p.name or "post_feedforward" in p.name)
         assert (untiled.tile_sum_bytes, tiled.tile_sum_bytes) == (0, weights * (4 + 4 * (4 + 8)))  # four tiles, fp32
     wide, narrow = ([blocks_of(16, n, **size)[0] for n in (1024, 4096)] for size in ({"intermediate_size": 128}, {}))
