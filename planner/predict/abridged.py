@@ -76,9 +76,9 @@ def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
 
 
 def shortened(plan: Plan, times: int) -> Plan:
-    """Return the plan of a step with fewer micro-batches, in which repeated ops run `times` times."""
+    """Return the plan of a step with fewer micro-batches: repeated ops run `times` times."""
     repeat = plan.repeat
-    assert repeat is not None, "the plan repeats something"
+    assert repeat is not None, "a plan with a repeated section"
     assert 2 <= times <= repeat.times, "times must be from 2 to repeat.times"
     n_fewer = (repeat.times - times) * repeat.micro_batches
     semantics = replace(plan.semantics, batch_size=plan.semantics.batch_size - n_fewer * plan.semantics.micro_batch)
