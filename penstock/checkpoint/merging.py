@@ -64,10 +64,7 @@ def merge(
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
     if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
         raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter changes; give the weights of this model")
-    for stack, (_, *sides) in stacks.items():
-        if len(factors[f"{stack_factors(stack)}.lora_B.weight"]) != sides[conversion_of(config).is_transposed]:
-            problem = f"treats the outputs of {stack} as inputs, like older versions of PEFT"
-            raise CheckpointError(f"{adapter}: {problem}; merge it with such a version")
+    _refuse_swapped_sides(adapter, factors, stacks, conversion_of(config).is_transposed)
 
     def merged(source: Path) -> Iterator[Tensor]:
         nonlocal n_done_bytes
@@ -84,21 +81,33 @@ def merge(
             on_tensor(name, n_done_bytes, n_bytes)
 
     with new_folder(out) as folder:
-        if n_bytes > (n_free_bytes := shutil.disk_usage(folder).free):
-            sizes = f"takes {show_bytes(n_bytes)}, and {show_bytes(n_free_bytes)} are free"
-            raise CheckpointError(f"{out}: {sizes}; make room, or choose another --out")
+        _refuse_full_disk(folder, out, n_bytes)
         for source, shard in shards.items():
             write_tensors(folder / source.name, shard, merged(source))
         # config.json last: without it nothing loads an incomplete folder
         for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
-            if (base / name).is_file():
+            if (path := base / name).is_file():
                 changes = (is_mxfp4 and not keeps_packed) or heads
-                path = base / name
                 content = _changed(path, shards, n_bytes, head_config, keeps_packed) if changes else path.read_bytes()
                 write_new(folder / name, [content])
     suffix = ", and a head that scores sequences" if heads else ""
     n_adapted = (len(factors) - len(heads)) // 2
     return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{suffix}"
+
+
+def _refuse_full_disk(folder: Path, out: Path, n_bytes: int) -> None:
+    if n_bytes > (n_free_bytes := shutil.disk_usage(folder).free):
+        sizes = f"takes {show_bytes(n_bytes)}, and {show_bytes(n_free_bytes)} are free"
+        raise CheckpointError(f"{out}: {sizes}; make room, or choose another --out")
+
+
+def _refuse_swapped_sides(
+    adapter: Path, factors: Mapping[str, Tensor], stacks: Mapping[str, tuple[int, ...]], is_transposed: bool
+) -> None:
+    for stack, (_, *sides) in stacks.items():
+        if len(factors[f"{stack_factors(stack)}.lora_B.weight"]) != sides[is_transposed]:
+            problem = f"treats the outputs of {stack} as inputs, like older versions of PEFT"
+            raise CheckpointError(f"{adapter}: {problem}; merge it with such a version")
 
 
 def _put_head(shards: dict[Path, dict[str, Tensor]], config: Mapping[str, Any], heads: Mapping[str, tuple[int, ...]]) -> None:
