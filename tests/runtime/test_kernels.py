@@ -15,6 +15,7 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from penstock.model_checks.missing_kernels import refuse_missing_libraries
 from penstock.planner.model.kernels import FUSED
 from penstock.planner.model.workload import build_workload, fusible
 from penstock.runtime.compute.blocks import Templates
@@ -222,7 +223,7 @@ def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.
     assert len(lengths) == 6
     for device, why in (("cpu", "needs a GPU"), ("cuda", "not installed here: pip install causal-conv1d")):
         with pytest.raises(PlanError, match=f"causal_conv1d_fn, which .*{why}.* plan again with --kernels eager$"):
-            kernels.refuse_missing_libraries(named, device)
+            refuse_missing_libraries(named, device)
 
 
 def test_other_models_of_transformers_keep_their_kernels() -> None:

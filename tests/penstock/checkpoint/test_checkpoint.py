@@ -162,17 +162,17 @@ def test_a_state_of_another_optimizer_is_refused_or_converted(target: str, tmp_p
     first, then = train(session_of(tmp_path, policy, every=2), 2), session_of(tmp_path, policy, **LEAN[target])
     state = load_state(latest(tmp_path))
     with pytest.raises(CheckpointError, match=r"adamw with fp32 masters, not of .*; convert it, with --resume-from ch"):
-        refuse_another(state, then.identity)
-    words = refuse_another(state, then.identity, converts=True)
+        refuse_another(state, then.inputs.identity)
+    words = refuse_another(state, then.inputs.identity, converts=True)
     assert words is not None
     assert f"the state of adamw with fp32 masters becomes that of {LEAN[target]['optimizer']} with " in words
     master, first_moment, second_moment = CONVERTED[target]
     change = f"{master} masters rounded stochastically: its master is rounded to {master}" if master else ": its master is kept"
     assert words.endswith(f"{change}, its first moment is rounded to {first_moment}, its second moment is {second_moment}")
-    changed = then.identity | {"optimizer": then.identity["optimizer"] | {"weight_decay": 0.5, "lr": 0.5}}
+    changed = then.inputs.identity | {"optimizer": then.inputs.identity["optimizer"] | {"weight_decay": 0.5, "lr": 0.5}}
     with pytest.raises(CheckpointError, match=r"another optimizer or schedule: (lr|weight_decay) was"):
         refuse_another(state, changed, converts=True)
-    put_back(state, then.store.host, then.data)
+    put_back(state, then.store.host, then.inputs.data)
     for converted, source in zip(state_of(then.store)[:2], state_of(first.store), strict=False):
         assert all(torch.equal(converted[name], source[name].to(converted[name].dtype)) or "master" in target for name in converted)
     train(replace(then, first_step=2), 4)
@@ -181,9 +181,9 @@ def test_a_state_of_another_optimizer_is_refused_or_converted(target: str, tmp_p
     assert n_bytes == pytest.approx(semantics.optimizer.state_bytes(semantics.saved_state["master"]), rel=0.05)
     if target.startswith("lion"):
         with pytest.raises(CheckpointError, match="Lion keeps no second moment, or start a new run"):
-            refuse_another(saved, first.identity, converts=True)
+            refuse_another(saved, first.inputs.identity, converts=True)
     else:
-        put_back(saved, first.store.host, first.data)
+        put_back(saved, first.store.host, first.inputs.data)
         for again, converted in zip(state_of(first.store), state_of(then.store), strict=True):
             assert all(torch.equal(again[name], converted[name].float()) for name in converted)
 
