@@ -57,7 +57,7 @@ __device__ void keep(unsigned char* groups, int first, int n, float* x, bool is_
 extern "C" __global__ void update_low_bit(
     WEIGHT* weight, REMAINDER* remainder, MOMENT* m, MOMENT* v, const GRADIENT* gradients, int n_elements, int first_turn,
     int weight_key, int m_key, int v_key, double scale, double s0, double s1, double s2, double s3, double s4, double s5, double s6) {
-    float new_m[GROUP], new_v[GROUP];  // s0 .. s6: `param_state.UpdateArguments.scalars`
+    float new_m[GROUP], new_v[GROUP];  // s0 .. s6: `chunks.scalars_of`
     for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < (n_elements + GROUP - 1) / GROUP; k += gridDim.x * blockDim.x) {
         const int begin = k * GROUP, n = n_elements - begin < GROUP ? n_elements - begin : GROUP;
         const unsigned turn = first_turn + (begin >> 16);

@@ -51,10 +51,10 @@ def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, K
     """CUDA kernels of the gradient norm: the sum of squares per chunk, and the sum over chunks. PlanError if a GPU's bits differ
     from the host's."""
     defined: dict[str, Any] = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
+    sample = torch.randn(2 * CHUNK_ELEMENTS + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
     result: object = None
     try:
         squares, sums = (compiled_kernel("squares.cu", name, device=device, **defined) for name in ("squares", "sums"))
-        sample = torch.randn(2 * CHUNK_ELEMENTS + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
         out = torch.zeros(1, dtype=torch.float64, device=device)
         squares_at_once([[sample.to(device)]], out, squares, sums)
         result = out.item()

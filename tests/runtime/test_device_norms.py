@@ -151,6 +151,15 @@ def test_the_kernels_of_a_gpu_give_the_hosts_bits_in_cpp_too(dtype, tmp_path):
         assert total == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-6)
 
 
+def test_kernels_that_do_not_compile_are_refused_in_one_line(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(norms, "compiled_kernel", fail)
+    with pytest.raises(PlanError, match=r"cpu does not sum squares to the host's bits here \(no compiler\); plan with --policy"):
+        norms.squares_kernels(torch.device("cpu"), torch.bfloat16)
+
+
 @pytest.mark.gpu
 @given(gradients_drawn)
 @settings(deadline=None, max_examples=50, derandomize=True)
