@@ -40,14 +40,14 @@ def user_loss(loss: Function | str, by_file: bool | None = None) -> LossFunction
     called = getattr(function, "__name__", type(function).__name__)
     if not inspect.isfunction(function) or not called.isidentifier():
         raise PlanError(f"loss: {called[:60]} is no plain function with a name; define one")
-    if content is None and (names := function.__code__.co_freevars):
+    if (content is None or not by_file) and (names := function.__code__.co_freevars):
         problem = f"uses {names[0][:40]} of the function around it, which is no part of its source"
         raise PlanError(f"loss: {called} {problem}; put it into a file, and give it as FILE.py:{called}")
     try:
         if by_file:
             content = content or Path(inspect.getsourcefile(function) or "").read_bytes()
         else:
-            content = inspect.getsource(function).encode()
+            content = inspect.getsource(function.__code__).encode()  # not of a function that it wraps
     except OSError:
         raise PlanError(f"loss: the source of {called} cannot be read, and a plan needs its hash; define it in a file") from None
     parameters = inspect.signature(function).parameters.values()
@@ -59,8 +59,8 @@ def user_loss(loss: Function | str, by_file: bool | None = None) -> LossFunction
         raise PlanError(f"loss: {called}({', '.join(required)[:80]}) has the parameters of no kind of loss: {_KINDS}")
     kind = kinds[0]
     extras = tuple(dict.fromkeys(_extra(n, kind, called) for n in required if n not in ARGUMENTS[kind]))
-    place = Path(loss.rpartition(":")[0]).name if isinstance(loss, str) else "python"
-    named = Objective(f"{place}:{called}", {}, kind, extras, sha256=hashlib.sha256(content).hexdigest())
+    path, _, name = loss.rpartition(":") if isinstance(loss, str) else ("python", "", called)
+    named = Objective(f"{Path(path).name}:{name}", {}, kind, extras, sha256=hashlib.sha256(content).hexdigest())
     return LossFunction(replace(named, wide=_checked_width(LossFunction(named, function), called)), function)
 
 
@@ -73,7 +73,11 @@ def planned_loss(objective: Objective, function: Function | str | None) -> LossF
     if function is None:
         where = objective.name.replace("python:", "FILE.py:")
         raise PlanError(f"the plan's loss is a function, {objective.name}: name its file with --loss {where}")
-    loss = user_loss(function, by_file=not objective.name.startswith("python:"))
+    by_file = not objective.name.startswith("python:")
+    loss = user_loss(function, by_file)
+    given, planned = (of.name.rpartition(":")[2] for of in (loss.objective, objective))
+    if by_file and given != planned:  # a file's hash is that of all its functions
+        raise PlanError(f"the function {loss.objective.name} is not the plan's, {objective.name}: give that one, or plan again")
     if replace(loss.objective, name=objective.name) != objective:
         raise PlanError(f"the function {loss.objective.name} has another source than the plan's, or is of another kind; plan again")
     return LossFunction(objective, loss.function)

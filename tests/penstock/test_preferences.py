@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import pyarrow.parquet
@@ -365,6 +365,26 @@ def test_the_file_of_a_function_is_part_of_its_plan(tmp_path):
             planned_loss(replace(loss.objective, of=LossUnit.TOKENS), f"{path}:f")
     assert [len({one[i] for one in digests}) for i in (0, 1)] == [3, 2]
     assert len(digests) == 3
+
+
+def test_a_plan_takes_no_other_function_of_its_file(tmp_path):
+    """Also if a function around them made both, with one source and name."""
+    source = "def made(k):\n    def f(logps, n_tokens):\n        return -k * logps\n    return f\none, two = made(1), made(2)\n"
+    path = tmp_path / "own.py"
+    path.write_text(source)
+    planned = user_loss(f"{path}:one").objective
+    assert planned.name == "own.py:one"
+    assert planned_loss(planned, f"{path}:one").objective == planned
+    with pytest.raises(PlanError, match=r"own\.py:two is not the plan's, own\.py:one"):
+        planned_loss(planned, f"{path}:two")
+
+
+def test_a_wrapper_has_its_own_source():
+    @wraps(grpo)
+    def twice(logits, targets, advantage, sampled):
+        return 2 * grpo(logits, targets, advantage, sampled)
+
+    assert user_loss(twice).objective.sha256 != user_loss(grpo).objective.sha256
 
 
 def test_the_source_of_a_function_in_python_is_part_of_its_plan(tmp_path):
