@@ -75,8 +75,8 @@ def planned_loss(objective: Objective, function: Function | str | None) -> LossF
         raise PlanError(f"the plan's loss is a function, {objective.name}: name its file with --loss {where}")
     by_file = not objective.name.startswith("python:")
     loss = user_loss(function, by_file)
-    given, planned = (of.name.rpartition(":")[2] for of in (loss.objective, objective))
-    if by_file and given != planned:  # a file's hash is that of all its functions
+    name, planned_name = (x.name.rpartition(":")[2] for x in (loss.objective, objective))
+    if by_file and name != planned_name:  # a file's hash is that of all its functions
         raise PlanError(f"the function {loss.objective.name} is not the plan's, {objective.name}: give that one, or plan again")
     if replace(loss.objective, name=objective.name) != objective:
         raise PlanError(f"the function {loss.objective.name} has another source than the plan's, or is of another kind; plan again")
