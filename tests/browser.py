@@ -1,6 +1,6 @@
 """Headless Chromium: run a script in a page, and take screenshots.
 
-`python -m tests.browser demo/out/report.html docs/report.png '#waterfall'` captures the page from its top to the start of that
+`python -m tests.browser report.html docs/report.png '#waterfall'` captures the page from its top to the start of that
 element; without one, the whole page.
 """
 
