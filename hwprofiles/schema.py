@@ -251,7 +251,8 @@ def _explained(error: ValidationError) -> str:
             missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == tuple(parents)]
             known = {name for part in Part.__subclasses__() for name in part.model_fields} - {key}
             near = get_close_matches(str(key), missing, 1, 0.4) or get_close_matches(str(key), known)
-            return f"{place}: unknown key; {f'write {near[0]}' if near else 'remove it'}"
+            is_removed = place in ("disk.write_bytes_per_s", "disk.endurance_bytes")  # keys of earlier versions
+            return f"{place}: unknown key; {f'write {near[0]}' if near and not is_removed else 'remove it'}"
         case "missing":
             return f"{place}: missing; add it, with its unit as named, or make the profile again with `penstock probe`"
         case "literal_error" if place == "format_version":

@@ -31,7 +31,7 @@ _KINDS = "; or ".join(f"{kind}: {', '.join(names)}" for kind, names in ARGUMENTS
 def user_loss(loss: Function | str, by_file: bool | None = None) -> LossFunction:
     """Return the loss of a function, or of `FILE.py:FUNCTION`. Its objective holds its name, a SHA-256, and the extras it needs.
 
-    The SHA-256 is that of the function's source or, if `by_file`, of the whole file (default: for `FILE.py:FUNCTION`). PlanError,
+    The SHA-256 is that of the source and defaults or, if `by_file`, of the whole file (default: for `FILE.py:FUNCTION`). PlanError,
     in one line, for a function that is no loss: it returns a mean, another shape or non-finite values, has no gradient, computes
     positions that depend on each other, or changes its arguments.
     """
@@ -40,14 +40,17 @@ def user_loss(loss: Function | str, by_file: bool | None = None) -> LossFunction
     called = getattr(function, "__name__", type(function).__name__)
     if not inspect.isfunction(function) or not called.isidentifier():
         raise PlanError(f"loss: {called[:60]} is no plain function with a name; define one")
-    if (content is None or not by_file) and (names := function.__code__.co_freevars):
-        problem = f"uses {names[0][:40]} of the function around it, which is no part of its source"
+    own_parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    unplain = [p.name for p in own_parameters if not isinstance(p.default, (int, float, str, type(None), type))]
+    if (content is None or not by_file) and (names := [*function.__code__.co_freevars, *unplain]):
+        problem = f"uses {names[0][:40]}, whose value is no part of its source"
         raise PlanError(f"loss: {called} {problem}; put it into a file, and give it as FILE.py:{called}")
     try:
         if by_file:
             content = content or Path(inspect.getsourcefile(function) or "").read_bytes()
         else:
-            content = inspect.getsource(function.__code__).encode()  # not of a function that it wraps
+            source = inspect.getsource(function.__code__)  # not of a function that it wraps
+            content = f"{source}{function.__defaults__ or ''}{function.__kwdefaults__ or ''}".encode()
     except OSError:
         raise PlanError(f"loss: the source of {called} cannot be read, and a plan needs its hash; define it in a file") from None
     parameters = inspect.signature(function).parameters.values()

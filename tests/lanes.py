@@ -17,6 +17,7 @@ def mostly_slow(names: Any, values: Iterable[Any], fast: Collection[int] = EVERY
     is_single = isinstance(names, str) and "," not in names
     cases = [value if isinstance(value, Case) else pytest.param(*([value] if is_single else value)) for value in values]
     slow = [pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.slow]) for case in cases]
+    assert any(i in fast for i in range(len(cases))), "the fast lane runs a case of every test"
     return pytest.mark.parametrize(names, [cases[i] if i in fast else slow[i] for i in range(len(cases))], **options)
 
 

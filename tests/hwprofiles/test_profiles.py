@@ -208,6 +208,9 @@ def test_a_misspelled_key_is_answered_and_a_missing_one_named() -> None:
         assert f"{place.removesuffix(key)}{wrong}: unknown key; write {key}" in refusal(fields)
         del holder[wrong]
         assert f"{place}: missing" in refusal(fields)
+    rate = fields_of(PROBED)["device"]["memory_bytes"]
+    old = {"disk": {"read_bytes_per_s": rate, "endurance_bytes": rate}}
+    assert "disk.endurance_bytes: unknown key; remove it" in refusal(fields_of(PROBED) | old)
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,18 @@ def test_a_wrapper_has_its_own_source():
     assert user_loss(twice).objective.sha256 != user_loss(grpo).objective.sha256
 
 
+def test_defaults_that_a_factory_computes_are_part_of_a_functions_hash():
+    def made(k):
+        def f(logps, n_tokens, k=k):
+            return -k * logps
+
+        return f
+
+    assert user_loss(made(1.0)).objective.sha256 != user_loss(made(2.0)).objective.sha256
+    with pytest.raises(PlanError, match=r"uses k, whose value is no part of its source; put it into a file"):
+        user_loss(made(torch.ones(1)))
+
+
 def test_the_source_of_a_function_in_python_is_part_of_its_plan(tmp_path):
     """A file that holds the same function can train the plan, and a function of the same file a plan of that file."""
     (tmp_path / "own.py").write_text(f"import torch\nimport torch.nn.functional as F\n{inspect.getsource(grpo)}")
@@ -404,7 +416,7 @@ def test_a_function_with_variables_around_it_is_refused_in_a_line():
     def weighted(logps, n_tokens):
         return -logps * weight
 
-    with pytest.raises(PlanError, match=r"uses weight of the function around it.*FILE\.py:weighted") as error:
+    with pytest.raises(PlanError, match=r"uses weight, whose value is no part of its source.*FILE\.py:weighted") as error:
         user_loss(weighted)
     assert "\n" not in str(error.value)
 
