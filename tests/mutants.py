@@ -325,6 +325,12 @@ SAMPLES: tuple[dict[str, Any], ...] = (
     {"n_micro_batches": 2, "accumulation_group": 2, "device_blocks": (0, 3, 4), "speculate_blocks": (2,), "gradient_slots": 2},
     {"tied": True, "device_blocks": (1, 2, 3), "resident_blocks": (4,), **IN_FP32},
     {"n_layers": 2, "n_micro_batches": 4, "sum_groups": 4, "accumulation_group": 4, "gradient_slots": 2},
+    # Sums on the device: mixed with sums on the host; with state and weights there; of a tied weight
+    {"n_micro_batches": 3, "sum_blocks": (0, 2, 4), "square_on_device": True, "gradient_slots": 2, "speculate_blocks": (1,)},
+    {"n_micro_batches": 4, "sum_groups": 2, "sum_blocks": (0, 1, 3, 4), "device_blocks": (0, 3), "resident_blocks": (1, 3)},
+    {"n_micro_batches": 2, "tied": True, "sum_blocks": (0, 1, 4), "device_blocks": (0, 4), "resident_blocks": (0, 4), **IN_FP32},
+    {"n_micro_batches": 2, "tied": True, "accumulation_group": 2, "sum_blocks": (0, 4), "square_on_device": True},
+    {"n_layers": 2, "n_micro_batches": 4, "ranks": 2, "sum_groups": 2, "accumulation_group": 2, "sum_blocks": (0, 1, 2, 3)},
     {"n_layers": 2, "n_micro_batches": 4, "tied": True, "sum_groups": 2, "accumulation_group": 2},
     ADAPTED | {"n_layers": 4, "base": "int8", "device_blocks": (1, 2, 3, 4)},
     ADAPTED | BARRIER | {"n_micro_batches": 2, "tied": True, "base": "int8", "resident_blocks": (1,), "boundary_stride": 2},

@@ -68,7 +68,6 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
         return names.setdefault(term, len(names))
 
     last, blocks = plan.semantics.n_micro_batches - 1, plan.workload.blocks
-    reduced = plan.policy.accumulation_group > last
     held: dict[Slot, Any] = {source_slot(plan, b): name("initial", b) for b in range(len(blocks))}
     held |= {plan.state_slot(b): name("initial", b, "trained") for b in range(len(blocks))}
     results: list[Any] = []
@@ -111,7 +110,9 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                 sum_so_far = name("zero") if is_first or "sum" not in values else values["sum"]
                 total = new["sum"] = name("add", sum_so_far, term)
                 total = joined(total)
-                new["gradient"] = name("rounded", total) if reduced else total
+                if "tied" in values:
+                    total = new["sum"] = name("add tied", total, values["tied"])
+                new["gradient"] = name("rounded", total) if plan.sums_on_device(b) else total
             case Kind.EXCHANGE:
                 new = {"received": name("received", b), "gradient": name("of all ranks", b, values["sum"])}
             case Kind.SQUARE:
@@ -167,7 +168,9 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
         case "trained" | "shadow":
             return state_bytes(b)
         case "tied" if is_load:
-            return on_host(0)
+            return on_host(0) if slot.arena == "state" else state_bytes(0)
+        case "tied" if op.kind is Kind.BACKWARD:
+            return plan.gradient_elements(len(blocks) - 1) * FP32
         case "x":
             return blocks[b - 1].boundary_bytes
         case "y" | "spilled":
@@ -175,18 +178,18 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
         case "saved" | "offloaded":
             return plan.recompute(b).slot_bytes
         case "sum":
-            return plan.gradient_elements(b) * ITEM_BYTES["fp32" if plan.is_apart(b) else plan.sum_dtype(b)]
+            return plan.gradient_elements(b) * ITEM_BYTES["fp32" if plan.sums_in_place(b) else plan.sum_dtype(b)]
         case "into":
             return plan.gradient_elements(b) * FP32
         case "received":
             return 2 * ranks * plan.exchanged_elements() * FP32
         case "gradient" | "staged":
-            return plan.gradient_elements(b) // ranks * ITEM_BYTES[plan.gradient_dtype(b)]
+            return plan.sent_elements(b) * ITEM_BYTES[plan.gradient_dtype(b)]
         case "arrived" if op.kind is Kind.OFFLOAD_GRADIENT:
-            return plan.gradient_elements(b) // ranks * ITEM_BYTES[plan.gradient_dtype(b)]
+            return plan.sent_elements(b) * ITEM_BYTES[plan.gradient_dtype(b)]
         case "arrived" | "tied":
             target = b if name == "arrived" else len(blocks) - 1
-            return plan.gradient_elements(target) // ranks * ITEM_BYTES[plan.host_gradient_dtype(target)]
+            return plan.sent_elements(target) * ITEM_BYTES[plan.host_gradient_dtype(target)]
         case "squares":
             return FP64 * len(blocks[b].trained)
         case "norm":

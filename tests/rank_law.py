@@ -46,6 +46,7 @@ POLICIES = {
     "packed": Policy(prefetch_depth=2, resident_blocks=(1,)),
     "parts": Policy(update=Update.DEFERRED, gradient_slots=2, resident_blocks=(0, 1)),
     "table": Policy(update=Update.DEFERRED),
+    "summed": Policy(update=Update.DEFERRED, sum_blocks=(0, 1, 2, 3, 4), gradient_slots=2, speculate_blocks=(1,)),
 }
 SEMANTICS = {
     "eager": {"clip_norm": None},
@@ -61,7 +62,7 @@ SEMANTICS = {
 
 
 def case_of(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> tuple[dict, Semantics, Policy]:
-    """Return configuration, semantics of a rank, and policy with all micro-batches of the rank in one accumulation group."""
+    """Return configuration, semantics of a rank, and policy, usually with one accumulation group of all its micro-batches."""
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling", "adapters", "table")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
     fields = SEMANTICS.get(policy, {})
@@ -71,7 +72,10 @@ def case_of(model_type: str, policy: str, groups: int, batch: int, ranks: int) -
     total = semantics_of(model_type, batch_size=batch, sum_groups=groups, **pairs, **fields)
     semantics = total.shared_by(ranks)
     policy_of = POLICIES["plain" if policy in ("pairs", "balanced") else policy]
-    return config, semantics, replace(policy_of, accumulation_group=semantics.n_micro_batches)
+    n = semantics.n_micro_batches
+    if policy_of.sum_blocks and n > 1:  # several accumulation groups of a rank
+        return config, semantics, replace(policy_of, accumulation_group=n // 2)
+    return config, semantics, replace(policy_of, accumulation_group=n, sum_blocks=())
 
 
 def digest(state, reader, results) -> str:

@@ -12,7 +12,7 @@ from penstock.planner.predict.cost import costs, region_of
 from penstock.planner.predict.simulate import Prediction, simulate
 from penstock.planner.search.policies import Way, with_ways
 from penstock.runtime.plan import Plan, Policy, Semantics, Update
-from penstock.runtime.plan.legality import can_read, can_stay
+from penstock.runtime.plan.legality import can_read, can_stay, joins_tied, vocabulary
 from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -291,29 +291,47 @@ def policies(draw: st.DrawFn, semantics: Semantics, workload: Workload) -> Polic
     updates = list(Update) if eager_is_legal else [Update.BARRIER, Update.DEFERRED]
     update = draw(st.sampled_from(updates))
     gradient_slots = draw(st.integers(1, n + 1))
-    group = draw(st.integers(semantics.least_group, semantics.n_micro_batches))
+    saving = draw(_saving(workload))
+    may_sum = saving.get("boundary_stride", 1) == 1 and draw(st.booleans())
+    group = draw(st.integers(1 if may_sum else semantics.least_group, semantics.n_micro_batches))
     one_group = group == semantics.n_micro_batches
-    if trains_all:
-        on_device = _subset(draw, can_stay(workload, semantics)) if one_group and update is Update.DEFERRED else ()
-    else:
+    apart: tuple[int, ...] = ()
+    if not trains_all:
         can_be_apart = semantics.gradient_dtype == "fp32" and {*workload.mixed} <= {*can_stay(workload, semantics)}
-        on_device = workload.mixed if can_be_apart and draw(st.integers(0, 3)) else ()
+        apart = workload.mixed if can_be_apart and draw(st.integers(0, 3)) else ()
+    summed = _summed(draw, semantics, workload, apart, one_group) if may_sum else ()
+    on_device, is_joined = apart, joins_tied(workload, semantics, Policy(sum_blocks=summed))
+    if trains_all and update is Update.DEFERRED:
+        may_stay = [b for b in can_stay(workload, semantics) if is_joined or not workload.tied or 0 < b <= n]
+        on_device = _subset(draw, [b for b in may_stay if one_group or b in summed])
     speculating = _subset(draw, range(n + 2)) if update is Update.DEFERRED and trains_all else ()
-    resident = tuple(b for b in _subset(draw, range(n + 2)) if b not in on_device or not trains_all)
+    resident = _subset(draw, range(n + 2))
     on_disk = _subset(draw, can_read(workload, semantics))
     return Policy(
         disk_blocks=tuple(b for b in on_disk if b not in resident or b in on_device or not workload.blocks[b].trained),
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
         saved_slots=draw(st.integers(1, 3)),
-        square_on_device=one_group and trains_all and semantics.ranks == 1 and draw(st.booleans()),
+        square_on_device=(one_group or bool(summed)) and trains_all and semantics.ranks == 1 and draw(st.booleans()),
         device_blocks=on_device,
         accumulation_group=group,
         update=update,
         speculate_blocks=tuple(b for b in speculating if b not in on_device),
         resident_blocks=resident,
-        **draw(_saving(workload)),
+        sum_blocks=summed,
+        **saving,
     )
+
+
+def _summed(draw: st.DrawFn, semantics: Semantics, workload: Workload, apart: Sequence[int], one_group: bool) -> tuple[int, ...]:
+    """Sample blocks with sums on the device: the vocabulary's, and any layers."""
+    trained = [b for b, block in enumerate(workload.blocks) if block.trained and b not in apart]
+    of_vocabulary = [b for b in vocabulary(workload) if b not in apart]
+    if one_group:
+        return tuple(of_vocabulary) if workload.tied and semantics.ranks == 1 and not apart else ()
+    if semantics.ranks > 1:
+        return tuple(trained)
+    return tuple(sorted({*of_vocabulary, *_subset(draw, trained)}))
 
 
 @dataclass(frozen=True, slots=True)

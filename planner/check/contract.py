@@ -34,14 +34,14 @@ class _Rule(NamedTuple):
     has: Callable[[Shape, int], bool]
     often: Often = Often.STEP
 
-    def is_each(self, shape: Shape) -> bool:
-        """True if the step has one op per micro-batch."""
-        return self.often is Often.MICRO_BATCH or (self.often is Often.GRADIENT and not shape.reduced)
+    def is_each(self, shape: Shape, block: int) -> bool:
+        """True if the step has one op of the block per micro-batch."""
+        return self.often is Often.MICRO_BATCH or (self.often is Often.GRADIENT and block not in shape.summed_there)
 
 
 _RULES = {
     Kind.READ: _Rule(lambda s, b: b in s.on_disk, Often.USE),
-    Kind.LOAD: _Rule(lambda s, b: True, Often.USE),
+    Kind.LOAD: _Rule(lambda s, b: b not in s.in_place, Often.USE),
     Kind.GATHER: _Rule(lambda s, b: s.ranks > 1 and b in s.trained, Often.USE),
     Kind.DEQUANTISE: _Rule(lambda s, b: b in s.packed, Often.USE),
     Kind.FORWARD: _Rule(lambda s, b: b < s.head, Often.MICRO_BATCH),
@@ -54,7 +54,7 @@ _RULES = {
     Kind.FETCH_SAVED: _Rule(lambda s, b: b in s.saved_bytes, Often.MICRO_BATCH),
     Kind.EXCHANGE: _Rule(lambda s, b: s.ranks > 1 and b in s.trained),
     Kind.OFFLOAD_GRADIENT: _Rule(lambda s, b: b in s.trained and b not in s.on_device, Often.GRADIENT),
-    Kind.ACCUMULATE: _Rule(lambda s, b: b in s.trained and b not in s.on_device and not s.reduced, Often.MICRO_BATCH),
+    Kind.ACCUMULATE: _Rule(lambda s, b: b in s.trained and b not in s.summed_there, Often.MICRO_BATCH),
     Kind.SQUARE: _Rule(lambda s, b: b in s.squared),
     Kind.OFFLOAD_SQUARES: _Rule(lambda s, b: b in s.on_device),
     Kind.NORM: _Rule(lambda s, b: b in s.trained and b not in s.squared),
@@ -72,7 +72,7 @@ def check_ops(plan: Plan, shape: Shape) -> None:
     present, fitting = set[tuple[Kind, int, int | None]](), set[tuple[str, Slot, Kind, int]]()
     for i, op in enumerate(plan.ops):
         rule, key = _RULES[op.kind], (op.kind, op.block, op.micro_batch)
-        if not rule.has(shape, op.block) or (op.micro_batch is not None) != rule.is_each(shape):
+        if not rule.has(shape, op.block) or (op.micro_batch is not None) != rule.is_each(shape, op.block):
             raise wrong(i, op, "a plan with this policy has no such op")
         if key in present and (rule.often is not Often.USE or op.block in shape.resident):
             raise wrong(i, op, "occurs twice in a step")
@@ -86,7 +86,7 @@ def check_ops(plan: Plan, shape: Shape) -> None:
                 fitting.add(use)
     for (kind, rule), b in product(_RULES.items(), range(shape.n_blocks)):
         if rule.has(shape, b) and (rule.often is not Often.USE or b in shape.resident):
-            micro_batches: Sequence[int | None] = range(shape.n_micro_batches) if rule.is_each(shape) else (None,)
+            micro_batches: Sequence[int | None] = range(shape.n_micro_batches) if rule.is_each(shape, b) else (None,)
             for m in micro_batches:  # lazily, because a malicious plan may declare 2^50 of them
                 if (kind, b, m) not in present:
                     suffix = "" if m is None else f", micro-batch {m}"
@@ -147,11 +147,15 @@ def slots_of(name: str, s: Shape, op: Op) -> Sequence[Slots]:
         case "trained" if b in s.separate and not is_lookup:
             return [state_slot(s, b)]
         case "tied" if is_load and b == s.head and (s.tied if op.kind is Kind.GATHER else s.shares_weight):  # owned by block 0
-            return [one("state", 0)]
-        case "tied" if not is_load and b == 0 and s.tied:  # the head's part of a tied weight's gradient
+            return [source_slot(s, 0)]
+        case "tied" if op.kind is Kind.BACKWARD and b == 0 and s.joins_tied and op.micro_batch == s.n_micro_batches - 1:
+            return [("gradients" if s.head in s.summed_in_place else "sums", ANY)]  # the head's part, which the device adds
+        case "tied" if not is_load and op.kind is not Kind.BACKWARD and b == 0 and s.tied and not s.joins_tied:  # or the host
             return [("host_gradients", ANY)]
         case "weights" if op.kind is Kind.LOAD and b in s.packed:
             return [("packed", ANY)]
+        case "weights" if b in s.in_place and not is_lookup:
+            return [state_slot(s, b)]
         case "weights" if b in s.resident and not is_lookup:
             # Resident weights have a slot of their own: frozen ones are only loaded in the first step of a run.
             return [one("weights", s.n_streaming + s.resident[b])]
@@ -176,7 +180,7 @@ def slots_of(name: str, s: Shape, op: Op) -> Sequence[Slots]:
         case "staged":
             return [("staging", ANY)]
         case "arrived":
-            return [("staging" if op.kind is Kind.OFFLOAD_GRADIENT and not s.reduced else "host_gradients", ANY)]
+            return [("staging" if op.kind is Kind.OFFLOAD_GRADIENT and b not in s.summed_there else "host_gradients", ANY)]
         case "norm" if op.kind is Kind.CLIP:
             return [one("norm", trained) for trained in sorted(s.trained)]
         case "norm" if {Kind.OFFLOAD_GRADIENT: b in s.squared, Kind.UPDATE: s.eager}.get(op.kind, True):
@@ -205,8 +209,8 @@ def source_slot(shape: Shape, block: int) -> Slots:
 def _leaves_gradient(shape: Shape, op: Op) -> bool:
     """True if a micro-batch writes a gradient: the last one if the device sums, otherwise each one."""
     b, is_last = op.block, op.micro_batch == shape.n_micro_batches - 1
-    is_its_sum = shape.reduced and (shape.sums_itself(b) or shape.ranks > 1)
-    return b in shape.trained and b not in shape.separate and not is_its_sum and (is_last or not shape.reduced)
+    is_its_sum = b in shape.summed_there and (shape.sums_itself(b) or shape.ranks > 1)
+    return b in shape.trained - shape.summed_in_place and not is_its_sum and (is_last or b not in shape.summed_there)
 
 
 def _sums(shape: Shape, op: Op) -> list[Slots]:
@@ -214,12 +218,11 @@ def _sums(shape: Shape, op: Op) -> list[Slots]:
     b, joined = op.block, shape.summed_with(op.micro_batch or 0)
     if op.kind is Kind.ACCUMULATE:
         return [("host_gradients", ANY)] * len(joined)
-    if b in shape.separate:  # all micro-batches are added into the gradient, for any group size
-        return [("gradients", ANY)]
-    is_alone = shape.n_micro_batches == 1 and b != shape.head and shape.ranks == 1 and not shape.sums_itself(b)
-    if b not in shape.trained or not shape.reduced or is_alone:  # the head's single gradient is a sum over tiles of tokens
+    is_own = b in shape.summing | shape.summed_in_place
+    is_alone = shape.n_micro_batches == 1 and b != shape.head and shape.ranks == 1 and not (shape.sums_itself(b) or is_own)
+    if b not in shape.trained & shape.summed_there or is_alone:  # the head's single gradient is a sum over tiles of tokens
         return []
-    is_gradient = shape.sums_itself(b) and shape.ranks == 1
+    is_gradient = b in shape.summed_in_place or (shape.sums_itself(b) and shape.ranks == 1)
     return [("gradients" if is_gradient and together.start == 0 else "sums", ANY) for together in joined]
 
 
@@ -233,8 +236,11 @@ def n_bytes(name: str, s: Shape, op: Op) -> int:
             return s.own_bytes[b]
         case "frozen":
             return -(-s.frozen_bytes[b] // PAGE_BYTES) * PAGE_BYTES
+        case "tied" if op.kind is Kind.BACKWARD:
+            return FP32 * s.trained_elements[s.head]
         case "tied":
-            return s.host_bytes[0] if is_load else s.arrived_bytes[s.head]
+            in_memory = s.own_bytes if source_slot(s, 0)[0] == "device_state" else s.host_bytes
+            return in_memory[0] if is_load else s.arrived_bytes[s.head]
         case "packed" | "weights" if name == "packed" or (op.kind is Kind.LOAD and b in s.packed):
             return s.item_bytes * s.owned[b] * s.ranks + s.frozen_bytes[b]
         case "weights":

@@ -71,11 +71,14 @@ class _Memory:
         b, m, last = op.block, op.micro_batch, self.shape.n_micro_batches - 1
         for name, value in needs.items():
             if (slot := op.get(name)) is not None:
-                self.need(slot, value, b, None if name in _WEIGHTS else m)
+                is_state = name == "weights" and b in self.shape.in_place
+                self.need(slot, "state" if is_state else value, b, None if name in _WEIGHTS else m)
         if op.kind in (Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER):
             self.load()
         elif (tied := op.get("tied")) is not None:  # the head's part of the gradient
-            self.need(tied, "gradient", self.shape.head)
+            is_whole = op.kind is not Kind.BACKWARD or self.shape.head in self.shape.summed_in_place
+            part = ("gradient", None) if is_whole else (_sum_of(range(last + 1)), last)
+            self.need(tied, part[0], self.shape.head, part[1])
         if (x := op.get("x")) is not None:
             is_up = op.kind in (Kind.FORWARD, Kind.LOSS)
             came_back = "fetched " * (b - 1 in self.shape.offloaded) or "recomputed " * (b - 1 in self.shape.shared)
@@ -90,7 +93,7 @@ class _Memory:
                 if total is not None:  # without a gradient operand, the final sum is the gradient
                     self.add_up([total, *op.every("into")], m or 0, is_whole=m == last and gradient is None)
                 if gradient is not None:
-                    self.held[gradient] = _Content("gradient", b, None if self.shape.reduced else m, step)
+                    self.held[gradient] = _Content("gradient", b, None if b in self.shape.summed_there else m, step)
             case Kind.ACCUMULATE:
                 self.add_up([op["arrived"], *op.every("into")], m or 0, is_whole=m == last)
             case Kind.CLIP:

@@ -29,7 +29,8 @@ class Shape:
         self.n_micro_batches, self.group = s.n_micro_batches, policy.accumulation_group
         self.sum_groups = s.sum_groups  # groups of micro-batches with separate sums
         self.ranks = s.ranks  # data-parallel; the plan is one rank's part
-        self.reduced = policy.accumulation_group >= s.n_micro_batches  # one group: a gradient is offloaded once, complete
+        self.reduced = policy.accumulation_group >= s.n_micro_batches  # one group of micro-batches
+        self.summing = frozenset(policy.sum_blocks)  # gradient sums on the device have slots of their own
         of_head = blocks[self.head].parameters
         self.tied = any(p.tied_to is not None and not p.frozen for p in of_head)  # a trained weight belongs to two blocks
         self.shares_weight = any(p.tied_to is not None for p in of_head)  # trained or frozen, the head uses a weight of block 0
@@ -44,8 +45,18 @@ class Shape:
         self.shared = {b for b in range(self.head - 1) if b % policy.boundary_stride}  # output is recomputed
         self.trained = {b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters)}
         self.separate = {b for b in self.on_device if any(p.frozen for p in blocks[b].parameters)}  # frozen weights on the host
+        # Blocks with micro-batches summed on the device: the gradient is offloaded once, complete
+        self.summed_there = {b for b in range(self.n_blocks) if self.reduced or b in self.summing or b in self.separate}
+        self.summed_in_place = self.separate | (self.summing & self.on_device.keys())  # the sum is the gradient
+        self.joins_tied = self.tied and self.head in self.summing and s.ranks == 1  # the device adds both gradients
+        # Blocks that compute with the weights in their state on the device
+        whole_there = {b for b in self.on_device if b in self.resident and b not in self.separate}
+        self.in_place = {b for b in whole_there if not any(p.tied_to is not None for p in blocks[b].parameters)}
+        self.resident = _places(b for b in policy.resident_blocks if b not in self.in_place)
         self.squared = {  # gradient is squared on the device
-            b for b in range(self.n_blocks) if b in self.on_device or (policy.square_on_device and not self.sums_itself(b))
+            b
+            for b in range(self.n_blocks)
+            if b in self.on_device or (policy.square_on_device and b in self.summed_there and not self.sums_itself(b))
         }
         self.packed = {  # layers with quantized weights
             b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, s.base) for p in blocks[b].parameters)
@@ -76,24 +87,28 @@ class Shape:
         self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(in_memory)]
         # Gradient bytes per block of a rank's shard: on device and link, and on the host
         parts = [n // s.ranks for n in self.trained_elements]
+        if self.joins_tied:  # the head's gradient without the tied weight
+            parts[self.head] = self.owned[self.head]
         self.sent_bytes = [n * self._wire_bytes(b, ITEM_BYTES[s.gradient_dtype]) for b, n in enumerate(parts)]
-        self.arrived_bytes = self.sent_bytes if self.reduced else [n * FP32 for n in parts]
+        self.arrived_bytes = [self.sent_bytes[b] if b in self.summed_there else n * FP32 for b, n in enumerate(parts)]
         self.boundary_bytes = [b.boundary_bytes for b in blocks]
         self.saved_bytes = {b: _saved_bytes(plan, b) for b in policy.offload_blocks}
 
-    def _wire_bytes(self, block: int, layers_bytes: int) -> int:
+    def _wire_bytes(self, block: int, gradient_bytes: int) -> int:
         """Bytes per element of a block's gradient on device and link. Sums of the vocabulary's gradient are fp32."""
-        if block in self.separate or (self.is_vocab(block) and (self.tied or not self.reduced)):
+        if block in self.summed_in_place or self.sums_itself(block):
             return FP32
-        return layers_bytes if self.reduced else self.item_bytes
+        if block in self.summed_there:
+            return gradient_bytes
+        return FP32 if self.is_vocab(block) else self.item_bytes
 
     def is_vocab(self, block: int) -> bool:
         """True for the embedding and the head."""
         return block in (0, self.head)
 
     def sums_itself(self, block: int) -> bool:
-        """True if the gradient of the block is itself a sum, because its weight is tied."""
-        return self.tied and self.is_vocab(block)
+        """True if the gradient of the block is itself a sum, because its weight is tied and the host adds both parts."""
+        return self.tied and self.is_vocab(block) and not self.joins_tied
 
     def is_recomputed(self, block: int) -> bool:
         """True if the block's output is recomputed: it shares slots, and a backward reaches the last layer of its run."""

@@ -1,11 +1,11 @@
 """Memory layout of a plan: the arenas, each a list of slot sizes in bytes on the device or the host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from penstock.runtime.plan import Arena, Place, Policy, Setup, Slot, Update
 from penstock.runtime.plan.policy import LEAVE
-from penstock.runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
+from penstock.runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES
 
 N_STAGING_SLOTS = 2  # host slots for gradients of single micro-batches: one is filled while the other is added to the sum
 N_EAGER_SLOTS = 2  # host slots for layer gradients under eager updates: one is filled while the other is consumed
@@ -25,9 +25,16 @@ def n_streaming(plan: Setup) -> int:
     return 1 if plan.packed_slots else plan.policy.prefetch_depth + 1
 
 
+def resident_apart(plan: Setup) -> list[int]:
+    """Resident blocks with weights in slots of their own: others compute with the weights in their state on the device."""
+    return [b for b in plan.policy.resident_blocks if not plan.computes_in_place(b)]
+
+
 def weights_slot(plan: Setup, block: int) -> Slot:
     """Return the slot of the weights of a resident block, or of embedding or head."""
-    resident, n = plan.policy.resident_blocks, n_streaming(plan)
+    if plan.computes_in_place(block):
+        return plan.state_slot(block)
+    resident, n = resident_apart(plan), n_streaming(plan)
     return Slot("weights", n + 1 + resident.index(block) if block in resident else n)
 
 
@@ -49,7 +56,18 @@ def spill_ring_slots(group: int) -> int:
 
 def vocab_slot_is_sum(plan: Setup) -> bool:
     """True if the gradient slot of embedding and head is also their fp32 accumulator, so that no separate sum is allocated."""
-    return (plan.workload.tied and plan.semantics.ranks == 1) or not plan.reduced
+    return plan.reduced and plan.workload.tied and plan.semantics.ranks == 1 and not plan.joins_tied
+
+
+def n_vocab_sums(plan: Setup) -> int:
+    """Slots of `sums` that embedding and head share."""
+    return plan.semantics.n_sums - vocab_slot_is_sum(plan) if plan.reduced and not plan.joins_tied else 0
+
+
+def n_own_sums(plan: Setup, block: int) -> int:
+    """Slots of `sums` of the block alone: one per level of the tree, without the one in its gradient slot."""
+    is_own = block in plan.policy.sum_blocks or plan.is_apart(block)
+    return (plan.semantics.n_sums - plan.sums_in_place(block)) * is_own
 
 
 def sums_layers(plan: Setup) -> bool:
@@ -85,8 +103,9 @@ def arenas_of(plan: Setup) -> Iterator[Arena]:
 def _device_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
     item, slots = ITEM_BYTES[plan.semantics.compute_dtype], _per_block(plan, partial(slot_elements, plan))
-    layer_elements, vocab_elements = _largest(slots)
-    resident = [slots[b] * item for b in policy.resident_blocks]
+    stays = {*policy.resident_blocks}
+    layer_elements, vocab_elements = _largest([n * (b not in stays) for b, n in enumerate(slots)])
+    resident = [slots[b] * item for b in resident_apart(plan)]
     yield Arena("weights", Place.DEVICE, (*(layer_elements * item,) * n_streaming(plan), vocab_elements * item, *resident))
     if plan.packed_slots:
         largest_bytes = max(plan.uploaded(b)[1] for b in range(1, len(blocks) - 1))
@@ -100,9 +119,8 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     rings = [max(plan.of_tiers(blocks, "slot_bytes")) for blocks in offload_groups(policy)]
     if rings:
         yield Arena("saved", Place.DEVICE, tuple(_aligned(n_bytes) for n_bytes in rings for _ in range(policy.saved_slots)))
-    leaving, on_device = _per_block(plan, partial(gradient_slot_bytes, plan)), {*policy.device_blocks}
-    ranks = plan.semantics.ranks
-    layer_bytes, vocab_bytes = _largest([n_bytes * (b not in on_device) for b, n_bytes in enumerate(leaving)])
+    on_device = {*policy.device_blocks}
+    layer_bytes, vocab_bytes = _largest([gradient_slot_bytes(plan, b) * (b not in on_device) for b in range(len(blocks))])
     on_device_bytes = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
     yield Arena("gradients", Place.DEVICE, (*[layer_bytes] * policy.gradient_slots, vocab_bytes, *on_device_bytes))
     if policy.device_blocks:
@@ -111,11 +129,14 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     n_sums = plan.semantics.n_sums
     layer_elements, vocab_elements = _largest_gradients(plan, excluded=list(filter(plan.is_apart, policy.device_blocks)))
     sums = [layer_elements * ITEM_BYTES[plan.sum_dtype(1)]] * ((n_sums - 1 + n_whole_sums(plan)) * sums_layers(plan))
-    n_vocab_sums = (n_sums if plan.reduced else 1) - vocab_slot_is_sum(plan)  # accumulators in slots of their own
-    sums += [vocab_elements * ITEM_BYTES["fp32"]] * n_vocab_sums
+    sums += [vocab_elements * ITEM_BYTES["fp32"]] * n_vocab_sums(plan)
+    own = [
+        (plan.gradient_elements(b), n) for b in sorted({*policy.sum_blocks, *policy.device_blocks}) if (n := n_own_sums(plan, b))
+    ]
+    sums += [n_elements * ITEM_BYTES["fp32"] for n_elements, n in own for _ in range(n)]
     if sums:
         yield Arena("sums", Place.DEVICE, tuple(sums))
-    if ranks > 1:
+    if (ranks := plan.semantics.ranks) > 1:
         yield Arena("received", Place.DEVICE, (2 * ranks * plan.exchanged_elements() * ITEM_BYTES["fp32"],))
     if squared := plan.squared:
         yield Arena("squares", Place.DEVICE, tuple(_aligned(SQUARE_BYTES * len(blocks[b].trained)) for b in squared))
@@ -134,11 +155,10 @@ def _largest(values: Sequence[int]) -> tuple[int, int]:
 
 def gradient_slot_bytes(plan: Setup, block: int) -> int:
     """Bytes of a block's gradient in its device slot before offload; with several ranks, of one rank's shard."""
-    like = 1 if plan.workload.blocks[block].kind is BlockKind.LAYER else 0
-    return plan.gradient_elements(block) // plan.semantics.ranks * ITEM_BYTES[plan.gradient_dtype(like)]
+    return plan.sent_elements(block) * ITEM_BYTES[plan.gradient_dtype(block)]
 
 
-def _largest_gradients(plan: Setup, excluded: Sequence[int] = ()) -> tuple[int, int]:
+def _largest_gradients(plan: Setup, excluded: Collection[int] = ()) -> tuple[int, int]:
     """Elements of the largest layer gradient and of the larger of embedding's and head's, without the blocks in `excluded`."""
     return _largest([0 if b in excluded else n for b, n in enumerate(_per_block(plan, plan.gradient_elements))])
 
@@ -158,15 +178,18 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     yield Arena("state", Place.HOST, tuple(in_state))
     if policy.disk_blocks:
         yield Arena("frozen", Place.HOST, (max(map(plan.read_bytes, policy.disk_blocks)),) * N_READ_SLOTS)
-    sent = _per_block(plan, lambda b: plan.gradient_elements(b) // plan.semantics.ranks * ITEM_BYTES[plan.host_gradient_dtype(b)])
+    sent = (plan.sent_elements(b) * ITEM_BYTES[plan.host_gradient_dtype(b)] for b in range(len(parts)))
     gradients = [n_bytes * (b not in on_device) for b, n_bytes in enumerate(sent)]
     if eager_ring(plan):
         layers = gradients[1:-1]
         gradients[1:-1] = [max(layers)] * min(N_EAGER_SLOTS, len(layers))
-    yield Arena("host_gradients", Place.HOST, tuple(gradients) * (1 if plan.reduced else plan.semantics.n_sums))
+    partial_sums = [n_bytes * (not plan.sums_on_device(b)) for b, n_bytes in enumerate(gradients)]  # in the tree of sum groups
+    n_partial = 0 if plan.reduced else plan.semantics.n_sums - 1
+    yield Arena("host_gradients", Place.HOST, (*gradients, *partial_sums * n_partial))
     if not plan.reduced:
-        layer_elements, vocab_elements = _largest_gradients(plan, excluded=policy.device_blocks)
-        staging = (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * N_STAGING_SLOTS
+        on_device |= {*filter(plan.sums_on_device, range(len(parts)))}
+        layer_elements, vocab_elements = _largest_gradients(plan, excluded=on_device)
+        staging = (layer_elements * ITEM_BYTES[plan.semantics.compute_dtype],) * N_STAGING_SLOTS
         yield Arena("staging", Place.HOST, (*staging, vocab_elements * ITEM_BYTES["fp32"]))
     if policy.offload_blocks:
         saved = map(_aligned, plan.of_tiers(policy.offload_blocks, "slot_bytes"))

@@ -50,9 +50,9 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
     for first in range(0, n_micro_batches, group):
         for b in blocks:
             slot = next(in_turn) if b in streaming else weights_slot(plan, b)
-            if held.get(slot) != b:
+            if held.get(slot) != b and not plan.computes_in_place(b):
                 held[slot] = b
-                tied = [("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []
+                tied = [("tied", source_slot(plan, 0))] if b and plan.workload.blocks[b].tied else []
                 state, target = [("state", source_slot(plan, b)), *tied], next(packed_in_turn) if plan.unpacks(b) else slot
                 read = [("frozen", next(read_in_turn))] if b in plan.policy.disk_blocks else []
                 yield from (Op(Kind.READ, b, None, (operand,)) for operand in read)

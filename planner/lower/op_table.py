@@ -37,7 +37,7 @@ def n_ops(plan: Setup, kind: Kind, block: int) -> int:
         return 0
     if row.often is Often.USE:
         return 1 if block in plan.policy.resident_blocks else n_uses(plan, block)
-    return n if row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not plan.reduced) else 1
+    return n if row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not plan.sums_on_device(block)) else 1
 
 
 def n_uses(plan: Setup, block: int) -> int:

@@ -18,7 +18,9 @@ from .arenas import (
     N_STAGING_SLOTS,
     blocks_with_output_slots,
     eager_ring,
+    n_own_sums,
     n_streaming,
+    n_vocab_sums,
     n_whole_sums,
     offload_groups,
     source_slot,
@@ -133,13 +135,16 @@ def with_weights(step: ComputeOps, carry_weights: bool = True) -> None:
     streams = (_listed(plan, range(1, plan.workload.n_layers + 1)) & ~resident)[block]
     is_fresh = ~resident[block]
     is_fresh[np.unique(block, return_index=True)[1]] = True
+    is_fresh &= ~_listed(plan, filter(plan.computes_in_place, plan.policy.device_blocks))[block]
     weights, state, source = (_numbers(plan, slot_of)[block] for slot_of in (weights_slot, Setup.state_slot, source_slot))
     index, is_fresh[streams] = ring_slots(streams, n_streaming(plan))
     weights[streams] = slots("weights", index)
     used = np.full((2, len(step.first)), NONE)
     used[:, runs] = weights, np.where(_listed(plan, filter(plan.is_apart, plan.policy.device_blocks))[block], state, NONE)
     builder.use(np.arange(len(step.first)), weights=used[0, step.first], trained=used[1, step.first])
-    tied = np.where(_listed(plan, [b for b in range(1, len(blocks)) if blocks[b].tied])[block], slots("state", 0), NONE)
+    tied = np.where(
+        _listed(plan, [b for b in range(1, len(blocks)) if blocks[b].tied])[block], number_of(source_slot(plan, 0)), NONE
+    )
     unpacks = _listed(plan, filter(plan.unpacks, range(len(blocks))))[block]
     loaded, target = is_fresh & ~unpacks, weights
     if unpacks.any():
@@ -233,36 +238,38 @@ def with_gradients(step: ComputeOps) -> CompleteGradients:
     plan, builder, semantics = step.plan, step.builder, step.plan.semantics
     last, head, n_slots = semantics.n_micro_batches - 1, plan.workload.n_layers + 1, plan.policy.gradient_slots
     device_index = _places(plan, plan.policy.device_blocks)
-    is_separate = _listed(plan, filter(plan.is_apart, plan.policy.device_blocks))
+    sums_there = _listed(plan, filter(plan.sums_on_device, range(head + 1)))
+    is_own, in_place = _listed(plan, plan.policy.sum_blocks), _listed(plan, filter(plan.sums_in_place, plan.policy.device_blocks))
     trained = _listed(plan, [b for b, block in enumerate(plan.workload.blocks) if block.trained])
     ends = (step.is_kind(Kind.LOSS) | step.is_kind(Kind.BACKWARD)) & trained[step.blocks]
     numbers, b, m = ends.nonzero()[0], step.blocks[ends], step.micro_batches[ends]
     is_layer, is_last = (b > 0) & (b < head), m == last
-    begins = ends & (step.blocks > 0) & (step.blocks < head) & (device_index[step.blocks] == NONE)
-    begins &= (step.micro_batches == 0) | (not plan.reduced)
+    leaves = ends & (step.blocks > 0) & (step.blocks < head) & (device_index[step.blocks] == NONE)
+    leaves &= (step.micro_batches == last) | ~sums_there[step.blocks]
     ring = np.full((head + 1, last + 1), NONE)
-    ring[step.blocks[begins], step.micro_batches[begins]] = step.turns(begins, n_slots)[begins]
-    out = np.where(is_layer, ring[b, 0 if plan.reduced else m], n_slots)
+    ring[step.blocks[leaves], step.micro_batches[leaves]] = step.turns(leaves, n_slots)[leaves]
+    out = np.where(is_layer, ring[b, m], n_slots)
     out = slots("gradients", np.where(device_index[b] == NONE, out, n_slots + 1 + device_index[b]))
     is_its_own = ~is_layer & vocab_slot_is_sum(plan)
-    has_sum = plan.reduced & ((last > 0) | (b == head) | is_its_own | (semantics.ranks > 1)) & ~is_separate[b]
-    makes_gradient = ((not plan.reduced) | (is_last & ~is_its_own & (semantics.ranks == 1))) & ~is_separate[b]
+    has_sum = (last > 0) | (b == head) | is_its_own | is_own[b] | in_place[b] | (semantics.ranks > 1)
+    has_sum &= sums_there[b]
+    makes_gradient = (~sums_there[b] | (is_last & ~is_its_own & (semantics.ranks == 1))) & ~in_place[b]
     levels, n_joined = (np.array([tell(m) for m in range(last + 1)])[m] for tell in (semantics.sum_level, semantics.n_joined))
     sums = _sums(plan)
-    builder.use(numbers, sum=np.where(is_separate[b], out, np.where(has_sum, sums(b, levels), NONE)))
-    builder.use(numbers, gradient=np.where(makes_gradient, out, NONE))
+    builder.use(numbers, sum=np.where(has_sum, sums(b, levels), NONE), gradient=np.where(makes_gradient, out, NONE))
+    builder.use(numbers, tied=np.where((b == 0) & is_last & plan.joins_tied, sums(np.array(head), np.array(0)), NONE))
     for depth in range(1, max(n_joined, default=0) + 1):
         builder.use(numbers, into=np.where(has_sum & (n_joined >= depth), sums(b, levels - depth), NONE))
     arrived = np.where(device_index[b] == NONE, _on_host(plan, b, is_layer & is_last), NONE)
     grads = CompleteGradients(b, numbers, np.full(len(b), COMPLETE), out, arrived, numbers)
-    if not plan.reduced:
-        _with_additions(step, grads, levels, n_joined)
-        return grads.select(is_last)
+    if not (is_there := sums_there[b]).all():
+        _with_additions(step, grads.select(~is_there), levels[~is_there], n_joined[~is_there])
     grads = grads.select(is_last)
     if semantics.ranks > 1:
         grads = _with_exchanges(step, grads, sums(b, levels - n_joined)[is_last])
     b, place, turn, gradient, arrived, _ = grads
-    op = builder.add(Kind.OFFLOAD_GRADIENT, place, turn + OFFLOADED, b, where=arrived != NONE, gradient=gradient, arrived=arrived)
+    is_sent = (arrived != NONE) & sums_there[b]
+    op = builder.add(Kind.OFFLOAD_GRADIENT, place, turn + OFFLOADED, b, where=is_sent, gradient=gradient, arrived=arrived)
     return grads._replace(op=op)
 
 
@@ -283,7 +290,8 @@ def _with_additions(step: ComputeOps, gradients: CompleteGradients, levels: Colu
 def _with_exchanges(step: ComputeOps, grads: CompleteGradients, sums: Column) -> CompleteGradients:
     """Exchange (reduce-scatter) each gradient sum, before the backward that reuses its slot and after the gather for that op."""
     of_block = np.full(len(step.plan.workload.blocks), NONE)
-    is_first = step.is_kind(Kind.BACKWARD) & (step.micro_batches == 0)
+    size, n = step.plan.policy.accumulation_group, step.plan.semantics.n_micro_batches
+    is_first = step.is_kind(Kind.BACKWARD) & (step.micro_batches == (n - 1) // size * size)  # of the last group
     of_block[step.blocks[is_first]] = is_first.nonzero()[0]
     later, first = grads.block - n_whole_sums(step.plan), step.plan.workload.first_trained
     place = np.where(later < first, len(step.blocks) - 1 + first - later, of_block[later])
@@ -294,16 +302,24 @@ def _with_exchanges(step: ComputeOps, grads: CompleteGradients, sums: Column) ->
 
 def _sums(plan: Setup) -> Callable[[Column, Column], Any]:
     """Return a function from blocks and tree levels to device slots for gradient sums. Order of the arena: grads sums of layers
-    (used in turn), their partial sums, sums of embedding and head."""
+    (used in turn), their partial sums, sums of embedding and head, sums of single blocks."""
     n_sums, n_whole, head = plan.semantics.n_sums, n_whole_sums(plan), plan.workload.n_layers + 1
-    n_of_layers = (n_sums - 1 + n_whole) * sums_layers(plan)
+    n_of_layers, n_slots = (n_sums - 1 + n_whole) * sums_layers(plan), plan.policy.gradient_slots
     in_its_own = vocab_slot_is_sum(plan)  # the gradient slot is the sum
+    own = [n_own_sums(plan, b) for b in range(head + 1)]
+    first_own = n_of_layers + n_vocab_sums(plan) + np.cumsum([0, *own[:-1]])
+    in_place, device_index = _places(plan, []), _places(plan, plan.policy.device_blocks)
+    for b in filter(plan.sums_in_place, plan.policy.device_blocks):
+        in_place[b] = n_slots + 1 + device_index[b]
+    has_own = np.array(own) + (in_place != NONE) > 0
 
     def sums(block: Column, level: Column) -> Any:
         of_layers = np.where(level == 0, block % n_whole, n_whole - 1 + level)
-        arena_slots = slots("sums", np.where((block > 0) & (block < head), of_layers, n_of_layers + level - in_its_own))
-        is_own = in_its_own & (level == 0) & ((block == 0) | (block == head))
-        return np.where(is_own, slots("gradients", plan.policy.gradient_slots), arena_slots)
+        shared = np.where((block > 0) & (block < head), of_layers, n_of_layers + level - in_its_own)
+        arena_slots = slots("sums", np.where(has_own[block], first_own[block] + level - (in_place[block] != NONE), shared))
+        is_of_vocab = in_its_own & ((block == 0) | (block == head))
+        gradient = np.where(level > 0, NONE, np.where(is_of_vocab, n_slots, in_place[block]))
+        return np.where(gradient == NONE, arena_slots, slots("gradients", gradient))
 
     return sums
 
@@ -333,7 +349,7 @@ def with_updates(step: ComputeOps, grads: CompleteGradients) -> None:
 
     def update_operands(g: CompleteGradients) -> dict[str, Any]:
         """Operands of an update; a tied weight also has the gradient from the head."""
-        arrived = grads.arrived[grads.block == n_blocks - 1] if plan.workload.tied else NONE
+        arrived = grads.arrived[grads.block == n_blocks - 1] if plan.workload.tied and not plan.joins_tied else NONE
         return {"arrived": g.arrived, "tied": np.where(g.block == 0, arrived, NONE), "state": slots("state", g.block)}
 
     b, place, turn, *_ = grads

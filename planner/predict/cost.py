@@ -145,10 +145,8 @@ class CostModel(ComputeTime):
             case Kind.READ:
                 rate = self.profile.read_bytes_per_s
                 return self._demand(0.0, plan.read_bytes(op.block) / rate, {Resource.DRAM: rate})
-            case Kind.LOAD if op.block in plan.policy.device_blocks and not plan.is_apart(op.block):
-                return self._compute(2 * block.slot_elements * item / self._memory_bytes_per_s, 0)
             case Kind.LOAD:
-                return self._copy("h2d", sum(n_bytes for *_, n_bytes in plan.loaded(op.block)))
+                return self._load(plan, op.block)
             case Kind.DEQUANTISE:
                 n_bytes, n_kernels = self._unpacked(plan, op.block)
                 return self._compute(self.moving_s(n_bytes, n_kernels, self.profile.device.unpack_bytes_per_s), n_bytes)
@@ -161,9 +159,11 @@ class CostModel(ComputeTime):
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
-                return self._compute(self.update_on_device_s(plan, block), self._updated_bytes(plan, block))
+                n_more = block.n_trained * (ITEM_BYTES[plan.gradient_dtype(op.block)] - ITEM_BYTES[semantics.gradient_dtype])
+                seconds = self.update_on_device_s(plan, block) + n_more / self._memory_bytes_per_s
+                return self._compute(seconds, self._updated_bytes(plan, block) + n_more)
             case Kind.OFFLOAD_GRADIENT:
-                n_bytes = plan.gradient_elements(op.block) // semantics.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                n_bytes = plan.sent_elements(op.block) * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if plan.squares(op.block) else 1)
             case Kind.OFFLOAD_ACTIVATION | Kind.FETCH_ACTIVATION:
                 return self._copy("d2h" if op.lane is Lane.D2H else "h2d", block.boundary_bytes)
@@ -182,7 +182,7 @@ class CostModel(ComputeTime):
                 return self._compute(self.square_s(block, n_bytes), n_bytes)
             case Kind.NORM:
                 # A tied weight has two gradients, from embedding and head
-                n_gradients = 2 if op.block == 0 and plan.workload.tied else 1
+                n_gradients = 2 if op.block == 0 and plan.workload.tied and not plan.joins_tied else 1
                 n_elements = plan.part_elements(op.block)
                 return self._reduce(n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)])
             case Kind.SETTLE if not self.clipped:
@@ -193,6 +193,17 @@ class CostModel(ComputeTime):
                 return self._demand(0.0, -(-block.n_trained // semantics.ranks) / rate, uses | self._all_cores)
             case _:
                 assert_never(op.kind)
+
+    def _load(self, plan: Setup, block: int) -> Demand:
+        """Demand of a load: copies over the link, or within the device from state there."""
+        stays = plan.policy.device_blocks
+        on_device = {name: b in stays and not plan.is_apart(b) for name, b in (("state", block), ("tied", 0))}
+        runs = plan.loaded(block)
+        within_s = sum(2 * n_bytes for name, _, _, n_bytes in runs if on_device.get(name)) / self._memory_bytes_per_s
+        if all(on_device.get(name) for name, *_ in runs):
+            return self._compute(within_s, 0)
+        copies = self._copy("h2d", sum(n_bytes for name, _, _, n_bytes in runs if not on_device.get(name)))
+        return replace(copies, overhead_s=copies.overhead_s + within_s) if within_s else copies
 
     def _update_draw(self, counted_bytes_per_s: float) -> float:
         """Host DRAM rate of an update at full speed, calibrated to the slowdown that was measured under concurrent uploads.
@@ -247,11 +258,15 @@ class CostModel(ComputeTime):
         item, out = ITEM_BYTES[semantics.compute_dtype], ITEM_BYTES[plan.gradient_dtype(op.block)]
         first, last = semantics.begins_sum(m), m == semantics.n_micro_batches - 1
         dense = item if block.kind is BlockKind.EMBEDDING else 0  # zero fill of a dense gradient
-        if plan.is_apart(op.block):
-            return elements * (item + (1 if first else 2) * FP32_BYTES)
-        if not plan.reduced or (semantics.n_micro_batches == 1 and semantics.ranks == 1):
+        is_own, in_place = op.block in plan.policy.sum_blocks, plan.sums_in_place(op.block)
+        is_single = semantics.n_micro_batches == 1 and semantics.ranks == 1 and not (is_own or in_place)
+        if not plan.sums_on_device(op.block) or is_single:
             return elements * (dense + item + out)
         read_sum, write_out = (0 if first else FP32_BYTES), (out if last and semantics.ranks == 1 else 0)
+        if in_place:  # rounded in place
+            write_out = 2 * FP32_BYTES * (last and semantics.gradient_dtype != "fp32")
+        if last and plan.joins_tied and op.block == 0:
+            write_out += JOINED_BYTES
         write_sum = ITEM_BYTES[plan.sum_dtype(op.block)]
         return elements * (dense + item + read_sum + write_sum + semantics.n_joined(m) * JOINED_BYTES + write_out)
 

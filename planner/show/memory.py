@@ -96,7 +96,7 @@ def _lives_of_activations(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
             if again is not None and key in began_s:
                 yield SAVED, again.saved_bytes, began_s.pop(key), span.end_s
             n_bytes = block.transient_bytes if again is None else again.transient_bytes
-            is_its_sum = block.kind is BlockKind.HEAD and not plan.reduced
+            is_its_sum = block.kind is BlockKind.HEAD and not plan.sums_on_device(op.block)
             yield COMPUTED, n_bytes - block.own_sum_bytes * is_its_sum, span.start_s, span.end_s
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from penstock.runtime.batch import Batch, PreparedBatches, positions_of
-from penstock.runtime.host.memory import Arenas
+from penstock.runtime.host.memory import DTYPE, Arenas
 from penstock.runtime.layers.layer_chain import Call
 from penstock.runtime.layers.recompute import Graph, Replay
 from penstock.runtime.layers.views import Shelf, Spot, Views, Weights
@@ -17,6 +17,8 @@ from penstock.runtime.plan import Op, Plan, Slot
 from penstock.runtime.plan.workload import Saved
 
 from .blocks import Templates, op_seed
+
+ROUNDED_ELEMENTS = 2**24  # at a time: a temporary of 32 MB, many times the cost of a launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +253,22 @@ class Compute:
             for name, view in total.items():
                 view += running[name]
             running = total
+        if (tied := op.get("tied")) is not None:
+            for p, view in self._views.tied_gradients(tied):
+                running[p] += view
         out = op.get("gradient")
         if out is not None and op.get("sum") is not None:
-            for name, view in self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block)).items():
+            for name, view in self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block), is_sent=True).items():
                 view.copy_(running[name])
+        elif self.plan.sums_in_place(op.block) and op.micro_batch == self.plan.semantics.n_micro_batches - 1:
+            self._round(running)
+
+    def _round(self, total: Weights) -> None:
+        """Round complete sums to the gradient's dtype, in place and in pieces."""
+        if (dtype := DTYPE[self.plan.semantics.gradient_dtype]) is not torch.float32:
+            for view in total.values():
+                for piece in view.view(-1).split(ROUNDED_ELEMENTS):
+                    piece.copy_(piece.to(dtype))
 
 
 def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights, grad_arguments: dict[Any, Any]) -> Graph:

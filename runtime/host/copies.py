@@ -20,7 +20,7 @@ class Copies:
 
     def offload_gradient(self, op: Op) -> None:
         """Copy a gradient, and its sums of squares if the op includes them."""
-        dtype, n = self.plan.gradient_dtype(op.block), self.plan.gradient_elements(op.block) // self.plan.semantics.ranks
+        dtype, n = self.plan.gradient_dtype(op.block), self.plan.sent_elements(op.block)
         self.arenas.view(op["arrived"], dtype, (n,)).copy_(self.arenas.view(op["gradient"], dtype, (n,)), non_blocking=True)
         if op.get("squares") is not None:
             self.offload_squares(op)

@@ -52,11 +52,9 @@ class Updates:
         self.state, self.settings, self.workers = state, settings, workers
         self._alone = Workers(1, Scratch)  # the gpu lane has no helpers
         self._choose_kernels()
-        self._device_kernel = None
-        for block in plan.policy.device_blocks[:1]:
-            self._device_kernel = device_kernel(device, self._layout(block))
-        if plan.squared and device.type != "cpu":
-            squares_kernels(device, DTYPE[plan.semantics.gradient_dtype])
+        self._device_kernels = {b: device_kernel(device, self._layout(b)) for b in plan.policy.device_blocks}
+        for dtype in {DTYPE[plan.gradient_dtype(b)] for b in plan.squared if device.type != "cpu"}:
+            squares_kernels(device, dtype)
         blocks = plan.workload.blocks
         self._offsets = plan.offsets  # in gradients, which include tied weights
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}
@@ -71,7 +69,7 @@ class Updates:
             if owned and self.state.param_state(owned[0]).master.weight.device.type == "cpu":
                 optimizer.update_kernel(self._layout(b))
                 optimizer.squares_kernel(self._layout(b).gradient)
-            if not self.plan.reduced:
+            if not self.plan.sums_on_device(b):
                 optimizer.add_kernel(DTYPE[self.plan.gradient_dtype(b)])
 
     def _layout(self, block: int) -> KernelLayout:
@@ -113,7 +111,7 @@ class Updates:
             offset = self.state.place(p)
         gradient = self.arenas.view(op["arrived"], self.plan.host_gradient_dtype(op.block), shape, offset)
         tied = self._tied.get(p.name)
-        if tied is None:
+        if tied is None or op.get("tied") is None:
             return SummedGradient((gradient,), dtype)
         tied_offset = self._offsets[head][tied] if self._shared is None else self.plan.part_elements(head) + offset
         tied_gradient = self.arenas.view(op["tied"], self.plan.host_gradient_dtype(head), shape, tied_offset)
@@ -248,7 +246,9 @@ class Updates:
             n_updates = self.state.n_updates
             for (settings, rounding), run in self._runs(op.block, self.settings(step), n_updates):
                 gradient, target = summed(self._device_gradient(op, *run)), self.state.param_state(*run)
-                Step(target, gradient, factor, n_updates, settings, None, self._rule, rounding).on_device(self._device_kernel)
+                Step(target, gradient, factor, n_updates, settings, None, self._rule, rounding).on_device(
+                    self._device_kernels[op.block]
+                )
 
     def _runs(self, block: int, settings: Hyperparameters, n_updates: int) -> Iterator[tuple[LaunchKey, list[Parameter]]]:
         """Group adjacent parameters with equal hyperparameters and keys into one launch, because adapters are many and small."""

@@ -1,6 +1,7 @@
 """Views of slots: weights, gradients, activations, and a layer's saved tensors."""
 
 # B sequences, T tokens, D width
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +50,16 @@ class Views:
             weights[p.name].requires_grad_()
         return weights
 
-    def gradients(self, block: int, slot: Slot, dtype: str) -> Weights:
-        """Gradients of the block's trained weights, by name."""
-        offsets = self._plan.offsets[block]
-        return {p.name: self._arenas.view(slot, dtype, p.shape, offsets[p.name]) for p in self._blocks[block].trained}
+    def gradients(self, block: int, slot: Slot, dtype: str, is_sent: bool = False) -> Weights:
+        """Gradients of the block's trained weights, by name. `is_sent`: without a tied one that the device adds to another."""
+        offsets, is_owned = self._plan.offsets[block], is_sent and self._plan.joins_tied
+        trained = (p for p in self._blocks[block].trained if not (is_owned and p.tied_to is not None))
+        return {p.name: self._arenas.view(slot, dtype, p.shape, offsets[p.name]) for p in trained}
+
+    def tied_gradients(self, slot: Slot) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the head's summed gradient of each tied weight, with the name of the weight in the embedding."""
+        gradients = self.gradients(len(self._blocks) - 1, slot, "fp32")
+        yield from ((p.tied_to, gradients[p.name]) for p in self._blocks[-1].trained if p.tied_to is not None)
 
     def unpack(self, op: Op) -> None:
         """Unpack a block's packed weights, and copy the others."""

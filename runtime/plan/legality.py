@@ -59,9 +59,6 @@ def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if policy.device_blocks not in ((), workload.mixed) or policy.square_on_device:
         how = "device_blocks must be all partly trained blocks, or none; leave out square_on_device"
         raise PlanError(f"with frozen weights, {how}")
-    if policy.device_blocks and semantics.all_ranks.sum_groups > 1:
-        how = "in order, not in sum groups; leave out one"
-        raise PlanError(f"the device sums gradients of partly trained blocks {how}")
     if policy.device_blocks and semantics.gradient_dtype != "fp32":
         raise PlanError("the device sums gradients of partly trained blocks in fp32: use --gradient-dtype fp32")
     first = workload.first_trained
@@ -77,8 +74,10 @@ def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> N
         raise PlanError(f"{semantics.ranks} ranks do not share the step equally; plan again")
     if workload.tied and len(workload.blocks[0].trained) > 1:
         raise PlanError("several ranks need a tied weight to be the only trained weight of its block; use one GPU")
-    if policy.accumulation_group < semantics.n_micro_batches:
-        raise PlanError("several ranks exchange whole sums: all micro-batches of a rank must be in one accumulation_group")
+    all_summed = policy.sum_blocks == tuple(b for b, block in enumerate(workload.blocks) if block.trained)
+    if policy.accumulation_group < semantics.n_micro_batches and not all_summed:
+        how = "all micro-batches of a rank must be in one accumulation_group, or all trained blocks in sum_blocks"
+        raise PlanError(f"several ranks exchange whole sums: {how}")
     if policy.square_on_device or policy.device_blocks:
         raise PlanError("with several ranks no device holds a whole gradient; leave out square_on_device and device_blocks")
 
@@ -90,30 +89,62 @@ def can_read(workload: Workload, semantics: Semantics) -> list[int]:
 
 
 def can_square(workload: Workload, semantics: Semantics) -> range:
-    """Blocks with whole gradients on the device. Those of a tied weight are two until the host adds them; ranks have parts."""
-    if semantics.ranks > 1:
-        return range(0)
-    return range(1, workload.n_layers + 1) if workload.tied else range(workload.n_layers + 2)
+    """Blocks that may have whole gradients on the device. Ranks have parts."""
+    return range(0 if semantics.ranks > 1 else workload.n_layers + 2)
+
+
+def joins_tied(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
+    """True if the device adds both gradients of a tied weight; otherwise the host does."""
+    return workload.tied and semantics.ranks == 1 and len(workload.blocks) - 1 in policy.sum_blocks
+
+
+def vocabulary(workload: Workload) -> list[int]:
+    """Embedding and head, if trained. They share a gradient slot, so their gradients are summed in the same place."""
+    return [b for b in (0, len(workload.blocks) - 1) if workload.blocks[b].trained]
 
 
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """Blocks with state that a device may hold: whole gradients there, and updates bitwise identical to the host's."""
-    if not workload.trains_all and semantics.all_ranks.sum_groups > 1:  # summed in order
-        return []
     blocks, multiple = workload.blocks, semantics.device_multiple
-    return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
+    added = vocabulary(workload) if workload.tied and not workload.trains_all else ()  # by the host
+    return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0 and b not in added]
 
 
 def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) -> None:
     if policy.accumulation_group > semantics.n_micro_batches:
         raise PlanError(f"a group of {policy.accumulation_group} micro-batches, but a step has {semantics.n_micro_batches}")
-    is_whole_there = policy.accumulation_group == semantics.n_micro_batches
-    if not is_whole_there and (policy.square_on_device or {*policy.device_blocks}.difference(workload.mixed)):
-        raise PlanError("square_on_device and device_blocks need all micro-batches in one group: else the host sums gradients")
+    is_one_group = policy.accumulation_group == semantics.n_micro_batches
+    apart, whole = {*policy.device_blocks}.intersection(workload.mixed), "all micro-batches in one group"
+    _refuse_sums(workload, semantics, policy, is_one_group, apart)
+    if not is_one_group and {*policy.device_blocks} - apart - {*policy.sum_blocks}:
+        raise PlanError(f"device_blocks need {whole}, or the blocks in sum_blocks: else the host sums gradients")
+    if not is_one_group and policy.square_on_device and not policy.sum_blocks:
+        raise PlanError(f"square_on_device needs {whole}, or sum_blocks: else the host sums gradients")
+    host_adds = workload.tied and not joins_tied(workload, semantics, policy)
+    if host_adds and not {*policy.device_blocks}.isdisjoint(vocabulary(workload)):
+        raise PlanError("device_blocks of a tied weight need embedding and head in sum_blocks: else the host adds its gradients")
     if policy.device_blocks and workload.trains_all and policy.update is not Update.DEFERRED:
         raise PlanError("device_blocks are updated on the device as soon as the norm is known; they need update deferred")
     if not {*policy.device_blocks}.isdisjoint(policy.speculate_blocks):
         raise PlanError("device_blocks have no gradient on the host: leave them out of speculate_blocks")
+
+
+def _refuse_sums(workload: Workload, semantics: Semantics, policy: Policy, is_one_group: bool, apart: set[int]) -> None:
+    """Raise PlanError for illegal `sum_blocks`. `apart`: partly trained blocks, which the device sums with or without the list."""
+    if not policy.sum_blocks:
+        return
+    summed, both = {*policy.sum_blocks}, vocabulary(workload)
+    if odd := [
+        b for b in policy.sum_blocks if b not in range(workload.n_layers + 2) or not workload.blocks[b].trained or b in apart
+    ]:
+        raise PlanError(f"sum_blocks: block {odd[0]} is not trained, or its sum is on the device as it is in device_blocks")
+    if not summed | apart >= {*both}:
+        raise PlanError("sum_blocks need embedding and head, as far as they are trained: both share a gradient slot")
+    if is_one_group and (policy.sum_blocks != tuple(both) or not joins_tied(workload, semantics, policy)):
+        how = "may list embedding and head of a tied weight, or nothing"
+        raise PlanError(f"with all micro-batches in one group, the device sums every gradient: sum_blocks {how}")
+    if policy.boundary_stride > 1:
+        raise PlanError("boundary_stride above 1 saves device memory and excludes sum_blocks; leave one out")
 
 
 def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
@@ -123,6 +154,7 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
         ("speculate_blocks", policy.speculate_blocks, range(n_layers + 2)),
         ("spill_blocks", policy.spill_blocks, range(n_layers)),
         ("device_blocks", policy.device_blocks, can_square(workload, semantics)),
+        ("sum_blocks", policy.sum_blocks, range(n_layers + 2)),
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
@@ -135,8 +167,6 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if uneven := {*policy.device_blocks}.difference(can_stay(workload, semantics)):
         how = f"a number of elements that is no multiple of {semantics.device_multiple}; leave it to the host"
         raise PlanError(f"device_blocks: block {min(uneven)} has parameters of {how}")
-    if both := {*policy.device_blocks}.intersection(policy.resident_blocks).difference(workload.mixed):
-        raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; leave it out of resident_blocks")
     if len(policy.save) > n_layers:
         raise PlanError(f"save names layer {len(policy.save)}, but the model has {n_layers} layers")
     if policy.save[-1:] == (Saved.INPUT,):

@@ -102,6 +102,8 @@ class Subject(Protocol):
     def reduced(self) -> bool: ...
     def unpacks(self, block: int) -> bool: ...
     def squares(self, block: int) -> bool: ...
+    def sums_on_device(self, block: int) -> bool: ...
+    def computes_in_place(self, block: int) -> bool: ...
 
 
 Where = Callable[[Subject, int], bool]
@@ -156,7 +158,7 @@ def _listed(blocks: str) -> Where:
 
 
 def _is_summed(s: Subject, b: int) -> bool:
-    return _on_host(s, b) and not s.reduced
+    return _on_host(s, b) and not s.sums_on_device(b)
 
 
 def _is_updated(s: Subject, b: int) -> bool:
@@ -172,7 +174,7 @@ def _is_exchanged(s: Subject, b: int) -> bool:
 # x: input of a block; y: its output; in backward their gradients replace them.
 OPS = {
     Kind.READ: Row(Lane.DISK, "> frozen", Often.USE, _listed("disk_blocks"), Phase.READING),
-    Kind.LOAD: Row(Lane.H2D, "state frozen? tied? > weights", Often.USE, lambda s, b: True, Phase.LOADING),
+    Kind.LOAD: Row(Lane.H2D, "state frozen? tied? > weights", Often.USE, lambda s, b: not s.computes_in_place(b), Phase.LOADING),
     Kind.GATHER: Row(Lane.NET, "state tied? weights > weights", Often.USE, _is_exchanged, Phase.LOADING),
     Kind.DEQUANTISE: Row(Lane.GPU, "packed > weights", Often.USE, lambda s, b: s.unpacks(b), Phase.UNPACKING),
     Kind.FORWARD: Row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, lambda s, b: not _is_head(s, b), Phase.UP),
@@ -183,7 +185,11 @@ OPS = {
     Kind.FETCH_SAVED: Row(Lane.H2D, "offloaded > saved", Often.MICRO_BATCH, _listed("offload_blocks"), Phase.COMING),
     Kind.RECOMPUTE: Row(Lane.GPU, "weights trained? x > y", Often.MICRO_BATCH, _is_recomputed, Phase.DOWN),
     Kind.BACKWARD: Row(
-        Lane.GPU, "weights? trained? y x? saved? sum? into* > x? sum? into* gradient?", Often.MICRO_BATCH, _has_backward, Phase.DOWN
+        Lane.GPU,
+        "weights? trained? y x? saved? sum? into* tied? > x? sum? into* gradient?",
+        Often.MICRO_BATCH,
+        _has_backward,
+        Phase.DOWN,
     ),
     Kind.EXCHANGE: Row(Lane.NET, "sum > received gradient", Often.STEP, _is_exchanged, Phase.GRADIENTS),
     Kind.SQUARE: Row(Lane.GPU, "gradient > squares", Often.STEP, lambda s, b: s.squares(b), Phase.DOWN),

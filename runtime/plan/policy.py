@@ -228,6 +228,7 @@ class Policy:
     square_on_device: bool = False  # compute square sums of gradients that are whole on the device there
     device_blocks: tuple[Natural, ...] = ()  # blocks with masters, moments and update on the device
     disk_blocks: tuple[Natural, ...] = ()  # layers with frozen weights on a disk, read before each load
+    sum_blocks: tuple[Natural, ...] = ()  # blocks with gradient sums on the device over all groups of micro-batches
     __pydantic_config__ = FILE
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .legality import can_square
+from .legality import joins_tied
 from .ops import OPS, Kind, Lane, Slot
 from .optimizer import STORED_BYTES
 from .packed import UNPACK_SCRATCH_BYTES, is_packed, layout
@@ -74,8 +74,30 @@ class Setup:
 
     @cached_property
     def reduced(self) -> bool:
-        """True if the device sums all micro-batches (one accumulation group): a gradient crosses the link once a step."""
+        """True if the device sums all micro-batches of every block, because they are one accumulation group."""
         return self.policy.accumulation_group >= self.semantics.n_micro_batches
+
+    def sums_on_device(self, block: int) -> bool:
+        """True if the device sums all micro-batches of the block: its gradient crosses the link once a step."""
+        return self.reduced or block in self._sum_blocks or self.is_apart(block)
+
+    def sums_in_place(self, block: int) -> bool:
+        """True if the fp32 sum is the block's gradient, which the device squares and applies."""
+        return self.is_apart(block) or (block in self._sum_blocks and block in self.policy.device_blocks)
+
+    @cached_property
+    def _sum_blocks(self) -> frozenset[int]:
+        return frozenset(self.policy.sum_blocks)
+
+    @cached_property
+    def joins_tied(self) -> bool:
+        """True if the device adds the head's gradient of a tied weight to the embedding's."""
+        return joins_tied(self.workload, self.semantics, self.policy)
+
+    def computes_in_place(self, block: int) -> bool:
+        """True if the block computes with the weights in its state on the device."""
+        b, policy = self.workload.blocks[block], self.policy
+        return block in policy.device_blocks and block in policy.resident_blocks and not (b.is_mixed or b.tied)
 
     def stored(self) -> dict[str, str]:
         """Return the dtypes of the arrays in a `state` slot, by name and in order, the uploaded one first. With bf16 compute an
@@ -120,6 +142,11 @@ class Setup:
         if self.semantics.ranks == 1:
             return self.workload.blocks[block].trained_elements
         return sum(n for _, n in self.regions(block))
+
+    def sent_elements(self, block: int) -> int:
+        """Elements of a rank's shard of the gradient, without a tied weight's part that the device adds to the embedding's."""
+        is_joined = self.joins_tied and self.workload.blocks[block].kind is BlockKind.HEAD
+        return self.workload.blocks[block].state_elements if is_joined else self.gradient_elements(block) // self.semantics.ranks
 
     def frozen_bytes(self, block: int) -> int:
         """Bytes of the frozen weights that a block owns in host memory; the ranks of a host share one copy."""
@@ -223,8 +250,11 @@ class Setup:
     @cached_property
     def squared(self) -> list[int]:
         """Blocks with their squared gradient norm computed on the device."""
-        whole_there = can_square(self.workload, self.semantics) if self.policy.square_on_device else ()
-        return sorted({*whole_there, *self.policy.device_blocks})
+        is_whole = self.policy.square_on_device and self.semantics.ranks == 1
+        vocabulary_is_whole = self.joins_tied or not self.workload.tied
+        whole = [b for b in range(len(self.workload.blocks)) if is_whole and self.sums_on_device(b)]
+        kept = (b for b in whole if vocabulary_is_whole or 0 < b <= self.workload.n_layers)
+        return sorted({*kept, *self.policy.device_blocks})
 
     def norm_numbers(self, block: int) -> int:
         """Number of square sums of a block's gradient: one per trained parameter; with several ranks, one per tile of a shard,
@@ -279,15 +309,16 @@ class Setup:
 
     def gradient_dtype(self, block: int) -> Dtype:
         """Dtype of the block's gradient on the device and on the link."""
-        if self.is_apart(block):
+        if self.sums_in_place(block):
             return "fp32"
-        if self.workload.blocks[block].kind is BlockKind.LAYER:
-            return self.semantics.gradient_dtype if self.reduced else self.semantics.compute_dtype
-        return "fp32" if self.workload.tied or not self.reduced else self.semantics.gradient_dtype
+        is_layer = self.workload.blocks[block].kind is BlockKind.LAYER
+        if not self.sums_on_device(block):
+            return self.semantics.compute_dtype if is_layer else "fp32"
+        return self.semantics.gradient_dtype if is_layer or self.joins_tied or not self.workload.tied else "fp32"
 
     def host_gradient_dtype(self, block: int) -> Dtype:
         """Dtype of the block's gradient on the host: fp32 if the host sums, else the transferred one."""
-        return self.gradient_dtype(block) if self.reduced else "fp32"
+        return self.gradient_dtype(block) if self.sums_on_device(block) else "fp32"
 
     @property
     def device_arena_bytes(self) -> int:
@@ -318,7 +349,8 @@ class Setup:
         """Peak of embedding, unpacking and head; if the host sums, without the head's sum of earlier micro-batches."""
         embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
         unpacked = UNPACK_SCRATCH_BYTES if self.packed_slots else 0
-        return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes), unpacked)
+        is_summed = self.sums_on_device(len(self.workload.blocks) - 1)
+        return max(embedding.transient_bytes, head.transient_bytes - (0 if is_summed else head.own_sum_bytes), unpacked)
 
     def checkpoint_bytes(self, weights_only: bool = False) -> int:
         """Tensor bytes in `checkpoint-N`: weights (or fp32 adapters only) and, unless `weights_only`, masters and moments."""

@@ -263,10 +263,14 @@ ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # choices o
     ({}, {"speculate_blocks": (3, 1, 0)}, f"speculate_{IN_ORDER}"),
     ({}, {"resident_blocks": (2, 2)}, f"resident_{IN_ORDER}"),
     ({}, {"spill_blocks": (3,)}, "spill_blocks must be blocks 0..2 in ascending order"),
-    ({"tied": True}, {"device_blocks": (0,)}, "device_blocks must be blocks 1..3"),
-    ({"device_blocks": (1,)}, {"resident_blocks": (1,)}, "block 1 is in device_blocks and in resident_blocks"),
+    ({"tied": True}, {"device_blocks": (0,)}, "device_blocks of a tied weight need embedding and head in sum_blocks"),
+    ({"n_micro_batches": 2}, {"device_blocks": (1,)}, "need all micro-batches in one group, or the blocks in sum_blocks"),
+    ({"n_micro_batches": 2}, {"sum_blocks": (1,)}, "sum_blocks need embedding and head"),
+    ({"n_micro_batches": 2}, {"sum_blocks": (0, 4, 5)}, "block 5 is not trained"),
+    ({"n_micro_batches": 2, "accumulation_group": 2}, {"sum_blocks": (0, 4)}, "the device sums every gradient"),
+    ({"n_micro_batches": 2, "sum_blocks": (0, 4)}, {"boundary_stride": 2}, "excludes sum_blocks"),
     ({"device_blocks": (1,)}, {"speculate_blocks": (1,)}, "leave them out of speculate_blocks"),
-    ({"n_micro_batches": 2}, {"square_on_device": True}, "need all micro-batches in one group"),
+    ({"n_micro_batches": 2}, {"square_on_device": True}, "needs all micro-batches in one group, or sum_blocks"),
     ({"n_micro_batches": 2}, {"accumulation_group": 3}, "a group of 3 micro-batches, but a step has 2"),
     ({}, {"boundary_stride": 4}, "boundary_stride is 4, but the model has 3 layers"),
     ({"boundary_stride": 2}, {"save": saves(all=(1,))}, "excludes save and spill_blocks"),
@@ -279,6 +283,7 @@ ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # choices o
     ({"ranks": 2}, {"device_blocks": (1,)}, "leave out square_on_device and device_blocks"),
     # Where weights are frozen
     (SEPARATE, {"speculate_blocks": (1,)}, "update barrier or deferred"),
+    (SEPARATE | {"n_micro_batches": 2}, {"sum_blocks": (1,)}, "its sum is on the device as it is in device_blocks"),
     (SEPARATE, {"device_blocks": (1, 2)}, "must be all partly trained blocks, or none"),
     ({"train": Train(layers=(2, 2))}, {"spill_blocks": (1,)}, "backward ends at block 3"),
 )
@@ -303,7 +308,6 @@ def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str
         ({}, {"compute_dtype": "fp32", "master_dtype": "bf16"}, "fp32 compute from a bf16 master"),
         ({}, {"sum_groups": 2}, "a step of 1 micro-batches has no 2 sum groups"),
         ({}, {"base": "nf4"}, "trained weights cannot be packed"),
-        (SEPARATE | {"n_micro_batches": 2}, {"sum_groups": 2}, "partly trained blocks in order, not in sum groups"),
         (SEPARATE, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
     ],
 )

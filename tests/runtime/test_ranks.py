@@ -33,7 +33,15 @@ from tests.training import differences, plain, plan_of, same_bits, semantics_of,
 
 # The fourth: one micro-batch each
 SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "llama:pairs:2", "mistral:spilling:2:2", "llama:lean:2", "qwen3_moe:lion:4:4"]
-SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "llama:table:2:2", "llama:int8:2:2"]
+SMOKE += [
+    "llama:summed:2",
+    "mistral:summed:4:8",
+    "qwen3_moe:packed:2:4",
+    "llama:adapters:2:2",
+    "mistral:parts:2:2",
+    "llama:table:2:2",
+    "llama:int8:2:2",
+]
 
 
 @mostly_slow(("cases", "by_memory"), [(SMOKE[::2], True), (SMOKE[1::2], True), (SMOKE, False)])
