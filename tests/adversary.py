@@ -40,7 +40,7 @@ from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.tuning import LEAST_SAVED_SLOTS
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Lane, Policy, Semantics, Update
-from penstock.runtime.plan.legality import refuse_illegal
+from penstock.runtime.plan.legality import refuse_illegal, vocabulary
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
@@ -283,7 +283,7 @@ def sample_policy(rng: random.Random, case: Cell) -> Policy:
     policy = Policy(
         prefetch_depth=rng.choice((1, 1, 2, 3, n_layers + 1)),
         gradient_slots=rng.choice((1, 2, 3, 5, 8)),
-        accumulation_group=max(s.least_group, rng.choice((1, limit, rng.randint(1, limit), rng.randint(1, limit)))),
+        accumulation_group=max(s.least_group, rng.choice((1, 1, limit, rng.randint(1, limit), rng.randint(1, limit)))),
         update=rng.choice([u for u in Update if u is not Update.EAGER or eager_is_legal(s)]),
         boundary_stride=rng.choice((1, 1, 1, 1, 2, 4)),
     )
@@ -304,7 +304,8 @@ def neighbour(rng: random.Random, case: Cell, policy: Policy) -> Policy:
             continue
         if changed.update is not Update.DEFERRED and changed.speculate_blocks:
             continue
-        return changed
+        streams = {*range(1, case.workload.n_layers + 1)}.difference(changed.resident_blocks)
+        return changed if streams else replace(changed, prefetch_depth=1)  # no load waits for a slot
 
 
 def _changes(case: Cell, policy: Policy) -> Iterator[Any]:
@@ -312,15 +313,19 @@ def _changes(case: Cell, policy: Policy) -> Iterator[Any]:
     s, workload = case.semantics, case.workload
     n, limit, n_layers = s.n_micro_batches, case.largest_group, workload.n_layers
     layers, everything = range(1, n_layers + 1), range(n_layers + 2)
+    is_summed_anyway = {*policy.device_blocks}.intersection(workload.mixed)
+    trained = tuple(b for b in everything if workload.blocks[b].trained and b not in is_summed_anyway)
 
     def group(rng: random.Random) -> Policy:
         half, double = max(1, policy.accumulation_group // 2), min(limit, policy.accumulation_group * 2)
         size = rng.choice((1, limit, half, double, rng.randint(1, limit)))
-        size = max(size, s.least_group)
-        reset = {"square_on_device": False, "device_blocks": ()} if size < n else {}
-        if not workload.trains_all:
-            reset = {}
-        return replace(policy, accumulation_group=size, **reset)
+        reset: dict[str, Any] = {"square_on_device": False, "device_blocks": ()} if workload.trains_all else {}
+        if size == n:
+            return replace(policy, accumulation_group=n, sum_blocks=())
+        if policy.sum_blocks and policy.accumulation_group < n:
+            return replace(policy, accumulation_group=size)
+        summed = rng.choice((trained, ()))
+        return replace(policy, accumulation_group=size, sum_blocks=summed, **({} if summed else reset))
 
     def update(rng: random.Random) -> Policy:
         update_kind = rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED
@@ -328,9 +333,17 @@ def _changes(case: Cell, policy: Policy) -> Iterator[Any]:
         return replace(policy, update=update_kind, speculate_blocks=(), device_blocks=device_blocks)
 
     def stay(rng: random.Random) -> Policy:
-        may = places_to_stay(frame(case.model, workload, s, policy), case.profile)
+        plan = frame(case.model, workload, s, policy)
+        may = places_to_stay(plan, case.profile)
         blocks = rng.choice(((), may, {*policy.device_blocks} ^ {rng.choice(may or [0])}))
-        return staying(policy, blocks if may else ())
+        return staying(plan, policy, blocks if may else ())
+
+    def summing(rng: random.Random) -> Policy:
+        of_vocabulary = tuple(b for b in vocabulary(workload) if b in trained)
+        some = tuple(b for b in trained if b in (*of_vocabulary, *policy.device_blocks) or rng.random() < 0.5)
+        if policy.accumulation_group == n:
+            return replace(policy, sum_blocks=rng.choice((of_vocabulary, ())))
+        return replace(policy, sum_blocks=rng.choice((trained, some, of_vocabulary, ())))
 
     def saving(rng: random.Random) -> Policy:
         block, way = rng.choice(layers), rng.choice(WAYS)
@@ -355,14 +368,14 @@ def _changes(case: Cell, policy: Policy) -> Iterator[Any]:
         blocks = rng.choice(mixed_options(s, workload))
         return replace(policy, device_blocks=blocks)
 
-    yield from (group, update, saving, saving, buffers, buffers)
+    yield from (group, update, saving, saving, buffers, buffers, summing, summing)
     if not workload.trains_all:
         yield from (elsewhere, elsewhere)
     yield toggled("spill_blocks", range(n_layers))
     yield toggled("resident_blocks", everything)
     if case.profile.disk is not None:
         yield toggled("disk_blocks", layers)
-    if policy.accumulation_group == n and s.ranks == 1:
+    if (policy.accumulation_group == n or policy.sum_blocks) and s.ranks == 1:
         yield lambda rng: replace(policy, square_on_device=not policy.square_on_device)
         yield from (stay, stay)
     if policy.update is Update.DEFERRED and case.clipped_fraction is not None:
@@ -380,7 +393,7 @@ def held(case: Cell, policy: Policy, relaxation: Relaxation | None = None) -> li
     there_s = case.busy_s(policy)
     bounds_held += [Held(f"ops on {lane}", counted_s, there_s[lane], policy) for lane, counted_s in busy_s(plan, cost).items()]
     if relaxation is not None:
-        family = family_of(policy, case.semantics)
+        family = family_of(policy, case.semantics, case.workload)
         one_size = replace(family, accumulation_group=policy.accumulation_group, largest_group=policy.accumulation_group)
         bounds_held.append(Held("any choice", relaxation.least_s(family), mean_s, policy))
         for name, part, slots in (("family", family, ANY_SLOTS), ("buffers", one_size, slots_of(policy))):
@@ -409,7 +422,8 @@ def hill_climb(rng: random.Random, case: Cell, start: Policy, n_tries: int) -> t
 def with_state_on_device(rng: random.Random, case: Cell, n: int) -> Iterator[Policy]:
     """Yield those of n sampled policies with training state on the device that fit the memory."""
     one_group = Policy(accumulation_group=case.semantics.n_micro_batches, update=Update.DEFERRED)
-    may = places_to_stay(frame(case.model, case.workload, case.semantics, one_group), case.profile)
+    plan = frame(case.model, case.workload, case.semantics, one_group)
+    may = places_to_stay(plan, case.profile)
     for _ in range(n if may and one_group.accumulation_group <= case.largest_group else 0):
         policy = one_group
         for _ in range(rng.choice((0, 2, 5))):
@@ -417,7 +431,7 @@ def with_state_on_device(rng: random.Random, case: Cell, n: int) -> Iterator[Pol
         if policy.accumulation_group != one_group.accumulation_group or policy.update is not Update.DEFERRED:
             continue
         chosen = [b for b in may if rng.random() < 0.5]
-        policy = staying(policy, rng.choice((may, chosen, may[1:-1], [rng.choice(may)])))
+        policy = staying(plan, policy, rng.choice((may, chosen, may[1:-1], [rng.choice(may)])))
         if rng.random() < 0.5:
             policy = replace(policy, square_on_device=True)
         with suppress(PlanError):

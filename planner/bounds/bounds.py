@@ -10,7 +10,7 @@ from penstock.planner.lower.arenas import offload_groups
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.resident import shares_memory
 from penstock.runtime.plan import LANE_OF, Kind, Lane, Setup
-from penstock.runtime.plan.legality import can_stay
+from penstock.runtime.plan.legality import can_stay, vocabulary
 from penstock.runtime.plan.policy import LEAVE
 
 from .facets import Facets
@@ -30,10 +30,11 @@ class Bound:
 
 
 def places_to_stay(plan: Setup, profile: Profile) -> list[int]:
-    """Blocks that may keep their state on the device. Empty if device and host share one memory, if the host sums gradients, or if
-    weights are frozen: the policy family then fixes the choice (`policies.py`)."""
-    is_free = plan.reduced and plan.workload.trains_all
-    return can_stay(plan.workload, plan.semantics) if is_free and not shares_memory(profile) else []
+    """Blocks that may keep their state on the device. Empty if device and host share one memory, if the host sums all gradients, or
+    if weights are frozen: the policy family then fixes the choice (`policies.py`)."""
+    is_free = (plan.reduced or bool(plan.policy.sum_blocks)) and plan.workload.trains_all
+    added = vocabulary(plan.workload) if plan.workload.tied and not plan.joins_tied else ()  # by the host
+    return [b for b in can_stay(plan.workload, plan.semantics) if b not in added] if is_free and not shares_memory(profile) else []
 
 
 def policy_bound(plan: Setup, cost: CostModel) -> Bound:

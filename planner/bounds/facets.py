@@ -91,7 +91,7 @@ def uses_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Us
     for kind, row in OPS.items():
         is_there = row.where(plan, block) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, block))
         if is_there and kind not in (Kind.SPECULATE, Kind.SETTLE):
-            has_several = row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not plan.reduced)
+            has_several = row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not plan.sums_on_device(block))
             demands = (cost.demand(plan, Op(kind, block, m)) for m in (distinct if has_several else [None]))
             yield from ((kind, demand.uses) for demand in demands if demand.uses)
 

@@ -8,11 +8,12 @@ from math import inf
 
 from penstock.planner.predict.cost import CostModel, micro_batch_groups, update_bytes_per_param, update_params_per_s
 from penstock.planner.predict.region import Resource
+from penstock.planner.predict.resident import shares_memory
 from penstock.runtime.plan import Lane, Policy, Setup
-from penstock.runtime.plan.legality import can_square
+from penstock.runtime.plan.legality import can_square, can_stay
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind
 
-from .bounds import SLACK, Bound, places_to_stay
+from .bounds import SLACK, Bound
 from .integer import Program
 from .reasons import FACET, LANE_NAME
 
@@ -24,9 +25,11 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     each facet is linear in both shares, so the minimum over shares of the largest facet is a linear program.
     """
     one_group = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
-    may_stay, may_square = places_to_stay(one_group, cost.profile), [*can_square(plan.workload, plan.semantics)]
+    may_stay, may_square = can_stay(plan.workload, plan.semantics), [*can_square(plan.workload, plan.semantics)]
     if not plan.workload.trains_all:
-        may_stay = may_square = [*plan.workload.mixed] if plan.semantics.all_ranks.sum_groups == 1 else []
+        may_stay = may_square = [*plan.workload.mixed]
+    elif shares_memory(cost.profile):
+        may_stay = []
     host = dict(machine_facets(plan, cost, (), ()))
     squared = dict(machine_facets(plan, cost, may_square, ()))
     staying = dict(machine_facets(plan, cost, (), may_stay))

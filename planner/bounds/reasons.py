@@ -122,7 +122,8 @@ class Phases:
             last = algebra.longest([self.back, self.offloaded])
             return loss + (1 - 1 / groups.n) * self.around(algebra) + last / groups.n
         bounds = [self.back + algebra.longest(subject.later_forward_sweeps(algebra)), self.offloaded]
-        if np.any(work["last_leaving"]) and groups.n_alone == groups.largest:  # equal compute; most additions in the last group
+        host_sums = np.any(work["last_leaving"]) and np.any(work["head_leaving"])
+        if host_sums and groups.n_alone == groups.largest:  # equal compute; most additions in the last group
             staged = np.zeros_like(work["last_leaving"])
             staged[:, 0] = subject.buffers.n_staged * work.largest["staged"]
             last = algebra.longest(work["last_leaving"] - staged) + work.scalars["embedding_home"] / groups.n
@@ -167,8 +168,9 @@ def phases(subject: Subject, facets: Facets, algebra: Algebra) -> Phases:
         computed.append(turns - late)
         offloaded.append(turns)
     back = [algebra.longest(computed) + scalars["embedding"]]
-    if not subject.plan.workload.trains_all and not (np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])):
-        computed_until = algebra.longest(back)  # no loss waits for an offload, because the vocabulary blocks share no gradient slot
+    shares_slot = np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])  # embedding and head, in each group
+    if not shares_slot and (groups.n > 1 or not subject.plan.workload.trains_all):
+        computed_until = algebra.longest(back)  # no loss waits for an offload
         return Phases(up, computed_until, computed_until)
     all_left = algebra.longest(offloaded)
     if np.any(scalars["embedding_alone"]):

@@ -123,11 +123,13 @@ class Groups:
     n_alone: int  # micro-batches of the smallest group, as separate gradients of a vocabulary block
 
     @staticmethod
-    def from_plan(plan: Setup, sizes: range) -> "Groups":
+    def from_plan(plan: Setup, sizes: range, may_sum: bool = False) -> "Groups":
+        """`may_sum`: gradient sums may be on the device over all groups."""
         n = plan.semantics.n_micro_batches
         largest, n_groups, n_whole = sizes[-1], -(-n // sizes[-1]), n - bool(plan.semantics.n_left)
-        # With sum groups on the host, the last group has more additions than the others.
-        equal = n_groups * largest == n_whole and (plan.reduced or plan.semantics.sum_groups == 1)
+        # The last group has more additions with sum groups on the host, and more gradients to offload with sums on the device.
+        same_sums = plan.semantics.sum_groups == 1 and not (may_sum or plan.policy.sum_blocks)
+        equal = n_groups * largest == n_whole and (plan.reduced or same_sums)
         smallest = min(n % size or size for size in sizes)
         return Groups(n_groups, largest, sizes[0], equal, smallest)
 
@@ -148,7 +150,7 @@ def ops_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Dem
             sizes = ((m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count)
             yield from ((kind, cost.demand(plan, Op(kind, block, m)), count) for m, count in sizes)
         else:
-            one_of_many = 0 if row.often is Often.GRADIENT and not plan.reduced else None
+            one_of_many = 0 if row.often is Often.GRADIENT and not plan.sums_on_device(block) else None
             yield kind, cost.demand(plan, Op(kind, block, one_of_many)), count_of_kind
 
 
@@ -219,14 +221,15 @@ def work_of(plan: Setup, works: WorkCache, facets: Facets, block: int, groups: G
             work.count(vector, load, count)
             work.scalars[scalar] += count * seconds
         elif (kind_of_block, phase) == (BlockKind.HEAD, Phase.GRADIENTS):
-            if kind is not Kind.EXCHANGE and len(of_kind[kind]) == 1:  # the smallest
+            is_each = plan.reduced or not plan.sums_on_device(block)  # in each group
+            if kind is not Kind.EXCHANGE and len(of_kind[kind]) == 1 and is_each:  # the smallest
                 work.count("head_leaving", load)
         else:
             _count_phase(work, plan, groups, block, kind, load, count)
     if kind_of_block is not BlockKind.LAYER:
         _add_vocabulary(work, plan, facets, block, groups, of_kind)
         return work
-    joins = () if plan.reduced or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
+    joins = () if plan.sums_on_device(block) or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
     n = plan.semantics.n_micro_batches
     for kind, (m, count) in product(joins, micro_batch_groups(plan.semantics, range(n - groups.n_alone, n)) if joins else ()):
         work.count("last_leaving", facets.op_cost(kind, works.cost.demand(plan, Op(kind, block, m))), count)
@@ -276,7 +279,7 @@ def _in_turn_s(plan: Setup, cost: CostModel, block: int, of_block: dict[Kind, fl
     if Kind.OFFLOAD_GRADIENT not in of_block:
         return 0.0
     last = cost.demand(plan, Op(Kind.BACKWARD, block, plan.semantics.n_micro_batches - 1)).uncontended_s
-    backwards_s = last if plan.reduced else of_block[Kind.BACKWARD]
+    backwards_s = last if plan.sums_on_device(block) else of_block[Kind.BACKWARD]
     return backwards_s + of_block.get(Kind.SQUARE, 0.0) + of_block[Kind.OFFLOAD_GRADIENT]
 
 
@@ -301,12 +304,14 @@ def _add_vocabulary(
             for name in ("total", "arriving"):
                 work.vectors[name][facets.number(lane)] += (n - groups.n) * idle_s
     if block:
-        scalars["load_of_head"] += first_s[Kind.LOAD]
+        scalars["load_of_head"] += first_s.get(Kind.LOAD, 0.0)
         scalars["loss"] += computed_s
-        scalars["first_gradient"] += (total_s if plan.reduced else one_s) + shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0)
+        is_first = plan.reduced or not plan.sums_on_device(block)  # the head's gradient is the first to leave
+        offload_s = shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0) if is_first else 0.0
+        scalars["first_gradient"] += (total_s if plan.reduced else one_s) + offload_s
         return
     scalars["embedding"] += computed_s
-    scalars["load_of_embedding"] += first_s[Kind.LOAD]
+    scalars["load_of_embedding"] += first_s.get(Kind.LOAD, 0.0)
     scalars["update_of_embedding"] += sum(first_s.get(kind, 0.0) for kind in (Kind.UPDATE, Kind.SETTLE))
     scalars["guess_of_embedding"] += first_s.get(Kind.SPECULATE, 0.0)
     way = (Kind.EXCHANGE, Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SQUARES, Kind.NORM, Kind.CLIP)
@@ -317,7 +322,7 @@ def _add_vocabulary(
     if is_added:
         scalars["embedding_home"] += n * left_s + (n - groups.n) * max(one_s, added_s)
     else:
-        scalars["embedding_home"] += groups.n * shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0)
+        scalars["embedding_home"] += shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0)  # of the step
 
 
 def until_each_block_s(
@@ -328,7 +333,7 @@ def until_each_block_s(
     times_s = dict[int, tuple[float, ...]]()  # (update, load, forwards) in seconds
     for first, equal_blocks in plan.blocks_alike.items():
         update_s, forwards_s = (float(of_block[first].scalars[name][0]) for name in ("update", "forwards"))
-        load_s = cost.demand(plan, Op(Kind.LOAD, first)).uncontended_s
+        load_s = cost.demand(plan, Op(Kind.LOAD, first)).uncontended_s if n_ops(plan, Kind.LOAD, first) else 0.0
         times_s |= {b: (update_s, load_s * (b not in may_stay), forwards_s) for b in equal_blocks}
     updates_s = forwards_s = 0.0
     for b in range(len(plan.workload.blocks)):

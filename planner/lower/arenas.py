@@ -103,8 +103,10 @@ def arenas_of(plan: Setup) -> Iterator[Arena]:
 def _device_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
     item, slots = ITEM_BYTES[plan.semantics.compute_dtype], _per_block(plan, partial(slot_elements, plan))
-    stays = {*policy.resident_blocks}
-    layer_elements, vocab_elements = _largest([n * (b not in stays) for b, n in enumerate(slots)])
+    stays, head = {*policy.resident_blocks}, len(blocks) - 1
+    layer_elements, vocab_elements = _largest(slots)
+    layer_elements *= not stays.issuperset(range(1, head))  # slots of streamed weights, if any stream
+    vocab_elements *= not stays.issuperset((0, head))
     resident = [slots[b] * item for b in resident_apart(plan)]
     yield Arena("weights", Place.DEVICE, (*(layer_elements * item,) * n_streaming(plan), vocab_elements * item, *resident))
     if plan.packed_slots:

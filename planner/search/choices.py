@@ -14,11 +14,11 @@ import numpy as np
 from penstock.planner.bounds.bounds import SLACK, places_to_stay
 from penstock.planner.bounds.integer import Program
 from penstock.planner.bounds.work import early_fetches, least_slots
-from penstock.planner.lower.arenas import N_READ_SLOTS, gradient_slot_bytes
+from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, gradient_slot_bytes, n_streaming, slot_elements
 from penstock.runtime.plan import Policy, Update
-from penstock.runtime.plan.legality import can_square
+from penstock.runtime.plan.legality import can_square, vocabulary
 from penstock.runtime.plan.policy import LEAVE
-from penstock.runtime.plan.workload import BlockKind, Saved
+from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
 from . import tuning
 from .evaluation import Evaluator, Numbers
@@ -52,16 +52,12 @@ def _saving(way: Way) -> Treated:
     return lambda policy, blocks: with_ways(policy, dict.fromkeys(blocks, way))
 
 
-def _stay(policy: Policy, blocks: Sequence[int]) -> Policy:
-    return staying(policy, {*policy.device_blocks, *blocks})
-
-
 def _read_once(policy: Policy, blocks: Sequence[int]) -> Policy:
     return _added("resident_blocks")(_added("disk_blocks")(policy, blocks), blocks)
 
 
-def _squared(policy: Policy, blocks: Sequence[int]) -> Policy:
-    return replace(policy, square_on_device=True)
+def _unchanged(policy: Policy, blocks: Sequence[int]) -> Policy:
+    return policy
 
 
 class Choices:
@@ -89,9 +85,10 @@ class Choices:
         # Choices by class of equal blocks: tier of saved activations, resident weights, and so on
         self.saving: dict[tuple[int, Way], Choice] = {}
         self.resident, self.spilled, self.early_updated, self.squared, self.staying = [dict[int, Choice]() for _ in range(5)]
-        self.on_disk, self.read_once = dict[int, Choice](), dict[int, Choice]()
+        self.on_disk, self.read_once, self.summed = [dict[int, Choice]() for _ in range(3)]
         trains_all, deferred = self.workload.trains_all, family.update is Update.DEFERRED
-        may_square = can_square(self.workload, evaluator.semantics) if self.plan.reduced and trains_all else range(0)
+        may_square = self._may_square() if trains_all else []
+        may_sum = family.summed is not None and not self.plan.reduced and evaluator.semantics.ranks == 1
         self.may_stay = places_to_stay(self.plan, evaluator.profile) if deferred else []
         spills = can_spill(self.workload) if family.boundary_stride == 1 else ()
         for i, blocks in enumerate(self.classes):
@@ -109,10 +106,13 @@ class Choices:
                 self.spilled[i] = self._choice(can, _added("spill_blocks"))
             if deferred and often is not None and trains_all:
                 self.early_updated[i] = self._choice(blocks, _added("speculate_blocks"))
+            if may_sum and i in self.layers and self.workload.blocks[b].trained and b not in smallest.device_blocks:
+                self.summed[i] = self._choice(blocks, _added("sum_blocks"))
+            summing = self.summed[i].treated if i in self.summed else _unchanged
             if b in may_square:
-                self.squared[i] = self._choice(blocks, _squared)
+                self.squared[i] = self._choice(blocks, self._squaring(summing), instead=summing)
             if b in self.may_stay:
-                self.staying[i] = self._choice(blocks, _stay, instead=_squared)
+                self.staying[i] = self._choice(blocks, self._stay, instead=self._squaring(summing))
 
         self.leaving = {saved: [c for (_, way), c in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
         self.read = [*self.on_disk.values(), *self.read_once.values()]
@@ -121,11 +121,26 @@ class Choices:
         # Groups of choices that share slots
         self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in grouped)]
 
-    def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
+    def _may_square(self) -> list[int]:
+        """Blocks with whole gradients on the device in some member of the family."""
+        plan = self.plan
+        added = vocabulary(self.workload) if self.workload.tied and not plan.joins_tied else ()  # by the host
+        may = can_square(self.workload, plan.semantics) if plan.reduced or plan.policy.sum_blocks else range(0)
+        return [b for b in may if b not in added]
+
+    def _stay(self, policy: Policy, blocks: Sequence[int]) -> Policy:
+        return staying(self.plan, policy, {*policy.device_blocks, *blocks})
+
+    def _squaring(self, summing: Treated) -> Treated:
+        return lambda policy, blocks: replace(summing(policy, blocks), square_on_device=True)
+
+    def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = _unchanged) -> Choice:
         return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
 
     def all(self) -> Iterator[Choice]:
-        tables = (self.resident, self.spilled, self.early_updated, self.squared, self.staying, self.on_disk, self.read_once)
+        of_weights = (self.resident, self.on_disk, self.read_once)
+        of_gradients = (self.summed, self.squared, self.staying, self.early_updated)
+        tables = (*of_weights, self.spilled, *of_gradients)
         yield from chain(self.saving.values(), *(table.values() for table in tables))
 
     def together(self, lacking: Omission | None = None) -> None:
@@ -156,7 +171,11 @@ class Choices:
             n, stays = float(len(squared.blocks)), {self.staying[i].count: 1.0} if i in self.staying else {}
             p.at_most({**stays, squared.count: -1.0}, 0.0)
             p.at_most({squared.count: 1.0, **dict.fromkeys(stays, -1.0), self.squares: -n}, 0.0)
-            p.at_most({squared.count: -1.0, self.squares: n}, 0.0)
+            if i in self.summed:  # only those that the device sums
+                p.at_most({squared.count: 1.0, self.summed[i].count: -1.0}, 0.0)
+                p.at_most({squared.count: -1.0, self.summed[i].count: 1.0, self.squares: n}, n)
+            else:
+                p.at_most({squared.count: -1.0, self.squares: n}, 0.0)
         for i, on_device in self.staying.items():  # these blocks are neither resident nor updated early
             for conflicting in (self.early_updated, self.resident):
                 if i in conflicting:
@@ -191,6 +210,8 @@ class Choices:
             rows[place][room] = 1.0
 
         (smallest_bytes, per_slot, per_square), *of_choices = self._bytes()
+        if not self.plan.packed_slots:
+            per_slot = [per_slot[0] + self._weight_bytes(of_layers=True), per_slot[1]]
         add(self.depth, per_slot)
         add(self.squares, per_square)
         for group, of_group in zip(self.sharing, of_choices, strict=True):
@@ -213,6 +234,9 @@ class Choices:
         largest(transients, self.plan.other_transient_bytes)
         for of_layers in (True, False):
             largest(self._leaving(of_layers))
+            largest(self._streaming(of_layers))
+        if not self.plan.reduced:
+            largest(self._staged(), place=1)
         for row, n_bytes, of_slot, capacity in zip(rows, smallest_bytes, per_slot, capacities, strict=True):
             p.at_most(row, 1 - (n_bytes - of_slot * self.smallest.prefetch_depth) / capacity + SLACK)
 
@@ -221,10 +245,11 @@ class Choices:
         smallest, known, n = replace(self.smallest, gradient_slots=1), self.evaluator.asked_bytes, self.smallest.accumulation_group
         sizes = (n,) if n < 3 or self.plan.reduced else (1, 2)
         of_sizes = [replace(smallest, accumulation_group=size) for size in sizes]
+        may_sum = bool(self.summed)
         for policy in of_sizes:
-            if policy not in known:
-                known[policy] = self._asked_bytes(policy)
-        first, last = known[of_sizes[0]], known[of_sizes[-1]]
+            if (policy, may_sum) not in known:
+                known[policy, may_sum] = self._asked_bytes(policy)
+        first, last = known[of_sizes[0], may_sum], known[of_sizes[-1], may_sum]
         return [(a + (n - sizes[0]) * (b - a)).tolist() for a, b in zip(first, last, strict=True)]
 
     def _asked_bytes(self, smallest: Policy) -> list[Numbers]:
@@ -235,13 +260,14 @@ class Choices:
             return [b - a for a, b in zip(self.evaluator.peaks(than), self.evaluator.peaks(policy), strict=True)]
 
         per_slot = difference(replace(smallest, prefetch_depth=smallest.prefetch_depth + 1), smallest)
-        result = [[[*self.evaluator.peaks(smallest)], per_slot, difference(_squared(smallest, ()), smallest)]]
+        result = [[[*self.evaluator.peaks(smallest)], per_slot, difference(replace(smallest, square_on_device=True), smallest)]]
         for group in self.sharing:
             of_group = list[list[int]]()
             for choice in group:
                 instead, first = choice.instead(smallest, choice.blocks[:1]), choice.blocks[:1]
                 one = choice.treated(instead, first)
-                base, then = one, choice.blocks[1:2]  # slots exist already, so one more block needs none
+                then = choice.blocks[1:2]
+                base = choice.instead(one, then)  # slots exist already, so one more block needs none
                 if not then:
                     base, then = instead, first
                     for sibling in group:
@@ -252,13 +278,40 @@ class Choices:
 
     def _leaving(self, of_layers: bool) -> Iterator[tuple[int, float]]:
         """Yield (variable, bytes) of gradient slots for each class of layers or vocabulary blocks with state on the host."""
-        p, n_slots = self.program, self.plan.policy.gradient_slots if of_layers else 1
+        n_slots = self.plan.policy.gradient_slots if of_layers else 1
         for i, blocks in enumerate(self.classes):
             if (i in self.layers) is of_layers and blocks[0] not in self.smallest.device_blocks:
-                leaves = p.variable(0, 1)
-                stay = {self.staying[i].count: -1.0} if i in self.staying else {}
-                p.at_most({leaves: -float(len(blocks)), **stay}, -float(len(blocks)))
-                yield leaves, float(n_slots * gradient_slot_bytes(self.plan, blocks[0]))
+                b, policies = blocks[0], [self.smallest]
+                policies += [self.summed[i].treated(self.smallest, blocks[:1])] if i in self.summed else []
+                least_bytes = min(gradient_slot_bytes(self.evaluator.bare_setup(policy), b) for policy in policies)
+                yield self._rest(i, self.staying), float(n_slots * least_bytes)
+
+    def _streaming(self, of_layers: bool) -> Iterator[tuple[int, float]]:
+        """Yield (variable, bytes) of slots of streamed weights, for each class of layers or vocabulary blocks."""
+        n_bytes = float((n_streaming(self.plan) if of_layers else 1) * self._weight_bytes(of_layers))
+        for i, (b, *_) in enumerate(self.classes):
+            if (i in self.layers) is of_layers:
+                is_in_place = not (self.workload.blocks[b].tied or self.workload.blocks[b].is_mixed)
+                tables = (self.resident, self.read_once, *[self.staying] * is_in_place)
+                yield self._rest(i, *tables), n_bytes
+
+    def _staged(self) -> Iterator[tuple[int, float]]:
+        """Yield (variable, bytes) of host slots for gradients of single micro-batches, for each class of layers."""
+        item = ITEM_BYTES[self.plan.semantics.compute_dtype]
+        for i, (b, *_) in ((i, self.classes[i]) for i in self.layers):
+            if not self.plan.sums_on_device(b):
+                yield self._rest(i, self.summed), float(N_STAGING_SLOTS * self.plan.gradient_elements(b) * item)
+
+    def _weight_bytes(self, of_layers: bool) -> int:
+        """Bytes of a slot of streamed weights."""
+        classes = (blocks for i, blocks in enumerate(self.classes) if (i in self.layers) is of_layers)
+        return max(slot_elements(self.plan, blocks[0]) for blocks in classes) * ITEM_BYTES[self.plan.semantics.compute_dtype]
+
+    def _rest(self, i: int, *tables: dict[int, Choice]) -> int:
+        """Variable that is 1 if these treatments leave out a block of class i."""
+        rest, n = self.program.variable(0, 1), -float(len(self.classes[i]))
+        self.program.at_most({rest: n, **{table[i].count: -1.0 for table in tables if i in table}}, n)
+        return rest
 
     def fill(self, x: list[float]) -> Fill:
         """Decode a solution."""
@@ -270,5 +323,5 @@ class Choices:
         ways = {way: counts({i: choice for (i, w), choice in self.saving.items() if w == way}) for way in richer}
         return Fill(
             ways, counts(self.resident), counts(self.early_updated), round(x[self.squares]) == 1, counts(self.on_disk),
-            counts(self.read_once), counts(self.staying), sum(counts(self.spilled)),
+            counts(self.read_once), counts(self.staying), counts(self.summed), sum(counts(self.spilled)),
         )  # fmt: skip

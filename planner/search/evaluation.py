@@ -12,6 +12,7 @@ import numpy as np
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.bounds.bounds import policy_bounds
 from penstock.planner.bounds.work import Work, WorkCache
+from penstock.planner.lower.arenas import N_STAGING_SLOTS, n_streaming
 from penstock.planner.lower.lower import lower, lower_ops, plan_ops
 from penstock.planner.lower.op_table import OpTable
 from penstock.planner.predict.cost import CostModel, region_of
@@ -58,7 +59,8 @@ class Evaluator:
         self.bound_s = cache(lambda policy: max(bound.seconds for bound in policy_bounds(self.setup(policy), self.works)))
         self._peaks = cache(self._peaks_of)
         self.family_work: dict[Family, list[Work]] = {}  # work of the latest family, without and with clipping
-        self.asked_bytes: dict[Policy, list[Numbers]] = {}  # coefficients of `choices.py`, by smallest policy
+        # Coefficients of `choices.py`, by smallest policy, and True if layers may be summed on the device
+        self.asked_bytes: dict[tuple[Policy, bool], list[Numbers]] = {}
         self.tried: dict[Policy, Prediction] = {}  # without timelines
         # Step time if speculative updates are repeated
         self.clipped_step_s = cache(lambda policy: self._simulated(policy, self.clipped_cost).step_s)
@@ -100,7 +102,8 @@ class Evaluator:
         self.works = WorkCache(self.cost)
 
     def peaks(self, policy: Policy) -> tuple[int, int]:
-        """Peak bytes on device and host, without the block being computed and the gradient slots."""
+        """Peak bytes on device and host, without the block being computed and without slots of gradients, staged ones of layers
+        included, and of streamed weights."""
         return self._peaks(replace(policy, gradient_slots=1, saved_slots=policy.saved_slots if policy.offload_blocks else 1))
 
     def _peaks_of(self, policy: Policy) -> tuple[int, int]:
@@ -108,7 +111,12 @@ class Evaluator:
         gradients = setup.arena("gradients")
         assert gradients is not None
         leaving_bytes = sum(gradients.slot_bytes[:2])
-        return needs.device_peak_bytes - setup.transient_bytes - leaving_bytes, needs.host_peak_bytes
+        weights, staging = setup.arena("weights"), setup.arena("staging")
+        assert weights is not None
+        streaming_bytes = sum(weights.slot_bytes[: n_streaming(setup) + 1])
+        staged_bytes = sum(staging.slot_bytes[:N_STAGING_SLOTS]) if staging is not None else 0
+        device_bytes = needs.device_peak_bytes - setup.transient_bytes - leaving_bytes - streaming_bytes
+        return device_bytes, needs.host_peak_bytes - staged_bytes
 
     def is_too_long(self, policy: Policy) -> bool:
         """True if the plan has too many ops to simulate, because its groups are too large to be repeated."""
@@ -118,7 +126,8 @@ class Evaluator:
 
     def fits(self, policy: Policy) -> bool:
         """True if the policy fits in memory and its group has the minimum size for several ranks."""
-        return policy.accumulation_group >= self.semantics.least_group and self.needs(policy).fits
+        is_exchanged_whole = bool(policy.sum_blocks) or policy.accumulation_group >= self.semantics.least_group
+        return is_exchanged_whole and self.needs(policy).fits
 
     def beats(self, policy: Policy, rival: Policy, by_fraction: float = 0.0) -> bool:
         """True if the policy's step is shorter than the other's by more than `by_fraction`. Its bound is checked first, because

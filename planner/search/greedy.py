@@ -5,18 +5,33 @@ the device or on the host. Memory is filled in order of recompute seconds saved 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from types import MappingProxyType
 
+from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
 from penstock.runtime.plan.footprint import device_needs
+from penstock.runtime.plan.legality import refuse_illegal
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
 from . import tuning
 from .evaluation import Evaluator
-from .policies import Way, can_spill, disk_layers, evenly, fill_device, first_update, max_fitting, mixed_options, staying, with_ways
+from .policies import (
+    Way,
+    can_spill,
+    device_sums,
+    disk_layers,
+    evenly,
+    fill_device,
+    first_update,
+    max_fitting,
+    mixed_options,
+    staying,
+    with_ways,
+)
 
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 spread evenly for any number of points
 
@@ -68,7 +83,47 @@ class Greedy:
         stay = fill_device(one_group, self.profile)[0].policy.device_blocks
         if stay and (with_state := self._filled(n, spills=False, stay=stay)[0]) is not None:
             result[with_state] = None
+        for policy in (self._summed(), self.resident()):
+            if policy is not None and self.evaluator.needs(policy).fits:
+                result[policy] = None
         return list(result)
+
+    def _summed(self) -> Policy | None:
+        """Micro-batches one after another, with gradient sums on the device: of all blocks, or of as many layers as fit."""
+        mixed = mixed_options(self.semantics, self.workload)[0]
+        fixed = device_sums(self.semantics, self.workload, 1, mixed) if self.semantics.n_micro_batches > 1 else None
+        if fixed is None:
+            return None
+        layers = [b for b, block in enumerate(self.workload.blocks) if block.trained and b not in (*mixed, *fixed)]
+
+        def summing(n: int) -> tuple[int, ...]:
+            return tuple(sorted({*fixed, *layers[:n]}))
+
+        smallest = Policy(accumulation_group=1, update=first_update(self.semantics), device_blocks=mixed)
+        n = max_fitting(len(layers), lambda n: self.evaluator.needs(replace(smallest, sum_blocks=summing(n))).fits)
+        return self._filled(1, spills=False, summed=summing(n))[0] if summing(n) else None
+
+    def resident(self) -> Policy | None:
+        """The schedule of a trainer with all weights, gradient sums and optimizer states on the device, which saves as much for
+        backward as fits; None if the device cannot update every trained block. The policy may not fit."""
+        everything, mixed = range(len(self.workload.blocks)), mixed_options(self.semantics, self.workload)[0]
+        if self.semantics.ranks > 1 or (not self.workload.trains_all and mixed != self.workload.mixed):
+            return None
+        base = Policy(accumulation_group=1, update=Update.DEFERRED, device_blocks=mixed, resident_blocks=tuple(everything))
+        if self.workload.trains_all:
+            summed = device_sums(self.semantics, self.workload, 1) or ()
+            base = staying(self.evaluator.setup(Policy()), replace(base, sum_blocks=summed), everything)
+        with suppress(PlanError):
+            refuse_illegal(self.workload, self.semantics, base)
+            upgrades, framed = self._by_gain(base, (), {}), self.evaluator.setup(base)
+            n = max_fitting(len(upgrades), lambda n: self._fits(framed, _upgraded(base, upgrades, (), n)))
+            return replace(_upgraded(base, upgrades, (), n), resident_blocks=base.resident_blocks)
+        return None
+
+    def _by_gain(self, base: Policy, away: Collection[int], turn: Mapping[int, int]) -> list[_Upgrade]:
+        """Upgrades of layers that are not in `away`, by gain per byte, then by the layer's turn."""
+        of_others = (upgrade for upgrade in self._upgrades(base) if upgrade.block not in away)
+        return sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn.get(u.block, 0)))
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:
         """Evenly spaced layers that can offload this tier as fast as they compute forward; empty if a layer cannot save it."""
@@ -83,7 +138,12 @@ class Greedy:
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
 
     def _filled(
-        self, group: int, spills: bool, away: Mapping[int, Way] = MappingProxyType({}), stay: Sequence[int] = ()
+        self,
+        group: int,
+        spills: bool,
+        away: Mapping[int, Way] = MappingProxyType({}),
+        stay: Sequence[int] = (),
+        summed: Sequence[int] = (),
     ) -> tuple[Policy | None, bool]:
         """Add upgrades, then resident weights, while they fit. Return the policy (None if none fits), True if all upgrades fit."""
         update, mixed = first_update(self.semantics), mixed_options(self.semantics, self.workload)[0]
@@ -94,8 +154,9 @@ class Greedy:
         blocks = [b for b in range(len(self.workload.blocks)) if b not in stay]
         blocks.sort(key=lambda b: -b if in_one_group else b * GOLDEN % 1.0)
         turn = {b: i for i, b in enumerate([*blocks, *stay])}
-        of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
-        of_group = staying(of_group, stay) if stay else of_group
+        fixed = Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled, sum_blocks=tuple(summed))
+        of_group = with_ways(fixed, away)
+        of_group = staying(self.evaluator.setup(Policy()), of_group, stay) if stay else of_group
         bases = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in tuning.BUFFERS)
         base = next((base for base in bases if self.evaluator.needs(base).fits), None)
         if base is None:
@@ -103,8 +164,7 @@ class Greedy:
         blocks.sort(key=lambda b: b not in base.disk_blocks)  # disk blocks first: resident ones are read only once
         blocks = [b for b in blocks if b not in base.disk_blocks or mixed]
         framed = self.evaluator.setup(base)
-        of_others = (upgrade for upgrade in self._upgrades(base) if upgrade.block not in away)
-        upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
+        upgrades = self._by_gain(base, away, turn)
         n = max_fitting(len(upgrades) + len(blocks), lambda n: self._fits(framed, _upgraded(base, upgrades, blocks, n)))
         return _upgraded(base, upgrades, blocks, n), n >= len(upgrades)
 
@@ -123,7 +183,8 @@ class Greedy:
         plan = replace(base, policy=policy)
         needs = device_needs(plan, device.kind == "cuda", device.workspace_bytes.value if device.workspace_bytes else None)
         item = ITEM_BYTES[self.semantics.compute_dtype]
-        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in policy.resident_blocks)
+        more = {*policy.resident_blocks}.difference(base.policy.resident_blocks)
+        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in more)
         return sum(needs.values()) + resident_bytes + device.context_bytes.value <= device.memory_bytes.value
 
     def _upgrades(self, base: Policy) -> Iterator[_Upgrade]:

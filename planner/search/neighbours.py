@@ -12,7 +12,7 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.bounds.bounds import places_to_stay
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Policy, Setup, Update
-from penstock.runtime.plan.legality import can_read, refuse_illegal
+from penstock.runtime.plan.legality import can_read, refuse_illegal, vocabulary
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Saved
 
@@ -91,11 +91,33 @@ def _buffers(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 def _groups(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Change the group size: equal number of groups, slightly more or fewer, half, double, or extremes."""
     policy, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-    equivalent = equivalent_sizes(size, n)
+    equivalent, of_weight = equivalent_sizes(size, n), policy.sum_blocks
+    if size < n and of_weight:
+        of_weight = tuple(vocabulary(plan.workload)) if plan.joins_tied else ()
     one_group = {"square_on_device": False, "device_blocks": ()} if plan.workload.trains_all else {}
     for group in (equivalent[0], equivalent[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
         if 1 <= group <= n and group != size:
-            yield replace(policy, accumulation_group=group, **({} if group == n else one_group))  # type: ignore[arg-type]
+            if group == n:
+                yield replace(policy, accumulation_group=n, sum_blocks=of_weight)
+            elif policy.sum_blocks and size < n:
+                yield replace(policy, accumulation_group=group)
+            else:
+                yield replace(policy, accumulation_group=group, sum_blocks=_trained_on_host(plan))
+                yield replace(policy, accumulation_group=group, sum_blocks=(), **one_group)  # type: ignore[arg-type]
+
+
+def _trained_on_host(plan: Setup) -> tuple[int, ...]:
+    """Trained blocks without those that the device sums in any case."""
+    return tuple(b for b, block in enumerate(plan.workload.blocks) if block.trained and not plan.is_apart(b))
+
+
+def _sums(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+    """Sum all gradients on the device, those of the vocabulary and of every second layer, of the vocabulary, or none."""
+    policy, trained = plan.policy, _trained_on_host(plan)
+    of_vocabulary = tuple(b for b in vocabulary(plan.workload) if b in trained)
+    half = tuple(sorted({*of_vocabulary, *evenly(trained, len(trained) // 2), *policy.device_blocks}))
+    for summed in (of_vocabulary, ()) if plan.reduced else (trained, half, of_vocabulary, ()):
+        yield replace(policy, sum_blocks=summed, square_on_device=policy.square_on_device and bool(summed or plan.reduced))
 
 
 def _all_or_none(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
@@ -111,7 +133,7 @@ def _all_or_none(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     yield from (replace(policy, speculate_blocks=()), replace(policy, speculate_blocks=(), square_on_device=False), _bare(policy))
     yield replace(policy, square_on_device=not policy.square_on_device)
     for stay in ([], may_stay, [b for b in may_stay if 0 < b <= n_layers]):
-        yield from (staying(policy, stay), staying(_bare(policy), stay))
+        yield from (staying(plan, policy, stay), staying(plan, _bare(policy), stay))
     if eager_is_legal(plan.semantics):
         yield replace(policy, update=Update.EAGER if policy.update is Update.DEFERRED else Update.DEFERRED, speculate_blocks=())
 
@@ -146,7 +168,10 @@ def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
             for blocks in _changed(getattr(policy, name), candidates, change):
                 yield replace(policy, **{name: blocks})  # type: ignore[arg-type]
         for blocks in _changed(policy.device_blocks, may_stay, change):
-            yield staying(policy, blocks)
+            yield staying(plan, policy, blocks)
+        layers = [b for b in _trained_on_host(plan) if 0 < b <= plan.workload.n_layers] if policy.sum_blocks else []
+        for blocks in _changed(policy.sum_blocks, layers, change):
+            yield replace(policy, sum_blocks=blocks)
     if policy.spill_blocks:
         yield replace(policy, spill_blocks=tuple(evenly(spilling, len(policy.spill_blocks))))
 
@@ -168,7 +193,7 @@ def single_blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         for changed in ({*getattr(policy, name)} ^ {b} for b in blocks):
             yield replace(policy, **{name: tuple(sorted(changed))})  # type: ignore[arg-type]
     for changed in ({*policy.device_blocks} ^ {b} for b in may_stay):
-        yield from (staying(policy, changed), staying(_bare(policy), changed))
+        yield from (staying(plan, policy, changed), staying(plan, _bare(policy), changed))
 
 
 def _bare(policy: Policy) -> Policy:
@@ -182,4 +207,4 @@ def _saving(policy: Policy, layers: Iterable[int], way: Way) -> Policy:
     return replace(policy, spill_blocks=tuple(b for b in policy.spill_blocks if policy.saved(b + 1) is not Saved.ALL))
 
 
-MOVES: tuple[Move, ...] = (fewer_offloads, _buffers, _groups, _all_or_none, _moved, _more_or_fewer)  # by expected gain
+MOVES: tuple[Move, ...] = (fewer_offloads, _buffers, _groups, _sums, _all_or_none, _moved, _more_or_fewer)  # by expected gain

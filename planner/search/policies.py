@@ -16,7 +16,7 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.bounds.bounds import places_to_stay
 from penstock.planner.predict.memory import Footprint, footprint, frame
 from penstock.runtime.plan import Policy, Semantics, Setup, Update
-from penstock.runtime.plan.legality import can_read, can_stay
+from penstock.runtime.plan.legality import can_read, can_stay, joins_tied, vocabulary
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import Block, Model, Saved, Workload
 
@@ -29,13 +29,15 @@ MEGATRAIN_STRIDE = 4  # layers per boundary, one of `tuning.STRIDES`
 @dataclass(frozen=True, slots=True)
 class Family:
     """Policies that one relaxation bounds together. Group sizes range from `accumulation_group` to `largest_group`, all with an
-    equal number of groups. With frozen weights, a family also fixes the place of partially trained blocks."""
+    equal number of groups. A family also fixes whether gradient sums may be on the device over all groups and, with frozen weights,
+    the place of partially trained blocks."""
 
     update: Update
     accumulation_group: int
     largest_group: int
     boundary_stride: int
     mixed_blocks: tuple[int, ...] = ()  # on the device
+    summed: tuple[int, ...] | None = None  # blocks with sums on the device in every member; None: no member has any
 
     @property
     def groups(self) -> range:
@@ -49,7 +51,13 @@ class Family:
     def policy(self) -> Policy:
         """The member that needs the least memory without offloaded boundaries."""
         size, stride = self.accumulation_group, self.boundary_stride
-        return Policy(accumulation_group=size, update=self.update, boundary_stride=stride, device_blocks=self.mixed_blocks)
+        return Policy(
+            accumulation_group=size,
+            update=self.update,
+            boundary_stride=stride,
+            device_blocks=self.mixed_blocks,
+            sum_blocks=self.summed or (),
+        )
 
 
 class Slots(NamedTuple):
@@ -88,6 +96,7 @@ class Fill:
     on_disk: tuple[int, ...]
     read_once: tuple[int, ...]  # resident blocks on a disk
     stay: tuple[int, ...]  # masters and moments on the device, with squares there
+    summed: tuple[int, ...]  # gradient sums on the device over all groups
     n_spilled: int
 
 
@@ -127,9 +136,24 @@ def first_update(semantics: Semantics) -> Update:
 def families(semantics: Semantics, workload: Workload) -> list[Family]:
     updates = dict.fromkeys((first_update(semantics), Update.DEFERRED))
     strides = [stride for stride in tuning.STRIDES if stride <= workload.n_layers]
-    sizes = group_sizes(semantics.n_micro_batches)[: 1 if semantics.ranks > 1 else None]
-    choices = product(updates, sizes, strides, mixed_options(semantics, workload))
-    return [Family(update, s[0], s[-1], stride, mixed) for update, s, stride, mixed in choices]
+    choices = product(updates, group_sizes(semantics.n_micro_batches), strides, mixed_options(semantics, workload))
+    result = list[Family]()
+    for update, sizes, stride, mixed in choices:
+        family = Family(update, sizes[0], sizes[-1], stride, mixed)
+        if semantics.ranks == 1 or sizes[0] == semantics.n_micro_batches:
+            result.append(family)
+        if stride == 1 and (summed := device_sums(semantics, workload, sizes[0], mixed)) is not None:
+            result.append(replace(family, summed=summed))
+    return result
+
+
+def device_sums(semantics: Semantics, workload: Workload, group: int, mixed: Sequence[int] = ()) -> tuple[int, ...] | None:
+    """Blocks with sums on the device in every policy that has any there, for this group size; None if no policy has."""
+    trained = tuple(b for b, block in enumerate(workload.blocks) if block.trained and b not in mixed)
+    of_vocabulary = tuple(b for b in vocabulary(workload) if b not in mixed)
+    if group == semantics.n_micro_batches:
+        return of_vocabulary if joins_tied(workload, semantics, Policy(sum_blocks=of_vocabulary)) else None
+    return (trained if semantics.ranks > 1 else of_vocabulary) if trained else None
 
 
 def mixed_options(semantics: Semantics, workload: Workload) -> list[tuple[int, ...]]:
@@ -149,12 +173,13 @@ def can_spill(workload: Workload) -> tuple[int, ...]:
     return tuple(range(max(0, workload.first_trained - 1), workload.n_layers))
 
 
-def family_of(policy: Policy, semantics: Semantics) -> Family:
+def family_of(policy: Policy, semantics: Semantics, workload: Workload) -> Family:
     """Family of the search space with a bound that covers the policy."""
     update = Update.EAGER if policy.update is Update.EAGER else Update.DEFERRED
     sizes = equivalent_sizes(policy.accumulation_group, semantics.n_micro_batches)
     mixed = () if semantics.train.all else policy.device_blocks
-    return Family(update, sizes[0], sizes[-1], policy.boundary_stride, mixed)
+    summed = device_sums(semantics, workload, sizes[0], mixed) if policy.sum_blocks else None
+    return Family(update, sizes[0], sizes[-1], policy.boundary_stride, mixed, summed)
 
 
 def group_sizes(n_micro_batches: int) -> list[range]:
@@ -182,8 +207,9 @@ def smallest_plans(model: Model, workload: Workload, semantics: Semantics, profi
         for policy in (replace(policy, disk_blocks=blocks) for policy, blocks in product(policies, of_disk)):
             plan = frame(model, workload, semantics, policy)
             yield plan, footprint(plan, profile)
-        if family.update is Update.DEFERRED and places_to_stay(plan, profile):
-            yield fill_device(frame(model, workload, semantics, smallest), profile)
+        of_family = frame(model, workload, semantics, smallest)
+        if family.update is Update.DEFERRED and places_to_stay(of_family, profile):
+            yield fill_device(of_family, profile)
 
 
 def fill_device(smallest: Setup, profile: Profile) -> tuple[Setup, Footprint]:
@@ -192,7 +218,7 @@ def fill_device(smallest: Setup, profile: Profile) -> tuple[Setup, Footprint]:
     blocks = smallest.workload.blocks
 
     def plan_with(n: int) -> tuple[Setup, Footprint]:
-        plan = frame(smallest.model, smallest.workload, smallest.semantics, staying(smallest.policy, may_stay[:n]))
+        plan = frame(smallest.model, smallest.workload, smallest.semantics, staying(smallest, smallest.policy, may_stay[:n]))
         return plan, footprint(plan, profile)
 
     if plan_with(1)[1].short_device_bytes:  # embeddings may not fit although a layer does
@@ -221,13 +247,17 @@ def with_ways(policy: Policy, ways: Mapping[int, Way]) -> Policy:
     return replace(policy, save=tuple(save), offload_blocks=tuple(sorted(away)))
 
 
-def staying(policy: Policy, blocks: Collection[int]) -> Policy:
-    """Keep the state of these blocks on the device."""
+def staying(plan: Setup, policy: Policy, blocks: Collection[int]) -> Policy:
+    """Keep the state of these blocks on the device, compute with the weights in it, and sum their gradients there. `plan`: any plan
+    of the workload."""
+    in_place = {b for b in blocks if not (plan.workload.blocks[b].tied or plan.workload.blocks[b].is_mixed)}
+    is_one_group = policy.accumulation_group >= plan.semantics.n_micro_batches
     return replace(
         policy,
         update=Update.DEFERRED if blocks else policy.update,
         device_blocks=tuple(sorted(blocks)),
-        resident_blocks=tuple(b for b in policy.resident_blocks if b not in blocks),
+        sum_blocks=policy.sum_blocks if is_one_group else tuple(sorted({*policy.sum_blocks, *blocks})),
+        resident_blocks=tuple(sorted({*policy.resident_blocks}.difference(policy.device_blocks, blocks) | in_place)),
         speculate_blocks=tuple(b for b in policy.speculate_blocks if b not in blocks),
     )
 
@@ -238,7 +268,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     classes = workload.classes
     place = evenly_to_last if spread else lambda blocks, n: list(blocks[len(blocks) - n :])
     ways: dict[int, Way] = {}
-    resident, stay, disk = list[int](), list[int](), list[int]()
+    resident, stay, disk, summed = list[int](), list[int](), list[int](), list[int]()
     for i, blocks in enumerate(classes):
         away = [way for way, counts in fill.ways.items() if way.away for _ in range(counts[i])]
         local = [way for way, counts in fill.ways.items() if not way.away for _ in range(counts[i])]
@@ -246,6 +276,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         ways |= zip(leaving, away, strict=True)
         ways |= zip(place([b for b in blocks if b not in leaving], len(local)), local, strict=True)
         stay += blocks[: fill.stay[i]]
+        summed += blocks[: fill.summed[i]]  # first those that stay
         rest = [b for b in blocks if b not in stay]
         loaded = evenly_to_last(rest, fill.resident[i]) if spread else rest[: fill.resident[i]]
         rest = [b for b in rest if b not in loaded]
@@ -253,9 +284,11 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         resident += [*loaded, *once]
         disk += [*once, *evenly([b for b in rest if b not in once], fill.on_disk[i])]
     kept_inputs = {b - 1 for b, way in ways.items() if way.saved is Saved.ALL}
+    resident += [b for b in stay if not workload.blocks[b].tied]  # these compute with the weights in their state
     return replace(
         with_ways(policy, ways),
         resident_blocks=tuple(sorted(resident)),
+        sum_blocks=tuple(sorted({*policy.sum_blocks, *summed})),
         disk_blocks=tuple(sorted(disk)),
         square_on_device=fill.square,
         device_blocks=tuple(sorted({*stay, *policy.device_blocks})),

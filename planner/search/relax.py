@@ -16,7 +16,7 @@ from penstock.planner.bounds.facets import Array, Facets
 from penstock.planner.bounds.integer import Rows
 from penstock.planner.bounds.reasons import Subject, reasons
 from penstock.planner.bounds.work import Buffers, Groups, Work, WorkCache, least_slots, n_passing, until_each_block_s
-from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
+from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update, saves
 
 from . import tuning
 from .choices import Choices
@@ -47,7 +47,7 @@ class Relaxation:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator, self._clipped_works = evaluator, WorkCache(evaluator.clipped_cost)
-        self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
+        self._facets: dict[tuple[bool, tuple[int, ...], tuple[int, ...], bool], Facets] = {}
         self.known: dict[_Part, Relaxed | None] = {}
         self._programs: dict[_Part, tuple[Choices, float]] = {}  # programs with only a linear bound so far
 
@@ -73,10 +73,12 @@ class Relaxation:
         nothing else, so compute is equal except for unpacking, of which resident layers have the least. If the host sums
         micro-batches, no choice reduces the work on gradients."""
         smallest = family.policy()
-        plan, facets = self._evaluator.bare_setup(smallest), self._facets_of(smallest)
-        staying = self._evaluator.bare_setup(replace(smallest, resident_blocks=tuple(range(len(plan.workload.blocks)))))
-        computing_s = busy_s(staying, self._evaluator.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
-        if plan.reduced:
+        plan, facets = self._evaluator.bare_setup(smallest), self._facets_of(smallest, family.summed is not None)
+        leanest = replace(smallest, resident_blocks=tuple(range(len(plan.workload.blocks))))
+        if family.boundary_stride == 1:
+            leanest = replace(leanest, save=saves(all=range(max(1, plan.workload.first_trained), plan.workload.n_layers + 1)))
+        computing_s = busy_s(self._evaluator.bare_setup(leanest), self._evaluator.cost)[Lane.GPU]
+        if plan.reduced or family.summed is not None:
             return computing_s
         groups, equal_blocks = Groups.from_plan(plan, family.groups), plan.blocks_alike.items()
         arriving = [len(blocks) * self._of_block(smallest, b, groups, facets, False)["arriving"] for b, blocks in equal_blocks]
@@ -94,14 +96,17 @@ class Relaxation:
         _, gradient_slots, saved_slots = slots
         smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or tuning.LEAST_SAVED_SLOTS)
         choices = Choices(self._evaluator, smallest, family, slots)
-        facets, groups = self._facets_of(smallest), Groups.from_plan(choices.plan, family.groups)
+        may_sum = family.summed is not None
+        facets, groups = self._facets_of(smallest, may_sum), Groups.from_plan(choices.plan, family.groups, may_sum)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
         width = 1 + len(choices.program.cost) + n_longest
         of_family = self._evaluator.family_work
         if family not in of_family:  # consecutive calls usually differ in buffers only
             of_family.clear()
-            of_family[family] = [self._work(smallest, choices, groups, width, step == choices.clipped_step) for step in steps]
+            of_family[family] = [
+                self._work(smallest, choices, groups, facets, width, step == choices.clipped_step) for step in steps
+            ]
         works = of_family[family]
         rows = Rows(choices.program, width, max(float(works[0]["total"][:, 0].sum()), 1e-12))
         for step, work in zip(steps, works, strict=True):
@@ -111,23 +116,27 @@ class Relaxation:
         choices.within_memory()
         return choices, rows.scale
 
-    def _facets_of(self, smallest: Policy) -> Facets:
+    def _facets_of(self, smallest: Policy, may_sum: bool) -> Facets:
         """Facets valid for every policy that sums gradients on the same side and trains the same blocks on the device."""
         plan = self._evaluator.setup(smallest)
-        key = (plan.reduced, smallest.device_blocks)
+        key = (plan.reduced, smallest.device_blocks, smallest.sum_blocks, may_sum)
         if key not in self._facets:
-            self._facets[key] = self._evaluator.works.facets((plan, *self._variants(plan)))
+            self._facets[key] = self._evaluator.works.facets((plan, *self._variants(plan, may_sum)))
         return self._facets[key]
 
-    def _variants(self, plan: Setup) -> Iterator[Setup]:
+    def _variants(self, plan: Setup, may_sum: bool) -> Iterator[Setup]:
         """Yield policies with ops that `plan` lacks, or with other demands on shared resources."""
         plan_of, smallest = self._evaluator.setup, replace(plan.policy, boundary_stride=1)
         if plan.workload.n_layers > 1:
             yield plan_of(replace(smallest, spill_blocks=can_spill(plan.workload)))
             yield plan_of(replace(smallest, boundary_stride=2))
-        if plan.reduced and plan.workload.trains_all:
-            yield plan_of(replace(smallest, square_on_device=True))
-            yield plan_of(staying(smallest, places_to_stay(plan, self._evaluator.profile)))
+        if may_sum and not plan.reduced:
+            trained = (b for b, block in enumerate(plan.workload.blocks) if block.trained and b not in smallest.device_blocks)
+            plan = plan_of(replace(smallest, sum_blocks=tuple(trained)))
+            yield plan
+        if (plan.reduced or may_sum) and plan.workload.trains_all:
+            yield plan_of(replace(plan.policy, boundary_stride=1, square_on_device=True))
+            yield plan_of(staying(plan, replace(plan.policy, boundary_stride=1), places_to_stay(plan, self._evaluator.profile)))
         if blocks := disk_layers(plan.semantics, plan.workload, self._evaluator.profile):
             yield plan_of(replace(smallest, disk_blocks=blocks))
         of_cpu = self._evaluator.profile.device.kind == "cpu"
@@ -136,9 +145,8 @@ class Relaxation:
                 if way.away or of_cpu:
                     yield plan_of(with_ways(smallest, {b: way}))
 
-    def _work(self, smallest: Policy, choices: Choices, groups: Groups, width: int, clipped: bool) -> Work:
+    def _work(self, smallest: Policy, choices: Choices, groups: Groups, facets: Facets, width: int, clipped: bool) -> Work:
         """Work of the family: that of the smallest policy, plus the difference of each choice as a coefficient of its count."""
-        facets = self._facets_of(smallest)
         total = Work(len(facets.keys), width)
         for first, blocks in choices.plan.blocks_alike.items():
             total.add(self._of_block(smallest, first, groups, facets, clipped), len(blocks))
@@ -173,7 +181,7 @@ class Relaxation:
             n[0] = smallest.saved_slots
         # Early updates, and updates on the device, count as if all preceded the block
         sooner = work.scalars["update"] - work.scalars["forwards"]
-        facets, one_block = self._facets_of(smallest), list[Array]()
+        facets, one_block = self._facets_of(smallest, family.summed is not None), list[Array]()
         of_class = [(blocks, self._of_block(smallest, blocks[0], groups, facets, False)) for blocks in choices.classes]
         of_block = {b: work for blocks, work in of_class for b in blocks}
         if family.update is Update.DEFERRED:

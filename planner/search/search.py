@@ -179,7 +179,10 @@ def _starts(evaluator: Evaluator) -> list[Policy]:
 
 def _assert_bounded(tree: Tree, best: Policy) -> None:
     """Check that the family's bound holds for the plan found."""
-    relaxed, step_s = tree.relaxation.solve(family_of(best, tree.evaluator.semantics)), tree.evaluator.step_s(best)
+    relaxed, step_s = (
+        tree.relaxation.solve(family_of(best, tree.evaluator.semantics, tree.evaluator.workload)),
+        tree.evaluator.step_s(best),
+    )
     is_periodic = tree.evaluator.tried[best].periodic
     assert not is_periodic or relaxed is None or step_s >= relaxed.bound_s * ROUNDING, f"{best} is below the bound of its family"
 

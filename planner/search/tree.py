@@ -230,7 +230,7 @@ class Tree:
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
         """The policy without one kind of choice, and the relaxation's suggestions for its family and buffers."""
         yield (smallest := omission.remove(policy))
-        one = family_of(smallest, self.evaluator.semantics)
+        one = family_of(smallest, self.evaluator.semantics, self.evaluator.workload)
         one = replace(one, accumulation_group=smallest.accumulation_group, largest_group=smallest.accumulation_group)
         yield from self._suggested(one, slots_of(smallest), omission)
 
@@ -258,7 +258,7 @@ class Tree:
     def _refilled(self, plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         """Neighbours with other buffers or group sizes, and memory filled as in the relaxation's solution for these."""
         best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-        family, (depth, n_slots, n_saved) = family_of(best, self.evaluator.semantics), slots_of(best)
+        family, (depth, n_slots, n_saved) = family_of(best, self.evaluator.semantics, self.evaluator.workload), slots_of(best)
         below_s = self.evaluator.step_s(best) * (1 - tuning.LEAST_GAIN_FRACTION)
         buffers = [Slots(depth, n_slots + change, n_saved) for change in tuning.REFILLED_STEPS]
         buffers += [Slots(depth + change, n_slots, n_saved) for change in tuning.REFILLED_STEPS]

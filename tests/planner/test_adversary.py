@@ -61,7 +61,7 @@ def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
     evaluator = Evaluator(case.model, case.workload, case.semantics, case.profile, case.clipped_fraction)
     for policy in [start for _ in range(12) if (start := start_of(rng, case)) is not None]:
         assert evaluator.bound_s(policy) == policy_bound(evaluator.setup(policy), CostModel(case.profile)).seconds
-        relaxation, family = Relaxation(evaluator), family_of(policy, case.semantics)
+        relaxation, family = Relaxation(evaluator), family_of(policy, case.semantics, case.workload)
         relaxed = relaxation.solve(family)
         linear_s = relaxation.linear_bound_s(family)
         assert relaxed is None or linear_s <= relaxed.bound_s * (1 + 1e-6)

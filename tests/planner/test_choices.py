@@ -20,13 +20,17 @@ WITHIN_FRACTION = 5e-6  # of machine memory: solver tolerance, and squared norms
 
 def choices_of(case: Cell, policy: Policy) -> Choices | None:
     """Return the choices of the policy's family, or None if its device-resident state is not among them."""
-    family, group = family_of(policy, case.semantics), policy.accumulation_group
+    family, group = family_of(policy, case.semantics, case.workload), policy.accumulation_group
     family = replace(family, accumulation_group=group, largest_group=group)
     smallest = replace(family.policy(), gradient_slots=policy.gradient_slots, saved_slots=policy.saved_slots)
     evaluator = Evaluator(case.model, case.workload, case.semantics, case.profile, case.clipped_fraction)
     choices = Choices(evaluator, smallest, family, slots_of(policy))
     may_stay = {*smallest.device_blocks}.union(*(choice.blocks for choice in choices.staying.values()))
     can_be_early = case.clipped_fraction is not None or not policy.speculate_blocks
+    if case.workload.trains_all:  # the program lets every block that stays compute with the weights in its state
+        both, setup = {*policy.resident_blocks}.intersection(policy.device_blocks), evaluator.setup(policy)
+        in_place = {b for b in policy.device_blocks if not case.workload.blocks[b].tied}
+        can_be_early &= both == in_place == {*filter(setup.computes_in_place, policy.device_blocks)}
     return choices if may_stay.issuperset(policy.device_blocks) and can_be_early else None
 
 
@@ -34,7 +38,8 @@ def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
     """Return the values of the program variables that encode this policy."""
     resident, on_disk = {*policy.resident_blocks}, {*policy.disk_blocks}
     named = (
-        (choices.resident, resident - on_disk),
+        (choices.resident, resident - on_disk - {*choices.may_stay}.intersection(policy.device_blocks)),
+        (choices.summed, policy.sum_blocks),
         (choices.on_disk, on_disk - resident),
         (choices.read_once, on_disk & resident),
         (choices.spilled, policy.spill_blocks),

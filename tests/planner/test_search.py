@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.any_memory import with_any_memory
 from penstock.hwprofiles.schema import Profile, read_profile
-from penstock.planner.bounds.bounds import policy_bound, policy_bounds
+from penstock.planner.bounds.bounds import places_to_stay, policy_bound, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
 from penstock.planner.bounds.work import WorkCache, ops_of, spared_ops
 from penstock.planner.lower.lower import lower
@@ -22,7 +22,6 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.resident import resident as all_resident
-from penstock.planner.predict.resident import shares_memory
 from penstock.planner.predict.scaled_profile import Group, faster, sped_up, with_quantities
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import CUT
@@ -36,7 +35,6 @@ from penstock.planner.search.tree import Tree
 from penstock.planner.search.tuning import GRADIENT_SLOTS
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
-from penstock.runtime.plan.legality import can_stay
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Model, Saved
 from penstock.runtime.units import GB
@@ -172,14 +170,16 @@ def every_policy(s, workload, profile, ways_of_layers):
         one_group = family.accumulation_group == s.n_micro_batches
         smallest = replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
         on_device = {()}
-        if one_group and family.update is Update.DEFERRED and not shares_memory(profile):
-            may_stay = tuple(can_stay(workload, s))
+        plan = frame(NOBODY, workload, s, smallest)
+        if family.update is Update.DEFERRED and (may_stay := tuple(places_to_stay(plan, profile))):
             on_device |= {may_stay, tuple(b for b in may_stay if b in layers), may_stay[:1]}
         ways = product(ways_of_layers if family.boundary_stride == 1 else [Way(Saved.INPUT)], repeat=len(layers))
         for saving, resident in product(ways, (False, True)):
             policy = with_ways(smallest, dict(enumerate(saving, start=1)))
             policy = replace(policy, resident_blocks=tuple(layers) if resident else ())
-            yield from (staying(policy, blocks) for blocks in on_device if not (resident and blocks))
+            yield from (staying(plan, policy, blocks) for blocks in on_device if not (resident and blocks))
+            if family.summed is not None and not one_group and s.ranks == 1:
+                yield replace(policy, sum_blocks=tuple(sorted({*policy.sum_blocks, *layers})))
 
 
 def test_the_machine_bound_names_what_is_slow():
