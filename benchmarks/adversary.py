@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import click
 
-from penstock.planner.predict.resident import resident
 from penstock.planner.search.search import search
 from penstock.runtime.plan import Policy, Update
 from tests.adversary import Cell, Held, cell, held, hill_climb, neighbour, relaxation_of, start_of, with_state_on_device
@@ -109,7 +108,9 @@ def _near(rng: random.Random, target: Cell, policy: Policy) -> Policy:
 
 
 def _attack_search(case: Cell, rng: random.Random, tally: Tally) -> None:
-    with patch("penstock.planner.search.result.resident_in_parts", resident):  # a sampled model has no other micro-batch
+    with patch(
+        "penstock.planner.search.result.resident_baseline", lambda evaluator, may_split: None
+    ):  # a sampled model has no other micro-batch
         answer = search(case.model, [(case.semantics, case.workload)], case.profile, clipped_fraction=case.clipped_fraction)
     policy, fastest_s = hill_climb(rng, case, answer.plan.policy, N_NEIGHBOURS)
     bound_s = answer.certificate.policy_bound_s

@@ -304,6 +304,10 @@ def policies(draw: st.DrawFn, semantics: Semantics, workload: Workload) -> Polic
     if trains_all and update is Update.DEFERRED:
         may_stay = [b for b in can_stay(workload, semantics) if is_joined or not workload.tied or 0 < b <= n]
         on_device = _subset(draw, [b for b in may_stay if one_group or b in summed])
+        if workload.tied and not {*on_device}.isdisjoint(both := vocabulary(workload)):
+            on_device = (
+                tuple(sorted({*on_device, *both})) if {*both} <= {*may_stay} else tuple(b for b in on_device if b not in both)
+            )
     speculating = _subset(draw, range(n + 2)) if update is Update.DEFERRED and trains_all else ()
     resident = _subset(draw, range(n + 2))
     on_disk = _subset(draw, can_read(workload, semantics))

@@ -29,10 +29,12 @@ class Resident:
     """Step time with all state on the device, or the missing memory."""
 
     step_s: float | None  # None: it does not fit
-    needs: Footprint  # device bytes with the cheapest recompute tier
+    needs: Footprint  # device bytes; of an estimate, with the cheapest recompute tier
+    is_estimate: bool = True  # False: a policy of the search space, lowered and simulated
 
     def to_json(self) -> dict[str, Any]:
-        return {"does_not_fit": short_of(self.needs)} if self.step_s is None else {"step_s": self.step_s}
+        step = {"does_not_fit": short_of(self.needs)} if self.step_s is None else {"step_s": self.step_s}
+        return step | ({"estimated": True} if self.is_estimate else {})
 
 
 def shares_memory(profile: Profile) -> bool:

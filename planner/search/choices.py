@@ -37,6 +37,7 @@ class Choice:
     instead: Treated  # the alternative, usually the policy unchanged
     count: int  # variable: number of blocks
     used: int  # variable: 1 if any block
+    also: Sequence[int] = ()  # other blocks with work that the treatment changes
 
 
 def _added(name: str) -> Treated:
@@ -111,9 +112,12 @@ class Choices:
             summing = self.summed[i].treated if i in self.summed else _unchanged
             if b in may_square:
                 self.squared[i] = self._choice(blocks, self._squaring(summing), instead=summing)
-            if b in self.may_stay:
+            if b in self.may_stay and not (self.workload.tied and b == self.workload.n_layers + 1):
                 self.staying[i] = self._choice(blocks, self._stay, instead=self._squaring(summing))
 
+        if self.workload.tied and 0 in self.may_stay:  # embedding and head stay together
+            both = replace(self.staying[0], also=(self.workload.n_layers + 1,))
+            self.staying |= {0: both, len(self.classes) - 1: both}
         self.leaving = {saved: [c for (_, way), c in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
         self.read = [*self.on_disk.values(), *self.read_once.values()]
         several = [*self.leaving.values(), [*self.spilled.values()], self.read]
@@ -141,7 +145,8 @@ class Choices:
         of_weights = (self.resident, self.on_disk, self.read_once)
         of_gradients = (self.summed, self.squared, self.staying, self.early_updated)
         tables = (*of_weights, self.spilled, *of_gradients)
-        yield from chain(self.saving.values(), *(table.values() for table in tables))
+        every = chain(self.saving.values(), *(table.values() for table in tables))
+        yield from {choice.count: choice for choice in every}.values()
 
     def together(self, lacking: Omission | None = None) -> None:
         """Add the constraints between choices. `lacking`: a kind of choice that is disabled."""

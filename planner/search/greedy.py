@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from types import MappingProxyType
 
+from penstock.planner.model.workload import build_workload
+from penstock.planner.predict.resident import Resident, resident_in_parts, shares_memory
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
 from penstock.runtime.plan.footprint import device_needs
@@ -200,6 +202,26 @@ class Greedy:
                     ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
             for per_byte, tier in _hull(ways):
                 yield from (_Upgrade(per_byte, b, tier) for b in blocks)
+
+
+def resident_baseline(evaluator: Evaluator, may_split: bool) -> Resident | None:
+    """The schedule of a resident trainer under these semantics: a policy of the search space on one GPU, an estimate on several. If
+    it does not fit and `may_split`, the micro-batch is halved until it does. None if device and host share one memory."""
+    policy, semantics = Greedy(evaluator).resident(), evaluator.semantics
+    if policy is None or shares_memory(evaluator.profile):
+        return resident_in_parts(evaluator.setup(Policy()), evaluator.cost)
+    needs, smaller = evaluator.needs(policy), semantics.micro_batch // 2
+    whole = Resident(evaluator.step_s(policy) if needs.fits else None, needs, is_estimate=False)
+    if needs.fits or not may_split or not smaller or semantics.batch_size % smaller:
+        return whole
+    split = replace(semantics, micro_batch=smaller)
+    if split.n_micro_batches > tuning.MOST_MICRO_BATCHES or split.n_micro_batches % split.sum_groups:
+        return whole
+    workload = build_workload(evaluator.model, split)
+    halved = resident_baseline(
+        Evaluator(evaluator.model, workload, split, evaluator.profile, evaluator.clipped_fraction), may_split
+    )
+    return whole if halved is None or halved.step_s is None else halved
 
 
 def _on_disk(policy: Policy, may_read: Sequence[int], n: int) -> Policy:

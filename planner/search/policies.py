@@ -250,6 +250,8 @@ def with_ways(policy: Policy, ways: Mapping[int, Way]) -> Policy:
 def staying(plan: Setup, policy: Policy, blocks: Collection[int]) -> Policy:
     """Keep the state of these blocks on the device, compute with the weights in it, and sum their gradients there. `plan`: any plan
     of the workload."""
+    if plan.workload.tied and not {*blocks}.isdisjoint(of_vocabulary := vocabulary(plan.workload)):  # share a weight
+        blocks = {*blocks, *of_vocabulary}
     in_place = {b for b in blocks if not (plan.workload.blocks[b].tied or plan.workload.blocks[b].is_mixed)}
     is_one_group = policy.accumulation_group >= plan.semantics.n_micro_batches
     return replace(

@@ -151,10 +151,10 @@ class Relaxation:
         for first, blocks in choices.plan.blocks_alike.items():
             total.add(self._of_block(smallest, first, groups, facets, clipped), len(blocks))
         for choice in choices.all():
-            b = choice.blocks[0]
-            treated = self._of_block(choice.treated(smallest, (b,)), b, groups, facets, clipped)
-            total.add(treated, 1, 1 + choice.count)
-            total.add(self._of_block(choice.instead(smallest, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
+            treated, instead = (way(smallest, choice.blocks[:1]) for way in (choice.treated, choice.instead))
+            for b in (choice.blocks[0], *choice.also):
+                total.add(self._of_block(treated, b, groups, facets, clipped), 1, 1 + choice.count)
+                total.add(self._of_block(instead, b, groups, facets, clipped), -1, 1 + choice.count)
         # Saved loads, and the layer that is still unpacked, count at the largest cost, so that the bound holds.
         total["total"][:, 1 + choices.spared] -= total.largest["load"] + total.largest["gather"]
         total["total"][:, 1 + choices.spared_reads] -= total.largest["read"]

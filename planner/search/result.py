@@ -9,7 +9,7 @@ from penstock.planner.bounds.reasons import FACET, LANE_NAME
 from penstock.planner.predict.cost import CostModel, micro_batch_groups
 from penstock.planner.predict.memory import Footprint, footprint
 from penstock.planner.predict.region import Resource
-from penstock.planner.predict.resident import Resident, resident_in_parts
+from penstock.planner.predict.resident import Resident
 from penstock.planner.predict.simulate import Prediction, simulate
 from penstock.planner.predict.uncertainty import interval
 from penstock.runtime.plan import Plan, Policy
@@ -18,6 +18,7 @@ from penstock.runtime.plan.workload import Block
 from . import tuning
 from .claim import Certificate, Claim, Predicted, arithmetic
 from .evaluation import Evaluator
+from .greedy import resident_baseline
 
 ROUNDING = 1 - 1e-9  # tolerance for sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource that is busy for this share of the step is the bottleneck
@@ -35,7 +36,7 @@ class SearchResult:
     outside: tuple[str, ...]  # inputs outside the measured range that costs depend on
     next_best: tuple[Policy, float] | None  # the fastest policy with a different structure, and its step time
     clipped_step_s: float | None  # step time if speculative updates are repeated; None without such updates
-    resident: Resident | None  # step with all state on the device; None if device and host share one memory
+    resident: Resident | None  # step of a resident trainer; None if device and host share one memory
 
     @property
     def step_s(self) -> float:
@@ -105,7 +106,7 @@ def result_of(evaluator: Evaluator, plan: Plan, proven: Bounds, known: dict[str,
         policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, proven.n_families, len(evaluator.tried),
         evaluator.clipped_fraction, spread.n_draws, spread.seed, arithmetic(), proven.free, proven.n_sizes, size_bound_s,
     )  # fmt: skip
-    outside, resident = tuple(sorted(evaluator.cost.outside)), resident_in_parts(plan, evaluator.cost)
+    outside, resident = tuple(sorted(evaluator.cost.outside)), resident_baseline(evaluator, "micro_batch" in proven.free)
     clipped_s = evaluator.clipped_step_s(best) if plan.policy.speculate_blocks else None
     claim, next_best = Claim(predicted, certificate), evaluator.next_best(best)
     return SearchResult(plan, prediction, claim, needs, known, outside, next_best, clipped_s, resident)

@@ -10,9 +10,10 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.forward_pass import ForwardPass, forward_pass
 from penstock.planner.predict.memory import footprint
 from penstock.planner.predict.provenance import Provenance, provenance_of
-from penstock.planner.predict.resident import resident_in_parts
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import claimed
+from penstock.planner.search.evaluation import Evaluator
+from penstock.planner.search.greedy import resident_baseline
 from penstock.planner.search.result import SearchResult, model_flop
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.timeline import Timeline
@@ -101,8 +102,13 @@ class Facts:
 
     @cached_property
     def resident_s(self) -> float | None:
-        """Step with all state on the device; None if it does not fit, or if device and host share one memory."""
-        resident = resident_in_parts(self.plan, self.cost)
+        """Step of a resident trainer; None if it does not fit, or if device and host share one memory."""
+        plan = self.plan
+        if self.answer is not None:
+            resident = self.answer.resident
+        else:
+            evaluator = Evaluator(plan.model, plan.workload, plan.semantics, self.profile)
+            resident = resident_baseline(evaluator, may_split=True)
         return None if resident is None else resident.step_s
 
 

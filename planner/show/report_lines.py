@@ -300,7 +300,8 @@ def baseline_table(f: Facts) -> Table:
     rows = []
     for name, outcome in f.answer.all_baselines().items() if f.answer else ():
         if "step_s" in outcome:
-            rows.append((name, exact(outcome["step_s"]), f"{outcome['step_s'] / f.step_s:.2f} times as fast"))
+            step = exact(outcome["step_s"]) + (" (estimated)" if outcome.get("estimated") else "")
+            rows.append((name, step, f"{outcome['step_s'] / f.step_s:.2f} times as fast"))
         else:
             rows.append((name, "does not fit", outcome["does_not_fit"]))
     return Table(("schedule", "step", "this plan is"), tuple(rows))

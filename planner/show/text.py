@@ -12,7 +12,11 @@ from .report_lines import Line, Table
 
 PIPE_COLUMNS = 120
 BASELINE_NOTE = """Schedules of other systems under the same semantics and costs; the systems themselves differ in more.
-Resident: all state on the device, no copies, and AdamW in one pass there, with this micro-batch or a part of it."""
+Resident: all state on the device, one micro-batch after another, with this micro-batch or a part of it; several GPUs: an estimate."""
+SPACE_NOTE = """The bound holds for every schedule of this space: micro-batches in order, in equal groups; per layer, what is saved,
+offloaded or recomputed; per block, where weights, gradient sums, masters and moments live; updates eager, speculative, deferred or
+behind a barrier. Not in it: other semantics (precision, FP8 products), parts of a block, unequal groups; on several GPUs, tensor,
+pipeline and expert parallelism."""
 
 
 def print_plan(facts: Facts, console: Console, verbose: bool = False) -> None:
@@ -40,7 +44,7 @@ def _report(f: Facts) -> Iterator[RenderableType]:
     if f.waterfall is None:
         yield Text(f"The breakdown of the step is left out: the plan has {len(f.plan.ops):,} ops, too many to simulate ten times.")
     if f.answer is not None:
-        yield Text(BASELINE_NOTE, style="dim")
+        yield Text(BASELINE_NOTE + ("\n" + SPACE_NOTE if f.answer.certificate.n_families else ""), style="dim")
 
 
 def _grid(lines: list[Line]) -> RichTable:

@@ -121,8 +121,10 @@ def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) 
     if not is_one_group and policy.square_on_device and not policy.sum_blocks:
         raise PlanError(f"square_on_device needs {whole}, or sum_blocks: else the host sums gradients")
     host_adds = workload.tied and not joins_tied(workload, semantics, policy)
-    if host_adds and not {*policy.device_blocks}.isdisjoint(vocabulary(workload)):
-        raise PlanError("device_blocks of a tied weight need embedding and head in sum_blocks: else the host adds its gradients")
+    on_device = {*policy.device_blocks}.intersection(vocabulary(workload))
+    if workload.tied and on_device and (host_adds or len(on_device) == 1):
+        how = "both in device_blocks and in sum_blocks: else the host adds their gradients"
+        raise PlanError(f"embedding and head share a weight, so its state stays on the device only with {how}")
     if policy.device_blocks and workload.trains_all and policy.update is not Update.DEFERRED:
         raise PlanError("device_blocks are updated on the device as soon as the norm is known; they need update deferred")
     if not {*policy.device_blocks}.isdisjoint(policy.speculate_blocks):

@@ -283,7 +283,9 @@ class Setup:
         is_again = [OPS[Kind.RECOMPUTE].where(self, b) for b in blocks] if policy.boundary_stride > 1 else never
         listed = (getattr(policy, name) for name in BLOCK_LISTS)
         is_listed = (map(frozenset(numbers).__contains__, blocks) if numbers else never for numbers in listed)
-        return list(zip(self.workload.first_alike, map(policy.saved, blocks), is_again, *is_listed, strict=True))
+        # Weights that a block shares with the embedding are loaded from there
+        beside_state = (self.workload.blocks[b].tied and 0 in policy.device_blocks for b in blocks)
+        return list(zip(self.workload.first_alike, map(policy.saved, blocks), is_again, beside_state, *is_listed, strict=True))
 
     def state_slot(self, block: int) -> Slot:
         on_device = self.policy.device_blocks

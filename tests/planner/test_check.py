@@ -263,7 +263,7 @@ ILLEGAL: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (  # choices o
     ({}, {"speculate_blocks": (3, 1, 0)}, f"speculate_{IN_ORDER}"),
     ({}, {"resident_blocks": (2, 2)}, f"resident_{IN_ORDER}"),
     ({}, {"spill_blocks": (3,)}, "spill_blocks must be blocks 0..2 in ascending order"),
-    ({"tied": True}, {"device_blocks": (0,)}, "device_blocks of a tied weight need embedding and head in sum_blocks"),
+    ({"tied": True}, {"device_blocks": (0,)}, "embedding and head share a weight"),
     ({"n_micro_batches": 2}, {"device_blocks": (1,)}, "need all micro-batches in one group, or the blocks in sum_blocks"),
     ({"n_micro_batches": 2}, {"sum_blocks": (1,)}, "sum_blocks need embedding and head"),
     ({"n_micro_batches": 2}, {"sum_blocks": (0, 4, 5)}, "block 5 is not trained"),

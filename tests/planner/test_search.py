@@ -21,7 +21,6 @@ from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import footprint, frame
-from penstock.planner.predict.resident import resident as all_resident
 from penstock.planner.predict.scaled_profile import Group, faster, sped_up, with_quantities
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import CUT
@@ -151,7 +150,7 @@ def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
 def hold_against_brute_force(workload, s, profile, policies, within=1.01):
     """Compare a search with brute force, pruned by the bound of each policy."""
     with pytest.MonkeyPatch.context() as patched:  # the synthetic model cannot be built with another micro-batch
-        patched.setattr("penstock.planner.search.result.resident_in_parts", all_resident)
+        patched.setattr("penstock.planner.search.result.resident_baseline", lambda evaluator, may_split: None)
         answer = search(NOBODY, [(s, workload)], profile)
     cost, region, shortest_s = CostModel(profile), region_of(profile), inf
     bounds_s = {policy: policy_bound(frame(NOBODY, workload, s, policy), cost).seconds for policy in policies}
