@@ -109,7 +109,8 @@ class Greedy:
         """The schedule of a trainer with all weights, gradient sums and optimizer states on the device, which saves as much for
         backward as fits; None if the device cannot update every trained block. The policy may not fit."""
         everything, mixed = range(len(self.workload.blocks)), mixed_options(self.semantics, self.workload)[0]
-        if self.semantics.ranks > 1 or (not self.workload.trains_all and mixed != self.workload.mixed):
+        stays = self.workload.trains_all or mixed == self.workload.mixed
+        if self.semantics.ranks > 1 or not stays or shares_memory(self.profile):
             return None
         base = Policy(accumulation_group=1, update=Update.DEFERRED, device_blocks=mixed, resident_blocks=tuple(everything))
         if self.workload.trains_all:
@@ -208,7 +209,7 @@ def resident_baseline(evaluator: Evaluator, may_split: bool) -> Resident | None:
     """The schedule of a resident trainer under these semantics: a policy of the search space on one GPU, an estimate on several. If
     it does not fit and `may_split`, the micro-batch is halved until it does. None if device and host share one memory."""
     policy, semantics = Greedy(evaluator).resident(), evaluator.semantics
-    if policy is None or shares_memory(evaluator.profile):
+    if policy is None:
         return resident_in_parts(evaluator.setup(Policy()), evaluator.cost)
     needs, smaller = evaluator.needs(policy), semantics.micro_batch // 2
     whole = Resident(evaluator.step_s(policy) if needs.fits else None, needs, is_estimate=False)

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from penstock.planner.bounds.machine import machine_bound
 from penstock.planner.bounds.work import WorkCache, ops_of, spared_ops
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.config import shipped_model
+from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import footprint, frame
@@ -31,7 +33,7 @@ from penstock.planner.search.policies import BASELINES, Family, Slots, Way, base
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.search import search, search_machine
 from penstock.planner.search.tree import Tree
-from penstock.planner.search.tuning import GRADIENT_SLOTS
+from penstock.planner.search.tuning import GRADIENT_SLOTS, NEAR_FRACTION
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
 from penstock.runtime.plan.train import parse_train
@@ -365,3 +367,25 @@ def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
     busy_s = simulated.busy_s(plan)[Lane.H2D]
     assert busy_s > 1.1 * bounds["lane h2d"]
     assert 0.99 * busy_s <= max(bounds.values()) <= simulated.step_s * (1 + 1e-9)
+
+
+@mostly_slow(
+    ("name", "machine", "n_tokens", "changes"),
+    [
+        ("smollm2-360m", "rtx4090-desktop", 32_768, {}),
+        ("llama-3.2-1b", "rtx5090-desktop", 65_536, {}),
+        ("qwen2.5-0.5b", "h100-16core", 131_072, {"train": parse_train("lora"), "gradient_dtype": "fp32"}),
+        ("qwen2.5-7b", "h200-16core", 65_536, {}),
+        ("qwen2.5-7b", "b200", 8_192, {"clip_norm": None}),
+    ],
+    fast=(0, 2),
+)
+def test_no_plan_is_slower_than_a_baseline(name: str, machine: str, n_tokens: int, changes: dict[str, Any]) -> None:
+    """On these machines a resident trainer fits, and on some it is a rival."""
+    model, profile = read_model(name), read_profile(machine)
+    semantics = with_kernels(model, Semantics(1024, n_tokens // 1024, 1, **changes), profile)
+    answer = search(model, sizes_of(model, semantics, profile), profile, free=SIZES)
+    steps_s = {rival: row["step_s"] for rival, row in answer.all_baselines().items() if "step_s" in row}
+    assert "resident" in steps_s
+    assert not answer.resident.is_estimate
+    assert answer.step_s <= min(steps_s.values()) * (1 + NEAR_FRACTION)

@@ -39,7 +39,7 @@ FURTHER = ("deepseek_v3", "glm4_moe", "olmoe", "phi3", "glm4", "gpt2", "granite"
 POLICIES = {
     "one by one": Policy(),
     "kept": Policy(save=saves(all=(1, 2, 3)), accumulation_group=4, resident_blocks=(0,)),
-    "attention": Policy(save=saves(attention=(1, 2)), accumulation_group=2),
+    "attention": Policy(save=saves(attention=(1, 2)), accumulation_group=2, sum_blocks=(0, 2, 4)),
     "products": Policy(save=saves(products=(1, 3)), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
     "on the host": Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3), accumulation_group=2),
     "strided": Policy(boundary_stride=2, accumulation_group=4),

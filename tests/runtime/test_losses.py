@@ -199,7 +199,7 @@ def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
     policies = [
         Policy(),
         Policy(accumulation_group=4, update=Update.DEFERRED),
-        Policy(accumulation_group=2, resident_blocks=(1,), gradient_slots=2),
+        Policy(accumulation_group=2, resident_blocks=(1,), gradient_slots=2, sum_blocks=(0, 1, 3), square_on_device=True),
         Policy(save=saves(all=(1, 2)), prefetch_depth=2),
         Policy(spill_blocks=(0, 1), accumulation_group=4),
     ]
