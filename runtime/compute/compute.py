@@ -261,7 +261,7 @@ class Compute:
             for name, view in self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block), is_sent=True).items():
                 view.copy_(running[name])
         elif self.plan.sums_in_place(op.block) and op.micro_batch == self.plan.semantics.n_micro_batches - 1:
-            self._round(running)
+            self._round({name: running[name] for name in self._views.sent(op.block)})
 
     def _round(self, total: Weights) -> None:
         """Round complete sums to the gradient's dtype, in place and in pieces."""

@@ -52,9 +52,13 @@ class Views:
 
     def gradients(self, block: int, slot: Slot, dtype: str, is_sent: bool = False) -> Weights:
         """Gradients of the block's trained weights, by name. `is_sent`: without a tied one that the device adds to another."""
-        offsets, is_owned = self._plan.offsets[block], is_sent and self._plan.joins_tied
-        trained = (p for p in self._blocks[block].trained if not (is_owned and p.tied_to is not None))
+        offsets, names = self._plan.offsets[block], {*self.sent(block)} if is_sent else None
+        trained = (p for p in self._blocks[block].trained if names is None or p.name in names)
         return {p.name: self._arenas.view(slot, dtype, p.shape, offsets[p.name]) for p in trained}
+
+    def sent(self, block: int) -> list[str]:
+        """Names of the block's trained weights, without a tied one whose sum the device adds to another before it is rounded."""
+        return [p.name for p in self._blocks[block].trained if p.tied_to is None or not self._plan.joins_tied]
 
     def tied_gradients(self, slot: Slot) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the head's summed gradient of each tied weight, with the name of the weight in the embedding."""

@@ -34,6 +34,28 @@ def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_s
     assert differences(machine) == []
 
 
+WHOLE = (0, 1, 2, 3)
+SUMMING = [
+    Policy(sum_blocks=WHOLE, square_on_device=True, gradient_slots=2),
+    Policy(sum_blocks=(0, 2, 3), accumulation_group=2, update=Update.DEFERRED, speculate_blocks=(1, 2)),
+    Policy(sum_blocks=WHOLE, device_blocks=(0, 1, 3), update=Update.DEFERRED),
+    Policy(sum_blocks=WHOLE, device_blocks=WHOLE, resident_blocks=WHOLE, update=Update.DEFERRED),  # a resident trainer
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@mostly_slow(
+    ("policy", "fields"), [(policy, fields) for fields in ({}, {"sum_groups": 2}) for policy in SUMMING], fast=(0, 3, 5, 6)
+)
+def test_sums_on_the_device_train_the_plain_loops_bits(policy: Policy, fields: dict, tied: bool) -> None:
+    """The sum of a tied weight's gradients is rounded once, also if each is the gradient that its block is updated with."""
+    config = tiny_config("qwen3", tie_word_embeddings=tied)
+    machine = streamed(config, semantics_of("qwen3", **fields, batch_size=4), policy)
+    sent = [op.block for op in machine.plan.ops if op.kind is Kind.OFFLOAD_GRADIENT and op.block in policy.sum_blocks]
+    assert sent == sorted({*policy.sum_blocks} - {*policy.device_blocks}, reverse=True)
+    assert differences(machine) == []
+
+
 @NEEDS_A_COMPILER
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
