@@ -67,7 +67,7 @@ def test_the_named_model_fits_and_the_next_larger_one_does_not():
         profile = DESKTOP.with_memory(None, n_bytes)
         assert fitting_sizes(read_model(fit.model), SEMANTICS, profile)
         assert not fitting_sizes(read_model(names[names.index(fit.model) + 1]), SEMANTICS, profile)
-    (none,) = fits("rtx4090", [DESKTOP], *members("qwen3"), SEMANTICS, (8 * GB,), searched=False)
+    (none,) = fits("rtx4090", [DESKTOP], *members("qwen3"), SEMANTICS, (6 * GB,), searched=False)
     assert (none.model, none.n_params, none.tokens_per_s, none.to_json(1000).get("job")) == (None,) * 4
 
 

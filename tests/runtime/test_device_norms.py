@@ -35,7 +35,7 @@ from tests.training import clip_some_steps, differences, semantics_of, streamed
 
 def test_gradients_that_the_host_sums_are_not_squared_on_device():
     plan = small(n_micro_batches=2)
-    policy, line = replace(plan.policy, square_on_device=True), "square_on_device and device_blocks need all micro-batches in one"
+    policy, line = replace(plan.policy, square_on_device=True), "square_on_device needs all micro-batches in one group"
     with pytest.raises(PlanError, match=line):
         lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
     assert line in error_of(replace(plan, policy=policy))
