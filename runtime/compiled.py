@@ -33,7 +33,13 @@ def compiled(function: F, **options: Any) -> F:
 
 def compiled_bare(function: F) -> F:
     """Compile a function without allocations. Reference counting of its arrays would take ten times the event loop's other time."""
-    return compiled(function, _nrt=False, forceinline=True)
+    return _announced(compiled(function, _nrt=False), "the simulator")
+
+
+def compiled_inner(function: F) -> F:
+    """Compile a function that only `compiled_bare` functions call, without wrappers for Python or a cache of its own."""
+    options: dict[str, Any] = {"_nrt": False, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(F, numba.njit(nogil=True, **options)(function)) if IS_COMPILED else function
 
 
 def compiled_loop(function: F) -> F:
@@ -44,26 +50,26 @@ def compiled_loop(function: F) -> F:
 
 def compiled_kernel(function: F) -> F:
     """Compile a kernel with IEEE division; warn once per process that compilation takes seconds."""
-    kernel = compiled(function, error_model="numpy")
-    if IS_COMPILED:
-        store = vars(kernel)["_cache"]
-        store.load_overload = _with_announcement(store.load_overload)
-    return kernel
+    return _announced(compiled(function, error_model="numpy"), "the host's optimizer")
 
 
-def _with_announcement(load: Callable[..., Any]) -> Callable[..., Any]:
+def _announced(kernel: F, what: str) -> F:
+    """Warn if a kernel is compiled because the cache does not have it."""
+
     def loaded(*args: Any) -> Any:
         overload = load(*args)
         if overload is None:
-            _announce()
+            _announce(what)
         return overload
 
-    return loaded
+    if IS_COMPILED:
+        load, vars(kernel)["_cache"].load_overload = vars(kernel)["_cache"].load_overload, loaded
+    return kernel
 
 
 @cache
-def _announce() -> None:
-    warnings.warn("compiling the host's optimizer: seconds, once on this machine", RuntimeWarning, stacklevel=2)
+def _announce(what: str) -> None:
+    warnings.warn(f"compiling {what}: seconds, once on this machine", RuntimeWarning, stacklevel=2)
 
 
 def _ignoring_os_errors(access: Callable[..., Any]) -> Callable[..., Any]:

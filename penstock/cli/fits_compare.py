@@ -269,9 +269,11 @@ def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
 
 
 def swept(work: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], label: str, at_once: int = 1) -> Iterator[Result]:
-    """Yield `work(*task)` in order, computed on all cores. A terminal shows the progress. If tasks are numerous, a process takes
-    `at_once` of them at a time."""
+    """Yield `work(*task)` in order, computed on all cores. A terminal shows the progress, a file gets one line. If tasks are
+    numerous, a process takes `at_once` of them at a time."""
     console = Console(stderr=True)
+    if len(tasks) > 1 and not console.is_terminal:
+        click.echo(f"planning {len(tasks)} {label}", err=True)
     show = partial(track, description=label, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
     n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)
     if n_workers <= 1:

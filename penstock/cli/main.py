@@ -1,7 +1,9 @@
 """The `penstock` command. Subcommands are imported when called, so that help is instant and planning imports no torch."""
 
+import gc
 import importlib
 import logging
+import warnings
 
 import click
 
@@ -24,6 +26,7 @@ COMMANDS = {
     "machines": ("penstock.cli.fits_compare", "List the machines that can be planned for, and the source of their numbers."),
     "report": ("penstock.cli.report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
 }
+PLANNING = frozenset({"plan", "check", "fits", "compare", "machines", "report"})  # commands that hold no tensors
 
 
 class Penstock(OneLineErrors, click.Group):
@@ -35,6 +38,8 @@ class Penstock(OneLineErrors, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        if cmd_name in PLANNING:
+            gc.set_threshold(100_000, 10, 10)  # a search makes millions of objects, few of them cyclic
         command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         return command
 
@@ -58,5 +63,11 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> None:
+    warnings.formatwarning = _as_note
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT, if installed; it warns about its kernels
     cli()
+
+
+def _as_note(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Format warnings of Penstock (RuntimeWarning) as one line, others with their place in the code."""
+    return f"note: {message}\n" if category is RuntimeWarning else f"{filename}:{lineno}: {category.__name__}: {message}\n"

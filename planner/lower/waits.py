@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.runtime.compiled import compiled, integers
+from penstock.runtime.compiled import compiled_bare, integers
 from penstock.runtime.plan import Lane, Wait
 
 NONE = -1
@@ -22,13 +22,16 @@ def waits_of(lanes: Column, uses: Column, first: Column, extra_waits: Mapping[in
     n, extra = len(lanes), np.full((2, len(lanes)), NONE)
     for i, wait in extra_waits.items():
         extra[:, i] = wait.op, wait.distance
-    arrays = (integers(values) for values in (lanes, uses, first, *extra))
-    targets, ends = map(np.array, _targets(n_steps, int(max(uses, default=0)) + 1, len(Lane), *arrays))
+    n_slots, n_lanes = int(uses.max(initial=0)) + 1, len(Lane)
+    sizes = (n_slots, n_slots * n_lanes, n_steps * n * n_lanes, n_lanes, n_lanes, n * n_lanes, n)
+    scratch = tuple(integers(np.full(size, NONE)) for size in sizes)
+    n_waits = _targets(n_steps, n_lanes, tuple(integers(values) for values in (lanes, uses, first, *extra)), scratch)
+    targets, ends = np.array(scratch[-2][:n_waits], np.int64), np.array(scratch[-1], np.int64)
     begin = (n_steps - 1) * n
     assert np.all(targets >= begin - n), "an op depends on a step before the previous one"
     distance = (targets < begin).astype(np.int64)
     waiting = np.repeat(np.arange(n), np.diff(ends, prepend=0))
-    return in_order(np.stack([waiting, distance, np.zeros_like(waiting), targets.astype(np.int64) - begin + n * distance]))
+    return in_order(np.stack([waiting, distance, np.zeros_like(waiting), targets - begin + n * distance]))
 
 
 def in_order(columns: Column) -> Column:
@@ -36,17 +39,15 @@ def in_order(columns: Column) -> Column:
     return columns[:, np.lexsort(columns[::-1])]
 
 
-@compiled
-def _targets(
-    n_steps: int, n_slots: int, n_lanes: int, lanes: Any, uses: Any, first: Any, extra: Any, distance: Any
-) -> tuple[list[int], list[int]]:
-    """Return concatenated wait targets of the last step's ops, numbered over all steps, and the end of each op's list."""
-    n = len(lanes)
-    writer = [NONE] * n_slots
-    reader = [NONE] * (n_slots * n_lanes)  # by slot and lane: last read since the write
-    known = [NONE] * (n_steps * n * n_lanes)  # by op and lane: latest op that is done once the op is
-    last_on_lane, needed = [NONE] * n_lanes, [NONE] * n_lanes  # the latest op of a lane implies earlier ones
-    targets, ends = [0] * 0, [0] * 0
+@compiled_bare
+def _targets(n_steps: int, n_lanes: int, ops: Any, scratch: Any) -> int:
+    """Write concatenated wait targets of the last step's ops, numbered over all steps, and the end of each op's list. Return the
+    number of targets."""
+    lanes, uses, first, extra, distance = ops
+    # By slot: last write. By slot and lane: last read since the write. By op and lane: latest op that is done once the op is.
+    # By lane: last op, and latest op to be waited for, which implies earlier ones.
+    writer, reader, known, last_on_lane, needed, targets, ends = scratch
+    n, n_targets = len(lanes), 0
     for position in range(n_steps * n):
         step, i = position // n, position % n
         for use in range(first[2 * i], first[2 * i + 2]):
@@ -68,16 +69,21 @@ def _targets(
             for lane in range(n_lanes):
                 known[position * n_lanes + lane] = known[predecessor * n_lanes + lane]
         needed[lanes[i]] = NONE  # a lane is in order anyway
-        while max(needed) != NONE:  # latest first: only a later op can imply an earlier one
-            target = max(needed)
+        while True:  # latest first: only a later op can imply an earlier one
+            target = NONE
+            for lane in range(n_lanes):
+                target = max(target, needed[lane])
+            if target == NONE:
+                break
             needed[lanes[target % n]] = NONE
             if known[position * n_lanes + lanes[target % n]] < target:
                 if step == n_steps - 1:
-                    targets.append(target)
+                    targets[n_targets] = target
+                    n_targets += 1
                 for lane in range(n_lanes):
                     known[position * n_lanes + lane] = max(known[position * n_lanes + lane], known[target * n_lanes + lane])
         known[position * n_lanes + lanes[i]] = position
         last_on_lane[lanes[i]] = position
         if step == n_steps - 1:
-            ends.append(len(targets))
-    return targets, ends
+            ends[i] = n_targets
+    return n_targets

@@ -6,11 +6,12 @@ Functions are compiled with numba (`runtime/compiled.py`).
 
 from typing import Any, NamedTuple
 
-from penstock.runtime.compiled import compiled_bare
+from penstock.runtime.compiled import compiled_bare, compiled_inner
 from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 
 from .region import Filling, fill
 
+_fill = compiled_inner(fill)
 MAX_CYCLE = 8  # longest detected period, in steps or repetitions; longer ones are averaged
 TIE_FRACTION = 1e-12  # ends closer than this fraction of the clock are one event, so that rounding does not order them
 N_WHERE = 5  # integers that describe the position of a lane
@@ -79,21 +80,20 @@ def run_step(ops: Ops, s: State) -> bool:
     """Advance until one more step is done and all ops that can start at that time have started. Return False on deadlock, or if an
     op needs a resource of capacity zero."""
     n_steps = s.n_steps[0] + 1
-    while s.n_steps[0] < n_steps:
+    while True:
         _start(ops, s)
-        if not _share(ops, s) or not _next_event(ops, s):
+        if not _share(ops, s):
             return False
         if s.ended[0] != IDLE:
-            _start(ops, s)
-            if not _share(ops, s):
-                return False
             _end_turn(ops, s, s.ended[0], s.ended[1])
             s.ended[0] = IDLE
-    _start(ops, s)
-    return _share(ops, s)
+        elif s.n_steps[0] == n_steps:
+            return True
+        elif not _next_event(ops, s):
+            return False
 
 
-@compiled_bare
+@compiled_inner
 def _start(ops: Ops, s: State) -> None:
     """Start the next op of every idle lane if its waits are satisfied."""
     for lane in range(len(s.position)):
@@ -115,7 +115,7 @@ def _start(ops: Ops, s: State) -> None:
                 s.is_changed[0] = 1
 
 
-@compiled_bare
+@compiled_inner
 def _share(ops: Ops, s: State) -> bool:
     """Recompute the fair speeds of working ops and rescale their remaining time. Return False if an op would have speed zero."""
     if not s.is_changed[0]:
@@ -129,7 +129,7 @@ def _share(ops: Ops, s: State) -> bool:
                 s.filling.draws[n * n_resources + r] = ops.draws[op * n_resources + r]
             s.sharing[n] = lane
             n += 1
-    fill(n, s.filling, ops.capacity)
+    _fill(int(n), s.filling, ops.capacity)
     for i in range(n):
         lane, speed = s.sharing[i], s.filling.speeds[i]
         if speed <= 0:
@@ -140,7 +140,7 @@ def _share(ops: Ops, s: State) -> bool:
     return True
 
 
-@compiled_bare
+@compiled_inner
 def _next_event(ops: Ops, s: State) -> bool:
     """Advance the clock to the next end of an overhead or op. Return False if no lane has one."""
     soonest_s, n = 0.0, 0
@@ -169,7 +169,7 @@ def _next_event(ops: Ops, s: State) -> bool:
     return True
 
 
-@compiled_bare
+@compiled_inner
 def _finish(ops: Ops, s: State, lane: int, op: int) -> None:
     """Complete the current op of a lane."""
     step, turn, repeats = s.step[lane], s.turn[lane], ops.repeat_first <= op < ops.repeat_end
@@ -204,7 +204,7 @@ def _finish(ops: Ops, s: State, lane: int, op: int) -> None:
         s.n_steps[0] += 1
 
 
-@compiled_bare
+@compiled_inner
 def _end_turn(ops: Ops, s: State, step: int, turn: int) -> None:
     """Record the state at the end of a repetition; if it equals that of an earlier one (steady state), skip the next ones."""
     n_lanes, n_kept = len(s.position), MAX_CYCLE + 1
@@ -244,16 +244,17 @@ def _end_turn(ops: Ops, s: State, step: int, turn: int) -> None:
                 if s.turn_where[row * n_lanes * N_WHERE + j] != s.turn_where[earlier * n_lanes * N_WHERE + j]:
                     is_same = False
         if is_same:
-            _skip(ops, s, step, earlier, n_left // n_cycle, n_cycle)
+            _skip(ops, s, step, turn, n_left, n_cycle)
             return
     if s.n_turns[0] >= ops.most_repetitions:
         s.is_rough[0] = 1
-        _skip(ops, s, step, (turn - MAX_CYCLE) % n_kept, n_left // MAX_CYCLE, MAX_CYCLE)
+        _skip(ops, s, step, turn, n_left, n_kept - 1)
 
 
-@compiled_bare
-def _skip(ops: Ops, s: State, step: int, earlier: int, n_cycles: int, n_cycle: int) -> None:
-    """Skip `n_cycles` cycles of `n_cycle` repetitions, each equal to the one from repetition `earlier` to now."""
+@compiled_inner
+def _skip(ops: Ops, s: State, step: int, turn: int, n_left: int, n_cycle: int) -> None:
+    """Skip as many of `n_left` repetitions as form cycles of `n_cycle`, each equal to the last `n_cycle` until now."""
+    earlier, n_cycles = (turn - n_cycle) % (MAX_CYCLE + 1), n_left // n_cycle
     if n_cycles <= 0:
         return
     n_lanes = len(s.position)

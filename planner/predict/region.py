@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from penstock.runtime.compiled import compiled_bare, floats, integers
+from penstock.runtime.compiled import floats, integers
 
 
 class Resource(StrEnum):
@@ -81,7 +81,6 @@ class Filling(NamedTuple):
         return Filling(**{name: floats([0.0] * size) for name, size in sizes.items()}, is_rising=integers([0] * n))
 
 
-@compiled_bare
 def fill(n: int, scratch: Filling, capacity: Any) -> None:
     n_resources = len(capacity)
     for r in range(n_resources):

@@ -118,7 +118,7 @@ class Relaxation:
 
     def _facets_of(self, smallest: Policy, may_sum: bool) -> Facets:
         """Facets valid for every policy that sums gradients on the same side and trains the same blocks on the device."""
-        plan = self._evaluator.setup(smallest)
+        plan = self._evaluator.bare_setup(smallest)
         key = (plan.reduced, smallest.device_blocks, smallest.sum_blocks, may_sum)
         if key not in self._facets:
             self._facets[key] = self._evaluator.works.facets((plan, *self._variants(plan, may_sum)))
@@ -126,7 +126,7 @@ class Relaxation:
 
     def _variants(self, plan: Setup, may_sum: bool) -> Iterator[Setup]:
         """Yield policies with ops that `plan` lacks, or with other demands on shared resources."""
-        plan_of, smallest = self._evaluator.setup, replace(plan.policy, boundary_stride=1)
+        plan_of, smallest = self._evaluator.bare_setup, replace(plan.policy, boundary_stride=1)
         if plan.workload.n_layers > 1:
             yield plan_of(replace(smallest, spill_blocks=can_spill(plan.workload)))
             yield plan_of(replace(smallest, boundary_stride=2))
