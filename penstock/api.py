@@ -35,6 +35,7 @@ from .caches import cache_layer_traces
 from .ranks import joined
 from .results import Planned, Trained
 from .run_config import PLAN_FILE, RunRequest, read_run
+from .run_files import read_measured
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import Batches, UserBatches
@@ -85,6 +86,7 @@ def plan(
     hosts: int = 1,
     network_gbit: float | None = None,
     loss: "str | Callable[..., Any] | None" = None,
+    measured: str | Path | None = None,
     **semantics: Any,
 ) -> Planned:
     """Search for the fastest schedule of `model` on `machine`. With several GPUs: the schedule of each rank.
@@ -94,7 +96,8 @@ def plan(
     Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
     `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
     `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
-    `loss`: a value of `--loss`, or a function (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
+    `loss`: a value of `--loss`, or a function (docs/losses.md). `measured`: the folder of a run of this model on this machine, which
+    scales predicted op times. DoesNotFitError names the smallest changes that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import search_machine
@@ -112,6 +115,8 @@ def plan(
     step = _semantics(fields, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
         step = shared_step(step, gpus * hosts, "sum_groups" in fields)
+    if measured is not None:
+        profile = read_measured(Path(measured)).on(profile, described, step, measured)
     may_cut = host_memory_bytes is None and device_memory_bytes is None
     free = (SIZES - fields.keys()) | ({CUT} if may_cut else set())
     return Planned(*search_machine(described, step, profile, _policy(policy), free, clipped_fraction))
