@@ -27,7 +27,7 @@ from penstock.planner.search.claim import claimed
 from penstock.planner.search.search import search
 from penstock.planner.show.schedule import clauses
 from penstock.run_config import PLAN_FILE, RunRequest
-from penstock.run_files import MEASURED_FILE, read_measured, write_measured
+from penstock.run_files import MEASURED_FILE, policy_fields, read_measured, write_measured
 from penstock.runtime.errors import CheckpointError, DoesNotFitError, PenstockError
 from penstock.runtime.plan import Plan, PlanFile, Policy
 from penstock.runtime.plan.timeline import Span, Timeline
@@ -129,9 +129,9 @@ class Replanning:
             self._say(str(error))
 
     def finds(self) -> bool:
-        """Return True once, when the search has found a plan that promises enough."""
+        """Return True if the search has found a plan that promises enough."""
         if self._process is None or (code := self._process.poll()) is None:
-            return False
+            return self._found is not None
         output, errors = self._process.communicate()
         self._process = None
         try:
@@ -159,7 +159,7 @@ class Replanning:
         except DoesNotFitError as error:
             self._say(f"replanning: {error}; the run keeps its plan")
             return None
-        began = plan.policy.to_json() if self._request.replanned is None else self._request.replanned["former"]
+        began = policy_fields(plan) if self._request.replanned is None else self._request.replanned["former"]
         return replace(
             self._request,
             file=file,
@@ -167,7 +167,7 @@ class Replanning:
             resume=True,
             resume_from=None,
             replaced=Replaced(plan.policy, former_s, step_s, median(self._times_s[: self._n_wanted])),
-            replanned={"former": began, "policy": file.plan.policy.to_json()},
+            replanned={"former": began, "policy": policy_fields(file.plan)},
         )
 
 

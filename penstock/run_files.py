@@ -26,6 +26,12 @@ MEASURED_FILE = "measured.json"
 _SIZES = {"seq_len", "batch_size", "micro_batch", "loss_tile_tokens", "mlp_tile_tokens", "sum_groups", "clip_norm", "on_nonfinite"}
 
 
+def policy_fields(plan: Plan) -> dict[str, Any]:
+    """Return the policy of a plan with the JSON values that a file of it has."""
+    fields: dict[str, Any] = json.loads(json.dumps(plan.policy.to_json()))
+    return fields
+
+
 def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
     """Read the timeline and the log of a run of the plan. CheckpointError if both are missing or one is invalid."""
     timeline_file, log_file = folder / "timeline.json", folder / "metrics.jsonl"

@@ -47,24 +47,22 @@ def refuse_what_does_not_fit(
     Without a GPU, device arenas are allocated in host memory. `requested`: the device in the settings. `former`: a plan whose
     memory is released before."""
     device_bytes, host_bytes = _needs(plan, device, n_ranks_here)
-    if former is not None:
-        device_bytes, host_bytes = (
-            n - m for n, m in zip((device_bytes, host_bytes), _needs(former, device, n_ranks_here), strict=True)
-        )
+    freed_device_bytes, freed_host_bytes = (0, 0) if former is None else _needs(former, device, n_ranks_here)
     where = "here"
     if device == "cuda":
-        if (short_bytes := device_bytes - streams.free_cuda_bytes()) > 0:
+        if (short_bytes := device_bytes - freed_device_bytes - streams.free_cuda_bytes()) > 0:
             raise _does_not_fit(f"{show_bytes(device_bytes)} of the GPU's memory", "--device-memory", short_bytes, 0)
         where = "of pinned memory"
     else:
-        host_bytes += device_bytes
+        host_bytes, freed_host_bytes = host_bytes + device_bytes, freed_host_bytes + freed_device_bytes
         if plan.profile["device"]["kind"] == "cuda":
             note = " (no GPU was found)" if requested == "auto" else ""
             where = f"here, where the CPU's memory takes the place of the GPU's{note}"
     host_bytes *= n_ranks_here
     available_bytes = memory.available_host_bytes()
-    if of_host and available_bytes is not None and host_bytes > available_bytes:
-        raise _does_not_fit(f"{show_bytes(host_bytes)} {where}", "--host-memory", 0, host_bytes - available_bytes)
+    short_bytes = 0 if available_bytes is None else host_bytes - freed_host_bytes * n_ranks_here - available_bytes
+    if of_host and short_bytes > 0:
+        raise _does_not_fit(f"{show_bytes(host_bytes)} {where}", "--host-memory", 0, short_bytes)
 
 
 def release_memory(device: str) -> None:

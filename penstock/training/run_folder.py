@@ -17,7 +17,7 @@ from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
 from penstock.replanning import REPLAN_FILE
 from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, RunRequest, located, run_text
-from penstock.run_files import MEASURED_FILE
+from penstock.run_files import MEASURED_FILE, policy_fields
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.executor import say
 from penstock.runtime.files import fields_of, try_to_write, write_whole
@@ -140,13 +140,13 @@ def state_to_resume(request: RunRequest) -> State | None:
 def with_replanned(request: RunRequest, state: State | None) -> RunRequest:
     """Return the request with the plan of the folder if the checkpoint names it as the one that replaces the given plan."""
     named = None if state is None else state.fields.get("replanned")
-    path, given = Path(request.settings.out) / PLAN_FILE, request.file.plan.policy.to_json()
+    path, given = Path(request.settings.out) / PLAN_FILE, policy_fields(request.file.plan)
     if not isinstance(named, dict) or given not in (named.get("former"), named.get("policy")):
         return request
     if given == named.get("policy"):
         return replace(request, replanned=named)
     file = PlanFile.read(path)
-    if file.plan.policy.to_json() != named.get("policy") or file.plan.semantics != request.file.plan.semantics:
+    if policy_fields(file.plan) != named.get("policy") or file.plan.semantics != request.file.plan.semantics:
         return request
     say(f"{on_one_line(str(path))} replaced the given plan during the run: going on under it")
     return replace(request, file=file, where=str(path), replanned=named)

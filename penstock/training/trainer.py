@@ -195,15 +195,15 @@ class Trainer:
             for step in steps:
                 n_done = step.number + 1
                 self._log(step, saver)
-                if saver is not None and saves_in_pauses and saver.is_time():
-                    pause.request()
-                if saver is not None and self._replanning.finds():
-                    saver.waits_for_pause = True
+                is_time = saver is not None and saves_in_pauses and saver.is_time()
+                if is_time or self._replanning.finds():
                     pause.request()
         # convert an emulated run to seconds of the plan's machine
         spans = (replace(s, start_s=s.start_s / session.scale, end_s=s.end_s / session.scale) for s in steps.timeline.spans)
         timeline = Timeline(tuple(spans))
         self._replanning.paused(timeline)
+        if saver is not None:  # not before: the lanes may have begun to save a later step
+            saver.waits_for_pause = self._replanning.finds()
         times_s = timeline.step_times_s  # from the second step on, without warm-up steps
         self.times_s += times_s[WARM_UP_STEPS - 1 :] or times_s
         self.timeline = max(timeline, self.timeline, key=lambda timeline: len(timeline.spans))  # the last of equals
