@@ -280,24 +280,16 @@ def train(
     request = TrainRequest(
         plan, data, out, steps, lr, device, resume, from_scratch, settings, time_scale, on_step=step, stop=stop, loss=loss
     )
-    run = _run_request(request, None)
+    run: RunRequest | None = _run_request(request, None)
+    assert run is not None
     with joined(run) as ranks:
-        outcome: Trained | RunRequest = run
-        while isinstance(outcome, RunRequest):
-            outcome = _trained(outcome, request, ranks, history)
-    return outcome
-
-
-def _trained(
-    run: RunRequest, request: TrainRequest, ranks: "Processes | None", history: "Sequence[Metrics]"
-) -> Trained | RunRequest:
-    """Train, and return the outcome, or the run that goes on with another plan."""
-    with _trainer(run, request, ranks) as trainer:
-        timeline, _ = trainer.train()
-        if trainer.following is not None:
-            return replace(trainer.following, settings=run.settings)
-        n_done, late = history[-1].step if history else trainer.session.first_step, trainer.session.late_fraction
-    return Trained(Path(run.settings.out), n_done, tuple(history), timeline, late)
+        while run is not None:  # again with each plan of the run
+            with _trainer(run, request, ranks) as trainer:
+                timeline, _ = trainer.train()
+                first_step, late, following = trainer.session.first_step, trainer.session.late_fraction, trainer.following
+            del trainer  # and its memory
+            run = None if following is None else replace(following, settings=run.settings)
+    return Trained(Path(out), history[-1].step if history else first_step, tuple(history), timeline, late)
 
 
 def stream(

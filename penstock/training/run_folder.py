@@ -145,6 +145,8 @@ def with_replanned(request: RunRequest, state: State | None) -> RunRequest:
         return request
     if given == named.get("policy"):
         return replace(request, replanned=named)
+    if not path.is_file():
+        return request
     file = PlanFile.read(path)
     if policy_fields(file.plan) != named.get("policy") or file.plan.semantics != request.file.plan.semantics:
         return request

@@ -7,6 +7,7 @@ import pytest
 
 import penstock
 from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.check.claim import name_conflicts
 from penstock.planner.predict.cost import costs, region_of
 from penstock.planner.predict.measured import LEAST_SAMPLES, op_ratios
 from penstock.planner.predict.scaled_profile import Group, faster
@@ -86,6 +87,7 @@ def test_a_plan_with_the_ratios_of_a_run_is_faster_there_says_so_and_is_checked(
     assert before_s - after_s > 0.9 * (before_s - least_s) > 0.05 * before_s, "lost time that comes back"
     assert "measured on" in str(planned)
     assert "search and all" in penstock.check(planned, search=True)
+    assert ["ratios of a run" in note for note in name_conflicts(planned.plan)] == [True]
     file = json.loads(str(planned.plan))
     file["profile"]["op_ratios"] = [entry | {"ratio": 1.01 * entry["ratio"]} for entry in file["profile"]["op_ratios"]]
     with pytest.raises(PlanError, match="claim: "):
