@@ -1,66 +1,35 @@
 """Runs that replan: the same bits as a run with one plan, also killed around the change; who decides, and when they do not."""
 
-import json
-import random
-import shutil
 import subprocess
+import sys
 import weakref
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import penstock
 from penstock import replanning
-from penstock.checkpoint.checkpoint import latest, load_state
+from penstock.checkpoint.checkpoint import load_state
 from penstock.replanning import REPLAN_FILE, Replanning
-from penstock.run_files import MEASURED_FILE, policy_fields, read_measured
+from penstock.run_files import MEASURED_FILE, policy_fields
 from penstock.runtime.errors import PlanError
 from penstock.runtime.host import memory
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import PlanFile
-from tests.accidents import forked, left_by, whole_checkpoints
+from tests.accidents import ENDED_S, bits, instant
+from tests.forks import Forked
 from tests.rank_runs import BATCH, by_hand, command_with, words
-from tests.running import SCRATCH, one_line, plan_in, succeeded, train
-
-STATE = "trainer_state.json"  # names the plan
-PREDICTED = {"former_s": 2.0, "step_s": 1.0}
-
-
-def instant(plan, predicted=PREDICTED, code=0, errors=""):
-    """Return a stand-in for `subprocess` whose processes find this plan at once."""
-
-    class Search:
-        def __init__(self, command, **options):
-            folder = Path(command[-1])
-            assert read_measured(folder).ratios
-            shutil.copy(plan, folder / REPLAN_FILE)
-
-        def poll(self):
-            return code
-
-        def communicate(self):
-            return json.dumps(predicted), errors
-
-        def kill(self):
-            pass
-
-    return SimpleNamespace(Popen=Search, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+from tests.running import one_line, plan_in, succeeded, train
+from tests.tour import ROOT
 
 
 @pytest.fixture
 def plans(home):
-    return plan_in(home, "--policy", "megatrain"), plan_in(home, name="other.json")
+    return plan_in(home, "--policy", "megatrain", name="plan-0.json"), plan_in(home, name="plan-1.json")
 
 
 @pytest.fixture
 def quick(plans, monkeypatch):
     monkeypatch.setattr(replanning, "subprocess", instant(plans[1]))
-
-
-def bits(out):
-    """Return the hashes of the last checkpoint and the log, without what names the plan."""
-    return {name: value for name, value in left_by(out).items() if name != STATE}
 
 
 def policy_of(path):
@@ -118,31 +87,19 @@ def test_a_checkpoint_names_the_plan_and_a_resumed_run_takes_it(home, plans):
     assert bits(home / "out") == bits(home / "plain")
 
 
-@pytest.mark.usefixtures("quick")
 def test_runs_killed_around_the_change_go_on_to_the_same_bits(home, plans):
-    n_steps, rng, n_killed, n_taken = 8, random.Random(3), 0, 0
-
-    def run(out, *extra):
-        words = ["run", plans[0], "--data", home / "data", "--out", home / out, "--steps", n_steps, "--lr", "1e-3", *SCRATCH]
-        return [*words, "--resume", "--save-every", 2, *extra]
-
-    forked(run("plain"))
-    for trial in range(8):
-        out = home / f"killed-{trial}"
-        for event, n in (("op", rng.randrange(200, 500)), ("fsync", rng.randrange(20, 60))):
-            n_killed += forked(run(out.name, "--replan", 1), event, n)
-        if whole_checkpoints(out)[-1:] != [n_steps]:
-            forked(run(out.name, *(() if trial % 2 else ("--replan", 1))))
-        assert bits(out) == bits(home / "plain"), trial
-        n_taken += "replanned" in load_state(latest(out)).fields
-    assert n_killed >= 8
-    assert n_taken >= 4
+    """SIGKILL within ops and files, before, at and after the change; resumed with the first plan, with and without `--replan`."""
+    command = [sys.executable, "-m", "tests.accidents", "replanned", str(home), "3", "8"]
+    process = Forked(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output = process.communicate(timeout=ENDED_S)
+    assert process.returncode == 0, output
+    assert "killed" in output[0]
 
 
 @pytest.mark.slow
 def test_the_first_rank_changes_the_plan_of_all(home):
     plan, new = (plan_in(home, "--policy", p, *BATCH, "--gpus", 2, name=f"{p}.json") for p in ("megatrain", "slideformer"))
-    lines = "from penstock import replanning", "from tests.penstock.test_replanning import instant"
+    lines = "from penstock import replanning", "from tests.accidents import instant"
     stand_in = command_with(*lines, f"replanning.subprocess = instant({str(new)!r})")
     arguments = [words(home, plan, *REPLANS, steps=10, out="out"), words(home, plan, "--save-every", 3, steps=10, out="plain")]
     for command in arguments:
