@@ -129,7 +129,7 @@ def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: 
 # Real speeds relative to the profile that makes the first plan
 WRONG = dict.fromkeys((Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY), 0.8) | {Group.OPTIMIZER: 1.5}
 WRONG |= dict.fromkeys((Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX), 0.6)
-REPLANNED = (("qwen2.5-7b", "rtx4090-server"), ("llama-3.2-1b", "rtx4090-desktop"), ("qwen2.5-14b", "gh200"))
+REPLANNED = (("qwen2.5-7b", "rtx4090-server"), ("llama-3.2-1b", "rtx4090-desktop"))
 
 
 def replanned(model: str, machine: str, home: Path, n_steps: int) -> str:

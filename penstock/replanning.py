@@ -1,7 +1,7 @@
 """Replanning: search for a faster plan with the measured ratios of a run, in another process beside its steps.
 
-`python -m penstock.replanning FOLDER` reads the plan and the ratios in the folder of a run. It writes the plan that it finds to
-REPLAN_FILE there, if that promises enough, and prints both predictions.
+`python -m penstock.replanning FOLDER` reads the plan and the ratios in the folder of a run. It writes a plan with enough predicted
+gain to REPLAN_FILE there, and prints both predictions.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl: the signal to this process when 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """The plan that another one replaces during a run, and the step times for which it does."""
+    """A replaced plan of a run, with the predicted and measured step times of the change."""
 
     policy: Policy
     former_s: float  # predicted with the measured ratios
@@ -63,7 +63,7 @@ def _compared(before_s: float, after_s: float) -> str:
 
 
 class Replanning:
-    """Measured steps of a run and, with the setting `replan`, the search that they start. A context, with which the search ends.
+    """Measured steps of a run and, with the setting `replan`, its search. Leaving the context ends the search.
 
     A process replans once. After that, the line on both plans is printed after as many settled steps.
     """
@@ -92,7 +92,7 @@ class Replanning:
             (self._folder / REPLAN_FILE).unlink(missing_ok=True)
 
     def begins(self, n_done: int) -> int | None:
-        """Note that the lanes begin to run. Return the step at which they pause, so that the search can start."""
+        """Note the start of the lanes. Return the step of their pause for the start of the search, if any."""
         self._began = n_done
         return n_done + WARM_UP_STEPS + (self._n_wanted or 0) - len(self._times_s) if self._is_waiting else None
 
@@ -129,7 +129,7 @@ class Replanning:
             self._say(str(error))
 
     def finds(self) -> bool:
-        """Return True if the search has found a plan that promises enough."""
+        """Return True if the search has found a plan with enough predicted gain."""
         if self._process is None or (code := self._process.poll()) is None:
             return self._found is not None
         output, errors = self._process.communicate()
@@ -148,8 +148,8 @@ class Replanning:
         return self._found is not None
 
     def following(self, fits: Callable[[Plan], None]) -> RunRequest | None:
-        """Return the request that goes on under the plan that was found, from the checkpoint that is written next, or None. `fits`
-        raises DoesNotFitError."""
+        """Return the request to resume from the next checkpoint with the plan of the search; None without one, or if `fits` raises
+        DoesNotFitError."""
         if self._found is None:
             return None
         (file, former_s, step_s), self._found = self._found, None

@@ -117,7 +117,7 @@ class LeavesOut(TorchMachine):
 
 
 # -- whole processes ----------------------------------------------------------------------------------------------------
-# Run in a separate process: `python -m tests.accidents killed|terminated|full_disk|replanned FOLDER SEED N_TRIALS`. The folder holds
+# Run by itself: `python -m tests.accidents killed|terminated|full_disk|replanned FOLDER SEED N_TRIALS`. The folder holds
 # plans (plan-*.json) and a folder `data`, and receives the outputs.
 
 N_STEPS = 4
