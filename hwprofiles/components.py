@@ -213,3 +213,12 @@ class Price(Part):
     watts: Quantity | None = None  # whole machine under load
     usd_per_kwh: Quantity | None = None  # None: an assumed price
     date: Day | None
+
+
+class OpRatio(Part):
+    """Measured over predicted seconds of the work of one kind of op on one class of blocks, in a run on this machine."""
+
+    kind: Text
+    block: Annotated[int, Field(ge=0)]  # the first of its class
+    ratio: Annotated[float, Field(ge=0.01, le=100)]
+    n_samples: Annotated[int, Field(ge=0)]  # 0: not measured, the ratio of ops with the same kind of work

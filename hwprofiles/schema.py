@@ -31,6 +31,7 @@ from .components import (
     Host,
     Link,
     Network,
+    OpRatio,
     Peers,
     Price,
 )
@@ -59,12 +60,15 @@ class Profile(Part):
     peers: Peers | None = None  # None: not known
     network: Network | None = None
     disk: Disk | None = None  # None: frozen weights are in memory
+    op_ratios: tuple[OpRatio, ...] = ()  # of a run of one model, see planner/predict/measured.py
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Profile":
         for key, quantity in self.quantities():
             if quantity.source not in self.sources:
                 raise ValueError(f"{key}: source {quantity.source!r} is not in `sources`; add it there")
+        if len({(entry.kind, entry.block) for entry in self.op_ratios}) < len(self.op_ratios):
+            raise ValueError("op_ratios: two ratios of one kind of op and class of blocks; keep one of them")
         device_bytes, host_bytes, limit = self.device.memory_bytes.value, self.host.memory_bytes.value, self.most_host_bytes
         if limit is None or host_bytes <= limit:
             return self

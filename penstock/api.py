@@ -35,10 +35,12 @@ from .caches import cache_layer_traces
 from .ranks import joined
 from .results import Planned, Trained
 from .run_config import PLAN_FILE, RunRequest, read_run
+from .run_files import read_measured
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import Batches, UserBatches
     from penstock.planner.predict.simulate import Prediction
+    from penstock.runtime.machines.processes import Processes
     from penstock.training.trainer import Metrics, Trainer, Turn
 
 Fields = TypeVar("Fields")
@@ -85,6 +87,7 @@ def plan(
     hosts: int = 1,
     network_gbit: float | None = None,
     loss: "str | Callable[..., Any] | None" = None,
+    measured: str | Path | None = None,
     **semantics: Any,
 ) -> Planned:
     """Search for the fastest schedule of `model` on `machine`. With several GPUs: the schedule of each rank.
@@ -94,7 +97,8 @@ def plan(
     Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
     `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
     `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
-    `loss`: a value of `--loss`, or a function (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
+    `loss`: a value of `--loss`, or a function (docs/losses.md). `measured`: the folder of a run of this model on this machine,
+    which scales predicted op times. DoesNotFitError names the smallest changes that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import search_machine
@@ -112,6 +116,8 @@ def plan(
     step = _semantics(fields, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
         step = shared_step(step, gpus * hosts, "sum_groups" in fields)
+    if measured is not None:
+        profile = read_measured(Path(measured)).on(profile, described, step, measured)
     may_cut = host_memory_bytes is None and device_memory_bytes is None
     free = (SIZES - fields.keys()) | ({CUT} if may_cut else set())
     return Planned(*search_machine(described, step, profile, _policy(policy), free, clipped_fraction))
@@ -274,10 +280,16 @@ def train(
     request = TrainRequest(
         plan, data, out, steps, lr, device, resume, from_scratch, settings, time_scale, on_step=step, stop=stop, loss=loss
     )
-    with _trainer(request) as trainer:
-        timeline, _ = trainer.train()
-    session = trainer.session
-    return Trained(Path(out), history[-1].step if history else session.first_step, tuple(history), timeline, session.late_fraction)
+    run: RunRequest | None = _run_request(request, None)
+    assert run is not None
+    with joined(run) as ranks:
+        while run is not None:  # again with each plan of the run
+            with _trainer(run, request, ranks) as trainer:
+                timeline, _ = trainer.train()
+                first_step, late, following = trainer.session.first_step, trainer.session.late_fraction, trainer.following
+            del trainer  # and its memory
+            run = None if following is None else replace(following, settings=run.settings)
+    return Trained(Path(out), history[-1].step if history else first_step, tuple(history), timeline, late)
 
 
 def stream(
@@ -300,22 +312,22 @@ def stream(
         request = TrainRequest(plan, data, **options)
     except TypeError as error:
         raise PlanError(f"stream: {str(error).partition('() ')[2]}; it takes the arguments of train, and every") from None
-    with _trainer(request, every) as trainer:
+    run = _run_request(request, every)
+    with joined(run) as ranks, _trainer(run, request, ranks, every) as trainer:
         yield from trainer.turns()
 
 
 @contextmanager
-def _trainer(request: TrainRequest, every: int | None = None) -> "Iterator[Trainer]":
+def _trainer(run: RunRequest, request: TrainRequest, ranks: "Processes | None", every: int | None = None) -> "Iterator[Trainer]":
     """Open a session and yield its trainer."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
     cache_layer_traces()
-    run = _run_request(request, every)
-    with joined(run) as ranks, open_session(run, ranks) as session:
+    with open_session(run, ranks) as session:
         trainer = Trainer(session, request.on_step, every=every)
-        write_settings(run)
+        write_settings(replace(run, file=session.inputs.request.file))
         yield trainer
 
 
@@ -328,6 +340,8 @@ def _run_request(request: TrainRequest, every: int | None) -> RunRequest:
         raise PlanError(f"settings: {duplicates[0]} is an argument of train; give it as one")
     if every is not None and settings.get("checkpoint.background"):
         raise PlanError("settings: checkpoint.background has no effect in a loop, which saves between steps; leave it out")
+    if every is not None and settings.get("replan"):
+        raise PlanError("settings: replan has no effect in a loop, which holds one plan; leave it out, or call train")
     named, batches = _data(request.data, file.plan)
     known = {**named, "out": str(request.out), "device": request.device, "from_scratch": request.from_scratch}
     known |= {"steps": request.steps} if request.steps is not None else {}

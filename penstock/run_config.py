@@ -28,6 +28,7 @@ from penstock.settings import DataSettings, RunSettings, settings_of
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import UserBatches
+    from penstock.replanning import Replaced
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_ADVICE = 360  # characters of advice on unknown keys; beyond that, only their names are listed
@@ -74,6 +75,8 @@ class RunRequest:
     loss: Callable[..., Any] | None = None  # of a program, for a plan with a user loss
     stop: Stop = field(default_factory=Stop)
     report: Callable[[str], None] = lambda words: None  # receives progress messages
+    replaced: "Replaced | None" = None  # the plan before this one, in this process
+    replanned: Mapping[str, Any] | None = None  # JSON policies of the plan that began and of this one, for checkpoints
 
     @property
     def resumes(self) -> bool:
@@ -212,6 +215,7 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
     buffered = data.shuffle_buffer != DataSettings().shuffle_buffer
     has_data, schedule = evaluation.data is not None, settings.optimizer.schedule
     decays = schedule.kind == "warmup-stable-decay"
+    resumes = (saving.every or saving.minutes) and not saving.weights_only
     for key, is_given, needs, is_there in (
         ("evaluation.every", evaluation.every is not None, "evaluation.data or prompts", has_data or evaluation.prompts),
         ("evaluation.split", evaluation.split is not None, "evaluation.data", has_data),
@@ -220,6 +224,12 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
         ("optimizer.schedule.decay_steps", schedule.decay_steps is not None, "warmup-stable-decay", decays),
         ("optimizer.schedule.min_lr_fraction", schedule.min_lr_fraction > 0, "cosine", decays or schedule.kind == "cosine"),
         ("checkpoint.copy_bytes", saving.copy_bytes is not None, "checkpoint.background", saving.background),
+        (
+            "replan",
+            settings.replan is not None,
+            "checkpoints to go on from, with their state (checkpoint.every or minutes)",
+            resumes,
+        ),
     ):
         if is_given and not is_there:
             raise RunConfigError(f"{where}: {key} does nothing without {needs}; drop it, or add that")

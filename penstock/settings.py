@@ -188,6 +188,14 @@ class RunSettings:
         "--deterministic",
         "With a GPU, and a plan made with --deterministic: results that do not depend on the plan. Some kernels are slower.",
     )
+    replan: Count | None = flagged(
+        None,
+        "--replan",
+        "After N settled steps, 8 for example, search again with their measured times, beside the run. A plan that promises 2 % "
+        "replaces the run's at the next checkpoint, with the same results.",
+        "never",
+        "N",
+    )
     stop_if_lost: bool = flagged(False, "--stop-if-lost", "Exit code 4: loss not finite or ten times the first, or gradients of 0.")
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)

@@ -14,9 +14,13 @@ from functools import cache
 from importlib import import_module
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from penstock import replanning
 from penstock.checkpoint import checkpoint, retention
+from penstock.replanning import REPLAN_FILE
+from penstock.run_files import read_measured
 from penstock.runtime.host.updates import CHANGES
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Kind, Lane, Op, Plan
@@ -113,10 +117,11 @@ class LeavesOut(TorchMachine):
 
 
 # -- whole processes ----------------------------------------------------------------------------------------------------
-# Run in a separate process: `python -m tests.accidents killed|terminated|full_disk FOLDER SEED N_TRIALS`. The folder holds plans
-# (plan-*.json) and a folder `data`, and receives the outputs.
+# Run by itself: `python -m tests.accidents killed|terminated|full_disk|replanned FOLDER SEED N_TRIALS`. The folder holds
+# plans (plan-*.json) and a folder `data`, and receives the outputs.
 
 N_STEPS = 4
+PREDICTED = {"former_s": 2.0, "step_s": 1.0}  # by a search
 PAGE_BYTES = 4096  # tmpfs allocates whole pages
 
 
@@ -222,6 +227,54 @@ def killed(home: Path, rng: random.Random, n_trials: int) -> None:
     print(f"killed {ever} times")
 
 
+def instant(plan: Path, predicted: Any = PREDICTED, code: int = 0, errors: str = "") -> SimpleNamespace:
+    """Return a stand-in for `subprocess` in `penstock.replanning`: a search that finds this plan at once."""
+
+    class Search:
+        def __init__(self, command: list[str], **options: Any) -> None:
+            folder = Path(command[-1])
+            assert read_measured(folder).ratios
+            shutil.copy(plan, folder / REPLAN_FILE)
+
+        def poll(self) -> int:
+            return code
+
+        def communicate(self) -> tuple[str, str]:
+            return json.dumps(predicted), errors
+
+        def kill(self) -> None:
+            pass
+
+    return SimpleNamespace(Popen=Search, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+
+
+def bits(out: Path) -> dict[str, object]:
+    """Return what `left_by` returns, without the file that names the plan."""
+    return {name: value for name, value in left_by(out).items() if name != checkpoint.STATE_FILE}
+
+
+def replanned(home: Path, rng: random.Random, n_trials: int) -> None:
+    """Kill runs around the change from plan-0 to plan-1, then resume; the result must equal an undisturbed run with plan-0."""
+    replanning.subprocess, n_steps, n_killed, n_named = instant(home / "plan-1.json"), 8, 0, 0  # type: ignore[assignment]
+
+    def run(name: str, *options: object) -> list[object]:
+        return run_of(home / "plan-0.json", home / name, "--resume", "--steps", n_steps, *options)
+
+    forked(run("plain"))
+    for trial in range(n_trials):
+        for event, n in (("op", rng.randrange(150, 300)), ("file", rng.randrange(10, 60))):
+            if not (home / f"replanned-{trial}").exists() or whole_checkpoints(home / f"replanned-{trial}")[-1:] != [n_steps]:
+                n_killed += forked(run(f"replanned-{trial}", "--replan", 1), event, n)
+        out = home / f"replanned-{trial}"
+        if whole_checkpoints(out)[-1:] != [n_steps]:
+            forked(run(out.name, *(() if trial % 2 else ("--replan", 1))))
+        assert bits(out) == bits(home / "plain")
+        n_named += "replanned" in checkpoint.load_state(out / f"checkpoint-{n_steps}").fields
+    assert n_killed >= n_trials, f"too few kills for a test: {n_killed}"
+    assert n_named >= n_trials / 4, f"too few runs that changed their plan: {n_named}"
+    print(f"killed {n_killed} times, {n_named} of {n_trials} runs with another plan")
+
+
 def terminated(home: Path, rng: random.Random, n_trials: int) -> None:
     """Send SIGTERM at random times; a run must finish its step, save and exit with 0, and the next run must resume."""
     plans, n_stopped = sorted(home.glob("plan-*.json")), 0
@@ -280,5 +333,6 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
 
 
 if __name__ == "__main__":
-    accident = {"killed": killed, "terminated": terminated, "full_disk": full_disk}[sys.argv[1]]
+    accidents = {"killed": killed, "terminated": terminated, "full_disk": full_disk, "replanned": replanned}
+    accident = accidents[sys.argv[1]]
     accident(Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4]))

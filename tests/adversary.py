@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, get_args
 
 from benchmarks.any_memory import with_any_memory
-from penstock.hwprofiles.components import Collective
+from penstock.hwprofiles.components import Collective, OpRatio
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.bounds.bounds import busy_s, places_to_stay, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
@@ -39,7 +39,7 @@ from penstock.planner.search.policies import (
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.tuning import LEAST_SAVED_SLOTS
 from penstock.runtime.errors import PlanError
-from penstock.runtime.plan import Lane, Policy, Semantics, Update
+from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import refuse_illegal, vocabulary
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -153,6 +153,14 @@ def cell(number: int) -> Cell:
         host_bytes = int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
         profile = with_any_memory(machine, int(needs.device_peak_bytes * roomy), host_bytes)
     return replace(sampled, profile=profile)
+
+
+def measured_cell(number: int) -> Cell:
+    """Sample the case of this number, with measured ratios for most kinds of op and classes of blocks."""
+    case, rng = cell(number), random.Random(f"ratios of cell {number}")
+    groups = [(kind, blocks[0]) for kind in Kind for blocks in case.workload.classes if rng.random() < 0.8]
+    ratios = [OpRatio(kind=str(kind), block=b, ratio=10 ** rng.uniform(-1, 1), n_samples=9) for kind, b in groups]
+    return replace(case, profile=case.profile.model_copy(update={"op_ratios": tuple(ratios)}))
 
 
 def _semantics(rng: random.Random, n_micro_batches: int) -> Semantics:

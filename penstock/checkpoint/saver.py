@@ -74,6 +74,7 @@ class Saver:
         self._first = self._saved = first_step  # steps on disk: at the start, and the latest
         self._decided, self._due = first_step, set[int]()  # last step that `is_due` has decided; steps that are due
         self._next_s = self._in_time()
+        self.waits_for_pause = False  # due states are saved by the trainer, between steps
 
     # -- schedule ---------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Saver:
 
     def is_due_in_background(self, step: int) -> bool:
         """True if the state after `step` steps is saved while lanes are running."""
-        return self._settings.background and self.is_due(step)
+        return self._settings.background and not self.waits_for_pause and self.is_due(step)
 
     # -- on the trainer's thread ------------------------------------------------------------------------------------
 

@@ -85,6 +85,12 @@ class _Plan(Command):
     type=click.FloatRange(0, 1),
     help="Known share of steps with a clipped gradient: blocks may then be updated before the norm is known.",
 )
+@click.option(
+    "--measured",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="The --out folder of a run of this model on this machine: op times are scaled by its measured over predicted times.",
+)
 @with_prices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @AS_JSON

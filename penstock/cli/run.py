@@ -3,6 +3,7 @@
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from .options import PATH, RunCommand, above_0, given_settings, setting_flags
 from .progress import Preparing, Progress, overview, show_outcome, show_overview
 
 if TYPE_CHECKING:
+    from penstock.runtime.machines.processes import Processes
     from penstock.training.session import Session
 
 STATES = "checkpoint-*/trainer_state.json"
@@ -27,8 +29,8 @@ STATES = "checkpoint-*/trainer_state.json"
 
 def _refuse_to_recalibrate(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     if path is not None:
-        measure = f"measure the machine with penstock probe -o {on_one_line(str(path))}"
-        raise click.UsageError(f"--recalibrate is no longer available: rates fitted to one run predicted others worse; {measure}")
+        instead = f"plan with --measured RUN, or measure the machine with penstock probe -o {on_one_line(str(path))}"
+        raise click.UsageError(f"--recalibrate is no longer available: rates fitted to one run predicted others worse; {instead}")
 
 
 @click.command("run", cls=RunCommand)
@@ -83,18 +85,28 @@ def run(
 
 
 def _train(request: RunRequest, display: Preparing) -> int:
-    """Perform the steps and show the outcome. Return the exit code. Settings are written as given, without the defaults of the
-    plan's optimizer, so that a resume with another optimizer gets its default rate."""
+    """Train, with each plan of the run in turn. Return the exit code."""
+    with joined(request) as ranks:
+        outcome: int | RunRequest = request
+        while isinstance(outcome, RunRequest):
+            outcome = _train_with_plan(outcome, display, ranks)
+    return outcome
+
+
+def _train_with_plan(request: RunRequest, display: Preparing, ranks: "Processes | None") -> int | RunRequest:
+    """Perform the steps and show the outcome. Return the exit code, or the run that goes on with another plan. Settings are written
+    as given, without the defaults of the plan's optimizer, so that a resume with another optimizer gets its default rate."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
-    with joined(request) as ranks, open_session(request, ranks) as session:
+    with open_session(request, ranks) as session:
         display.stop()
         stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
         trainer = Trainer(session, progress.step)
-        write_settings(request)
-        show_overview(overview(session))
+        write_settings(replace(request, file=session.inputs.request.file))
+        if request.replaced is None:
+            show_overview(overview(session))
         received = list[int]()
 
         def ask(number: int, frame: FrameType | None) -> None:
@@ -105,6 +117,8 @@ def _train(request: RunRequest, display: Preparing) -> int:
 
         with handled(ask, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, once=True), progress:
             timeline, times_s = trainer.train()
+        if trainer.following is not None:
+            return replace(trainer.following, settings=request.settings)
         if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
             word = "terminated" if signal.SIGTERM in received else "hung up" if signal.SIGHUP in received else "interrupted"
             click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)

@@ -17,12 +17,13 @@ from penstock.runtime.executor import Stop, execute
 from penstock.runtime.host.updates import NonFiniteError
 from penstock.runtime.machines.processes import Processes, failure_of
 from penstock.runtime.machines.torch_machine import TorchMachine
+from penstock.runtime.plan import PlanFile
 from penstock.user_loss import planned_loss
 
 from .build import build
-from .device import refuse_what_does_not_fit, select_kernels
+from .device import refuse_what_does_not_fit, release_memory, select_kernels
 from .inputs import read_inputs
-from .rank0 import Begin, End, Forward, Give, Refer, Train, own_part, receive
+from .rank0 import Begin, End, Forward, Give, Message, Refer, Train, own_part, receive
 from .references import attach_file, with_reference
 from .schedules import Rates
 from .trainer import device_memory_named
@@ -33,18 +34,30 @@ def follow(request: RunRequest, device: str, ranks: Processes) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles signals and notifies the other ranks
     request = replace(request, report=no_report)
-    settings, plan = request.settings, request.file.plan
     try:
-        if not isinstance(first := receive(ranks), Begin):
-            return 1
+        message: Message | None = receive(ranks)
+    except (RanksError, GoneError):
+        return 1
+    while isinstance(message, Begin):  # again with each plan of the run
+        message = _followed(request, device, ranks, message)
+        release_memory(device)
+    return int(not isinstance(message, End))
+
+
+def _followed(request: RunRequest, device: str, ranks: Processes, first: Begin) -> Message | None:
+    """Train under one plan. Return the message that ended it, or None after a failure."""
+    try:
         status: dict[str, Any] = {}
         with _failure_in(status):
+            if first.plan is not None:
+                request = replace(request, file=PlanFile.read(Path(first.plan)))
+            settings, plan = request.settings, request.file.plan
             select_kernels(plan, device, settings.deterministic)
             is_first_here = ranks.rank % ranks.n_here == 0  # checks for all ranks of its host, before any allocates
             if device == "cuda" or is_first_here:
                 refuse_what_does_not_fit(plan, device, settings.device, ranks.n_here, is_first_here)
         if any(ranks.gathered(status)):  # a failure
-            return 1
+            return None
         with _failure_in(status):
             state = None if first.resume is None else load_state(Path(first.resume))
             loss = planned_loss(plan.semantics.objective, request.loss or settings.loss)
@@ -52,7 +65,7 @@ def follow(request: RunRequest, device: str, ranks: Processes) -> int:
             store = build(inputs, ranks)
             status |= inputs.digests
         if any(rank_status != status for rank_status in ranks.gathered(status)):  # a failure, or other inputs
-            return 1
+            return None
 
         def refer_to(path: Path) -> Mapping[str, Any]:
             outcome: dict[str, Any] = {}
@@ -61,21 +74,21 @@ def follow(request: RunRequest, device: str, ranks: Processes) -> int:
             return outcome
 
         with device_memory_named():
-            obey(store, ranks, refer_to)
+            return obey(store, ranks, refer_to)
     except (RanksError, GoneError, NonFiniteError, DataError):
-        return 1
+        return None
     except PenstockError as error:
         raise PenstockError(f"rank {ranks.rank}: {error}") from error
-    return 0
 
 
-def obey(machine: TorchMachine, ranks: Processes, refer: Callable[[Path], Mapping[str, Any]]) -> None:
-    """Serve messages of rank 0 until `End`. `refer`: reads a reference file and returns its failure, if any."""
+def obey(machine: TorchMachine, ranks: Processes, refer: Callable[[Path], Mapping[str, Any]]) -> Message:
+    """Serve messages of rank 0 until `End` or another `Begin`, which is returned. `refer`: reads a reference file and returns its
+    failure, if any."""
     named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[b]}
-    while not isinstance(message := receive(ranks), End):
-        match message:
-            case Begin():
-                raise RanksError("rank 0 begins a second time; start all ranks with the same version of penstock")
+    while True:
+        match message := receive(ranks):
+            case Begin() | End():
+                return message
             case Train(first_step, n_steps, lr):
                 assert isinstance(machine.settings, Rates), "set by `build`"
                 machine.settings.fixed_lr = lr

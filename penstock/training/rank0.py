@@ -24,6 +24,7 @@ from penstock.runtime.plan.workload import Parameter
 @dataclass(frozen=True, slots=True)
 class Begin:  # read the inputs
     resume: str | None  # checkpoint
+    plan: str | None = None  # file of a plan that replaces the given one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,10 @@ def receive(ranks: Processes) -> Message:
         raise RanksError("rank 0 sends an unknown message; start all ranks with the same version of penstock") from None
 
 
-def begin(ranks: Processes, state_path: Path | None) -> None:
-    """Start the other ranks, after rank 0 has validated its inputs. PenstockError if a rank lacks memory."""
-    send(ranks, Begin(None if state_path is None else str(state_path.resolve())))
+def begin(ranks: Processes, state_path: Path | None, plan_path: Path | None = None) -> None:
+    """Start the other ranks, after rank 0 has validated its inputs, or start them again with another plan. PenstockError if a rank
+    lacks memory."""
+    send(ranks, Begin(*(None if path is None else str(path.resolve()) for path in (state_path, plan_path))))
     refuse_errors(ranks.gathered({}))
 
 
@@ -94,6 +96,8 @@ class Leader:
 
     def __init__(self, machine: TorchMachine, ranks: Processes) -> None:
         self.machine, self._own, self._ranks = machine, machine.host, ranks
+        self.n_here = ranks.n_here
+        self.begins_again = False  # after the session: the others then wait for `Begin`, not for `End`
         machine.tell_of_forward = self.forward
 
     def train(self, first_step: int, n_steps: int, stop: Stop, lr: float | None) -> Stop:
@@ -112,7 +116,8 @@ class Leader:
         refuse_errors(self._ranks.gathered({}))
 
     def end(self) -> None:
-        send(self._ranks, End())
+        if not self.begins_again:
+            send(self._ranks, End())
 
     def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
         if p.frozen:

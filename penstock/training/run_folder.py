@@ -15,15 +15,18 @@ from typing import Any
 from penstock.checkpoint.checkpoint import State, complete_checkpoints, latest, load_state
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
+from penstock.replanning import REPLAN_FILE
 from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, RunRequest, located, run_text
+from penstock.run_files import MEASURED_FILE, policy_fields
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.executor import say
 from penstock.runtime.files import fields_of, try_to_write, write_whole
+from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
 
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE, PLAN_FILE)  # in addition to checkpoints
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", MEASURED_FILE, REPLAN_FILE, RUN_FILE, PLAN_FILE)  # and checkpoints
 
 
 @contextmanager
@@ -132,6 +135,23 @@ def state_to_resume(request: RunRequest) -> State | None:
     state = None if path is None else load_state(path)
     refuse_later(out, 0 if state is None else state.step)
     return state
+
+
+def with_replanned(request: RunRequest, state: State | None) -> RunRequest:
+    """Return the request with the plan of the folder if the checkpoint names it as the one that replaces the given plan."""
+    named = None if state is None else state.fields.get("replanned")
+    path, given = Path(request.settings.out) / PLAN_FILE, policy_fields(request.file.plan)
+    if not isinstance(named, dict) or given not in (named.get("former"), named.get("policy")):
+        return request
+    if given == named.get("policy"):
+        return replace(request, replanned=named)
+    if not path.is_file():
+        return request
+    file = PlanFile.read(path)
+    if policy_fields(file.plan) != named.get("policy") or file.plan.semantics != request.file.plan.semantics:
+        return request
+    say(f"{on_one_line(str(path))} replaced the given plan during the run: going on under it")
+    return replace(request, file=file, where=str(path), replanned=named)
 
 
 def _named(out: Path, name: str) -> Path:

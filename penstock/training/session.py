@@ -24,7 +24,7 @@ from penstock.planner.predict.cost import costs, region_of
 from penstock.planner.predict.region import Demand, Region
 from penstock.planner.predict.simulate import Prediction, simulate
 from penstock.planner.search.claim import claimed
-from penstock.run_config import RunConfigError, RunRequest
+from penstock.run_config import PLAN_FILE, RunConfigError, RunRequest
 from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
 from penstock.runtime.executor import Machine, Stop, say
@@ -37,12 +37,12 @@ from penstock.settings import CheckpointSettings, RunSettings
 from penstock.user_loss import planned_loss
 
 from .build import build
-from .device import device_of, select_kernels
+from .device import device_of, release_memory, select_kernels
 from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults
 from .monitors import refuse_missing
 from .rank0 import Leader, begin, wait_for_others
 from .references import attach_base_reference, with_reference, write_reference
-from .run_folder import run_folder, state_to_resume
+from .run_folder import run_folder, state_to_resume, with_replanned
 from .schedules import Rates
 
 
@@ -120,6 +120,8 @@ def open_session(request: RunRequest, ranks: Processes | None = None) -> Iterato
     settings, report = request.settings, request.report
     report("checking the plan")
     plan, device, out = checked(request.file, request.where).plan, device_of(settings.device), Path(settings.out)
+    if request.replaced is not None:
+        release_memory(device)
     if ranks is None and plan.semantics.ranks > 1 and device != "emulated":
         n = plan.semantics.ranks
         raise PlanError(f"the plan is for {n} GPUs: start it with `penstock run`, or a program with torchrun --nproc-per-node {n}")
@@ -131,8 +133,12 @@ def open_session(request: RunRequest, ranks: Processes | None = None) -> Iterato
         if request.resumes:
             report("reading the checkpoint")
         state = state_to_resume(request)
-        if device == "emulated" and (state is not None or request.batches is not None):
-            reason = "trains a stand-in: give it files, not batches" if request.batches else "saves nothing and resumes nothing"
+        given, request = request.file, with_replanned(request, state)
+        if request.file is not given:
+            checked(request.file, request.where)
+        if device == "emulated" and (state is not None or request.batches is not None or settings.replan is not None):
+            usual = "saves nothing, resumes nothing and keeps its plan"
+            reason = "trains a stand-in: give it files, not batches" if request.batches else usual
             raise RunConfigError(f"an emulated run {reason}; or choose another device")
         session = _emulated(request) if device == "emulated" else _real(request, device, state, ranks)
         try:
@@ -181,7 +187,7 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
     elif inputs.weights is None:
         say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model is untrained at its first step")
     if ranks is not None:
-        begin(ranks, None if state is None else state.path)
+        begin(ranks, None if state is None else state.path, Path(settings.out) / PLAN_FILE if request.replanned else None)
     store = build(inputs, ranks)
     leader = None if ranks is None else Leader(store, ranks)
     if ranks is not None:

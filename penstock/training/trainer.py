@@ -14,7 +14,8 @@ from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Contents, Saver
 from penstock.planner.predict.abridged import WARM_UP_STEPS
-from penstock.run_config import RunConfigError
+from penstock.replanning import Replanning
+from penstock.run_config import PLAN_FILE, RunConfigError, RunRequest
 from penstock.runtime.errors import CheckpointError, PenstockError
 from penstock.runtime.executor import Execution, OpError, Step, Stop
 from penstock.runtime.files import write_whole
@@ -23,6 +24,7 @@ from penstock.runtime.plan import Lane
 from penstock.runtime.plan.objective import ADVANTAGE
 from penstock.runtime.plan.timeline import Timeline
 
+from .device import refuse_what_does_not_fit
 from .monitors import Monitors
 from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
@@ -116,6 +118,8 @@ class Trainer:
         self.timeline, self.times_s = Timeline(()), list[float]()
         self.watch = Watch(may_be_flat=ADVANTAGE.name in session.plan.semantics.objective.extras)
         self._made = list[Metrics]()  # since the last turn
+        self.following: RunRequest | None = None  # of the session that goes on, under another plan
+        self._replanning = Replanning(session.inputs.request, first_step, session.is_comparable, session.say)
         self.rests_after: int | None = None  # number of steps, while no lane is busy
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
             advice = f"ask for more than {session.n_steps} with --steps"
@@ -136,13 +140,18 @@ class Trainer:
         session, n_done = self.session, self.session.first_step
         self._leave_what_followed()
         saver = self.saver() if session.saves else None
-        with device_memory_named(), self.monitors, nullcontext() if saver is None else saver.at_work():
+        with device_memory_named(), self.monitors, self._replanning, nullcontext() if saver is None else saver.at_work():
             self._validate(n_done)
             while n_done < session.n_steps and not session.stop.is_requested:
                 self.rests_after = None
+                saves_now = saver is not None and (saver.waits_for_pause or not session.checkpoint.background)
                 self.rests_after = n_done = self._train_until_pause(n_done, saver)
                 if saver is not None and saver.is_due(n_done):
+                    self.following = self._following(n_done) if saves_now else None
                     saver.save(n_done)
+                    if self.following is not None:
+                        saver.wait()
+                        return
                 if n_done < session.n_steps:
                     self._validate(n_done)
                 is_over = n_done == session.n_steps or session.stop.is_requested
@@ -173,10 +182,12 @@ class Trainer:
     def _train_until_pause(self, n_done: int, saver: Saver | None) -> int:
         """Train and log each step until a pause is due, in which lanes are drained. Return the number of finished steps."""
         session, checkpoint = self.session, self.session.checkpoint
-        saves_in_pauses = saver is not None and not checkpoint.background
+        saves_in_pauses = saver is not None and (saver.waits_for_pause or not checkpoint.background)
         validates = session.settings.evaluation.every if self.validations else None
         every = [validates, checkpoint.every if saves_in_pauses else None, self.every]
-        until = min([session.n_steps, *(n_done + n - n_done % n for n in every if n is not None)])
+        pauses = [n_done + n - n_done % n for n in every if n is not None]
+        pauses += [] if (measured := self._replanning.begins(n_done)) is None else [measured]
+        until = min([session.n_steps, *pauses])
         pause = Stop(session.stop)
         stop = pause if session.leader is None else session.leader.train(n_done, until - n_done, pause, session.rates.fixed_lr)
         let_go = saver.snapshots.end if saver is not None else lambda: None
@@ -184,11 +195,15 @@ class Trainer:
             for step in steps:
                 n_done = step.number + 1
                 self._log(step, saver)
-                if saver is not None and saves_in_pauses and saver.is_time():
+                is_time = saver is not None and saves_in_pauses and saver.is_time()
+                if is_time or self._replanning.finds():
                     pause.request()
         # convert an emulated run to seconds of the plan's machine
         spans = (replace(s, start_s=s.start_s / session.scale, end_s=s.end_s / session.scale) for s in steps.timeline.spans)
         timeline = Timeline(tuple(spans))
+        self._replanning.paused(timeline)
+        if saver is not None:  # not before: the lanes may have begun to save a later step
+            saver.waits_for_pause = self._replanning.finds()
         times_s = timeline.step_times_s  # from the second step on, without warm-up steps
         self.times_s += times_s[WARM_UP_STEPS - 1 :] or times_s
         self.timeline = max(timeline, self.timeline, key=lambda timeline: len(timeline.spans))  # the last of equals
@@ -202,6 +217,7 @@ class Trainer:
         if saver is not None:
             saver.is_logged(metrics.step)
         self.on_step(metrics)
+        self._replanning.logged(metrics.step, metrics.step_s)
         if self.every is not None:
             self._made.append(metrics)
         if self.watch.look(metrics):
@@ -232,6 +248,7 @@ class Trainer:
     def _keep_timeline(self) -> None:
         """Write the timeline. A disk error is not fatal: the checkpoint is saved by then."""
         path = self.session.folder / "timeline.json"
+        self._replanning.store()
         try:
             with writing(path):
                 write_whole(path, json.dumps({"spans": [asdict(span) for span in self.timeline.spans]}))
@@ -245,11 +262,26 @@ class Trainer:
         session, inputs, identity = self.session, self.session.inputs, self.session.inputs.identity
 
         def fields(step: int) -> dict[str, Any]:
-            return {**identity, "data_position": inputs.data.position(step)}
+            named = (self.following or inputs.request).replanned
+            return {**identity, "data_position": inputs.data.position(step)} | ({} if named is None else {"replanned": named})
 
         contents = Contents(fields, inputs.tokenizer_from, inputs.towers_from, inputs.head_config)
         state, settings = session.store.host, session.checkpoint
         return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
+
+    def _following(self, n_done: int) -> RunRequest | None:
+        """Return the run that goes on from the next checkpoint under the plan that was found, and write that plan; or None."""
+        session = self.session
+        plan, device, asked = session.inputs.request.file.plan, session.device, session.settings.device
+        if n_done == session.n_steps or session.stop.is_requested:
+            return None
+        n_here = 1 if session.leader is None else session.leader.n_here
+        request = self._replanning.following(lambda new: refuse_what_does_not_fit(new, device, asked, n_here, former=plan))
+        if request is not None:
+            request.file.write(session.folder / PLAN_FILE)  # before the checkpoint that names it
+            if session.leader is not None:
+                session.leader.begins_again = True
+        return request
 
     # -- validate ---------------------------------------------------------------------------------------------------
 

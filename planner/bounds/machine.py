@@ -73,7 +73,8 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
         compute_s += n * (0.0 if is_head or b < first else cost.backward_s(block, semantics))
     gradient = ITEM_BYTES[semantics.gradient_dtype]
     squares_s = sum(blocks[b].n_trained for b in squared) * gradient / cost.square_bytes_per_s
-    yield "device compute", compute_s + squares_s + sum(cost.update_on_device_s(plan, blocks[b]) for b in staying)
+    compute_s += squares_s + sum(cost.update_on_device_s(plan, blocks[b]) for b in staying)
+    yield "device compute", compute_s * cost.least_ratio(Lane.GPU)
 
     # Uploads: weights that the host updates, at least once per step; frozen weights that do not fit the device; and layer weights
     # that backward needs again and that do not fit. With several ranks, each moves and updates its shard, and device memory holds
@@ -86,7 +87,7 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
     if profile.disk is not None:  # frozen weights that fit neither memory, and for backward again those of layers
         both_bytes = memory_bytes + profile.host.memory_bytes.value
         read_bytes = max(0.0, sum(frozen) - both_bytes) + max(0.0, sum(frozen[max(1, first) : -1]) - both_bytes)
-        yield LANE_NAME[Lane.DISK], read_bytes / profile.read_bytes_per_s
+        yield LANE_NAME[Lane.DISK], read_bytes / profile.read_bytes_per_s * cost.least_ratio(Lane.DISK)
     down_bytes = n_params * gradient
     link = profile.link
     usage: dict[Resource, float] = defaultdict(float)
@@ -109,5 +110,7 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
     usage[Resource.DRAM] += min(update_bytes, update_s * capacity[Resource.DRAM])
     usage[Resource.DRAM] += min(norm_bytes, norm_s * capacity[Resource.DRAM])
     usage[Resource.CORES] += (update_s + norm_s) * capacity[Resource.CORES]
+    lanes = {Resource.H2D: (Lane.H2D,), Resource.D2H: (Lane.D2H,), Resource.DUPLEX: (Lane.H2D, Lane.D2H)}
     for resource in Resource:
-        yield FACET[resource], usage[resource] / capacity[resource]
+        least = cost.least_ratio(*lanes.get(resource, (Lane.H2D, Lane.D2H, Lane.CPU)))
+        yield FACET[resource], usage[resource] / capacity[resource] * least

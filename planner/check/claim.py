@@ -107,12 +107,14 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def name_conflicts(plan: Plan) -> Iterator[str]:
-    """Yield a warning if the model or machine has the name of a shipped one and differs from it."""
+    """Yield a warning if the model or machine has the name of a shipped one and differs from it, or has measured ratios."""
     if plan.model.name in shipped_models():
         shipped = shipped_model(plan.model.name).config
         if {key: plan.model.config.get(key) for key in shipped} != shipped:
             yield f"the model has the name of the shipped {plan.model.name}, but another configuration"
     profile = _profile_of(plan)
+    if profile.op_ratios:
+        yield f"its op times are scaled by {len(profile.op_ratios)} ratios of a run (plan --measured), which are taken as given"
     ranks_per_host = plan.semantics.ranks // profile.n_hosts
     base_name = profile.name.removesuffix(name_of_shared("", ranks_per_host, profile.n_hosts))
     if base_name in shipped_profiles():

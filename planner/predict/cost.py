@@ -16,7 +16,8 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.lower.arenas import SQUARE_BYTES
 from penstock.planner.lower.op_table import OpTable
 from penstock.planner.lower.waits import NONE
-from penstock.runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
+from penstock.runtime.errors import ProfileError
+from penstock.runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Semantics, Setup
 from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, at_once_bytes
 from penstock.runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
@@ -100,11 +101,20 @@ class CostModel(ComputeTime):
 
     clipped: bool = False
     capacity: dict[Resource, float] = field(init=False)
+    _ratios: dict[tuple[Kind, int], float] = field(init=False)
     _known: dict[tuple[object, ...], Demand] = field(default_factory=dict)
     _known_for: tuple[Workload, Semantics] | None = None
 
     def __post_init__(self) -> None:
         self.capacity = dict(region_of(self.profile).capacity)
+        try:
+            self._ratios = {(Kind(entry.kind), entry.block): entry.ratio for entry in self.profile.op_ratios}
+        except ValueError as error:
+            raise ProfileError(f"{self.profile.name}: op_ratios: no kind of op ({error}); plan again without --measured") from None
+
+    def least_ratio(self, *lanes: Lane) -> float:
+        """Return the smallest measured ratio of ops on these lanes, at most 1: the work of each is at least this share."""
+        return min([1.0, *(ratio for (kind, _), ratio in self._ratios.items() if LANE_OF[kind] in lanes)])
 
     def demands(self, plan: Plan) -> list[Demand]:
         return self.demands_of(plan, OpTable.from_plan(plan))
@@ -133,7 +143,11 @@ class CostModel(ComputeTime):
         key = op.kind, plan.treatments[op.block], _micro_batch_key(plan, op.micro_batch), plan_key
         demand = self._known.get(key)
         if demand is None:
-            demand = self._known[key] = self._demand_of(plan, op)
+            demand = self._demand_of(plan, op)
+            # The draws stay: under the contention of the measured run, the op then takes `ratio` times as long as predicted
+            if (ratio := self._ratios.get((op.kind, plan.workload.first_alike[op.block]))) is not None:
+                demand = replace(demand, alone_s=demand.alone_s * ratio)
+            self._known[key] = demand
         return demand
 
     def _demand_of(self, plan: Setup, op: Op) -> Demand:

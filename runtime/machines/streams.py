@@ -85,6 +85,11 @@ def free_cuda_bytes(index: int = 0) -> int:
         raise PlanError(f"the CUDA device cannot be used ({line[:160]}); check it, or use --device cpu") from None
 
 
+def give_back_cached() -> None:
+    """Return cached memory of freed tensors to the device."""
+    torch.cuda.empty_cache()
+
+
 def use_attention(kernel: AttentionKernel) -> None:
     """Select the fused attention kernel of this process. Calls that it does not support (masks) use the memory-efficient one, and
     packed documents FlashAttention, because cuDNN compiles and caches a plan for each length."""

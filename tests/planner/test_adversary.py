@@ -16,7 +16,17 @@ from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.policies import Family, families, family_of
 from penstock.planner.search.relax import Relaxation
 from penstock.runtime.plan import Policy, Semantics, Update
-from tests.adversary import PLENTY_BYTES, Cell, cell, held, hill_climb, relaxation_of, start_of, with_state_on_device
+from tests.adversary import (
+    PLENTY_BYTES,
+    Cell,
+    cell,
+    held,
+    hill_climb,
+    measured_cell,
+    relaxation_of,
+    start_of,
+    with_state_on_device,
+)
 from tests.lanes import mostly_slow
 
 N_TRIES = 8
@@ -48,7 +58,10 @@ def broken(case: Cell, seed: int) -> list[str]:
     return [f"cell {case.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in checks if h.is_broken]
 
 
-@mostly_slow(("make", "first"), [*((cell, 5 * i) for i in range(20)), *((hard_cell, 5 * i) for i in range(8))], fast=(8, 20))
+CELLS = [*((cell, 5 * i) for i in range(20)), *((hard_cell, 5 * i) for i in range(8)), *((measured_cell, 5 * i) for i in range(8))]
+
+
+@mostly_slow(("make", "first"), CELLS, fast=(8, 20, 31))
 def test_no_plan_is_faster_than_a_bound(make, first):
     """Two policies of each of five cells are compared with their bounds."""
     assert [message for number in range(first, first + 5) for message in broken(make(number), number)] == []
