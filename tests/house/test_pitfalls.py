@@ -160,7 +160,7 @@ OTHER_POLICY = {
     "prefetch_depth": 2, "gradient_slots": 2, "accumulation_group": 2, "save": saves(products=(1,)),
     "offload_blocks": (1,), "update": Update.BARRIER, "resident_blocks": (1,), "spill_blocks": (0,),
     "boundary_stride": 2, "speculate_blocks": (1,), "square_on_device": True, "device_blocks": (1,), "saved_slots": 3,
-    "disk_blocks": (1,),
+    "disk_blocks": (1,), "sum_blocks": (0, 2, 5),
 }  # fmt: skip
 
 
@@ -187,6 +187,7 @@ def test_every_field_of_the_semantics_is_read(name):
 def test_every_field_of_the_policy_is_read(name):
     policy = replace(POLICY, save=saves(products=(1,))) if name in ("offload_blocks", "saved_slots") else POLICY
     policy = replace(policy, offload_blocks=(1,)) if name == "saved_slots" else policy
+    policy = replace(policy, accumulation_group=2) if name == "sum_blocks" else policy
     assert asdict(policy)[name] != OTHER_POLICY[name]
     changed = replace(policy, **{name: OTHER_POLICY[name]})
     semantics = semantics_of("llama", **({"train": Train(lora=Lora())} if name == "disk_blocks" else {}))  # frozen layers
