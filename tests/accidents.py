@@ -227,8 +227,9 @@ def killed(home: Path, rng: random.Random, n_trials: int) -> None:
     print(f"killed {ever} times")
 
 
-def instant(plan: Path, predicted: Any = PREDICTED, code: int = 0, errors: str = "") -> SimpleNamespace:
-    """Return a stand-in for `subprocess` in `penstock.replanning`: a search that finds this plan at once."""
+def instant(plan: Path, predicted: Any = PREDICTED, code: int = 0, errors: str = "", n_looks: int = 0) -> SimpleNamespace:
+    """Return a stand-in for `subprocess` in `penstock.replanning`: a search that finds this plan at once, or after `n_looks`."""
+    looks = count()
 
     class Search:
         def __init__(self, command: list[str], **options: Any) -> None:
@@ -236,8 +237,8 @@ def instant(plan: Path, predicted: Any = PREDICTED, code: int = 0, errors: str =
             assert read_measured(folder).ratios
             shutil.copy(plan, folder / REPLAN_FILE)
 
-        def poll(self) -> int:
-            return code
+        def poll(self) -> int | None:
+            return code if next(looks) >= n_looks else None
 
         def communicate(self) -> tuple[str, str]:
             return json.dumps(predicted), errors
@@ -255,14 +256,14 @@ def bits(out: Path) -> dict[str, object]:
 
 def replanned(home: Path, rng: random.Random, n_trials: int) -> None:
     """Kill runs around the change from plan-0 to plan-1, then resume; the result must equal an undisturbed run with plan-0."""
-    replanning.subprocess, n_steps, n_killed, n_named = instant(home / "plan-1.json"), 8, 0, 0  # type: ignore[assignment]
+    replanning.subprocess, n_steps, n_killed, n_named = instant(home / "plan-1.json"), 12, 0, 0  # type: ignore[assignment]
 
     def run(name: str, *options: object) -> list[object]:
         return run_of(home / "plan-0.json", home / name, "--resume", "--steps", n_steps, *options)
 
     forked(run("plain"))
     for trial in range(n_trials):
-        for event, n in (("op", rng.randrange(150, 300)), ("file", rng.randrange(10, 60))):
+        for event, n in (("op", rng.randrange(200, 500)), ("file", rng.randrange(20, 120))):
             if not (home / f"replanned-{trial}").exists() or whole_checkpoints(home / f"replanned-{trial}")[-1:] != [n_steps]:
                 n_killed += forked(run(f"replanned-{trial}", "--replan", 1), event, n)
         out = home / f"replanned-{trial}"

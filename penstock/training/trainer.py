@@ -195,8 +195,7 @@ class Trainer:
             for step in steps:
                 n_done = step.number + 1
                 self._log(step, saver)
-                is_time = saver is not None and saves_in_pauses and saver.is_time()
-                if is_time or self._replanning.finds():
+                if saver is not None and (saver.is_time() if saves_in_pauses else self._replanning.finds()):
                     pause.request()
         # convert an emulated run to seconds of the plan's machine
         spans = (replace(s, start_s=s.start_s / session.scale, end_s=s.end_s / session.scale) for s in steps.timeline.spans)

@@ -87,6 +87,16 @@ def test_a_checkpoint_names_the_plan_and_a_resumed_run_takes_it(home, plans):
     assert bits(home / "out") == bits(home / "plain")
 
 
+def test_a_run_pauses_once_to_measure_once_when_a_plan_is_found_and_once_to_change(home, plans, monkeypatch):
+    monkeypatch.setattr(replanning, "subprocess", instant(plans[1], n_looks=4))
+    n_pauses, begins = list[int](), Replanning.begins
+    monkeypatch.setattr(Replanning, "begins", lambda self, n_done: n_pauses.append(n_done) or begins(self, n_done))
+    succeeded(train(home, plans[0], "--replan", 2, "--save-every", 40, steps=45))
+    assert n_pauses[:2] == [0, 4]
+    assert n_pauses[3:] == [40]
+    assert policy_of(home / "out" / "run-plan.json") == policy_of(plans[1])
+
+
 def test_runs_killed_around_the_change_go_on_to_the_same_bits(home, plans):
     """SIGKILL within ops and files, before, at and after the change; resumed with the first plan, with and without `--replan`."""
     command = [sys.executable, "-m", "tests.accidents", "replanned", str(home), "3", "8"]
