@@ -32,7 +32,7 @@ GENERATION_FILE = "generation_config.json"
 # Files that transformers reads besides the weights and config.json: of the tokenizer, its chat templates, and others
 _TOKENIZER = re.compile(
     r"tokenizer(_config|[0-9.]*)\.json|special_tokens_map\.json|added_tokens\.json|tekken\.json|(vocab|merges|dict)\.txt|bpe\.codes"
-    r"|(\w*vocab|vocab-\w+|normalizer|emoji|byte_maps|word_\w+)\.json|prophetnet\.tokenizer|[\w.]+\.model(\.v[0-9m]+)?"
+    r"|(\w*vocab|vocab-\w+|normalizer|emoji|byte_maps|word_\w+)\.json|prophetnet\.tokenizer|(source|target)\.spm|[\w.]+\.model(\.v[0-9m]+)?"
 )
 _TEMPLATES = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-][\w.-]*\.jinja")
 _OTHERS = re.compile(rf"{GENERATION_FILE}|((video_)?pre|audio_)?process(or|ing)_config\.json|audio_tokenizer_config\.json")
@@ -161,8 +161,14 @@ def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[s
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else ""
             raise CheckpointError(f"{folder}: its config.json has a {key} ({str(method)[:40]}); {_UNREAD}")
     for name, dtype in stored.dtypes():
-        if re.fullmatch(r"[FIU][468](_.*)?", dtype) or (name not in names and _OF_QUANTISED.search(name)):
+        is_of_quantised = name not in names and _OF_QUANTISED.search(name) and not _is_weight(config, name)
+        if re.fullmatch(r"[FIU][468](_.*)?", dtype) or is_of_quantised:
             raise CheckpointError(f"{folder}: {name[:200]} ({dtype}) belongs to quantised weights; {_UNREAD}")
+
+
+def _is_weight(config: Mapping[str, Any], name: str) -> bool:
+    """True if a file's tensor is a weight or buffer of the model's modules."""
+    return any(target in conversion_of(config).weights for target in conversion_of(config).sources([name]))
 
 
 def note_on_zeros(folder: Path) -> str | None:

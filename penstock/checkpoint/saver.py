@@ -185,7 +185,7 @@ class Saver:
             if plan.semantics.train.lora is not None:
                 files.write_adapter(plan.semantics.train.lora, plan.model.path or plan.model.name)
             else:
-                constants = self._state.constants
+                constants = dict(sorted(self._state.constants.items(), key=lambda item: -item[1].itemsize))  # for alignment
                 outlines = {name: torch.empty_like(value, device="meta") for name, value in constants.items()}
                 if constants:
                     files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)

@@ -27,7 +27,7 @@ __all__ += ["BaseModelOutputWithPast", "PreTrainedConfig", "PreTrainedModel", "a
 ATTRIBUTES: Mapping[Any, tuple[str, ...]] = {
     PreTrainedModel: (
         *("_can_set_experts_implementation", "_init_weights", "_no_split_modules", "base_model", "base_model_prefix"),
-        *("get_decoder", "get_input_embeddings", "get_output_embeddings"),
+        *("_get_dtype_plan", "get_decoder", "get_input_embeddings", "get_output_embeddings"),
     ),
     PreTrainedConfig: ("_attn_implementation", "_decode_special_floats", "get_text_config", "to_dict", "to_json_string"),
     auto: tuple(f"MODEL_FOR_{kind}_MAPPING" for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION")),
