@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def padded_documents(self) -> tuple[tuple[int, ...], ...] | None:
-        """Length of each sequence and of its padding, if there is any, e.g. ((5, 11), (16,)); None without `n_tokens`."""
+        """Lengths of each sequence and of its padding, e.g. ((5, 11), (16,)); None without `n_tokens`."""
         seq_len = self.input_ids.shape[1]
         return None if self.n_tokens is None else tuple((n, seq_len - n) if 0 < n < seq_len else (seq_len,) for n in self.n_tokens)
 

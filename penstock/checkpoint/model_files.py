@@ -29,7 +29,7 @@ FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$"  # a file in the same folder
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 ZERO_ROWS = 8  # rows of zeros at the end of a matrix, as in a file that was allocated and not written completely
 GENERATION_FILE = "generation_config.json"
-# Files that transformers reads besides the weights and config.json: of the tokenizer, its chat templates, and others
+# Further files that transformers reads: of the tokenizer, chat templates, and others
 _TOKENIZER = re.compile(
     r"tokenizer(_config|[0-9.]*)\.json|special_tokens_map\.json|added_tokens\.json|tekken\.json|(vocab|merges|dict)\.txt|bpe\.codes"
     r"|(\w*vocab|vocab-\w+|normalizer|emoji|byte_maps|word_\w+)\.json|prophetnet\.tokenizer|(source|target)\.spm|[\w.]+\.model(\.v[0-9m]+)?"

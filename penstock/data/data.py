@@ -32,7 +32,7 @@ RunData = MapStyleData | Stream | UserBatches  # batches of a run, by step numbe
 Report = Callable[[str], None]  # callback that receives progress messages
 
 
-MANY, LEAST_SHARE = 256, 0.05  # documents in which the ends of answers are counted; least share of an end
+MANY, LEAST_SHARE = 256, 0.05  # documents read to count the ends of answers; least share of an end
 
 
 def no_report(words: str) -> None:

@@ -226,7 +226,7 @@ def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None
 
 
 def tokenizer_folder(settings: RunSettings, folder: Path | None) -> Path | None:
-    """Return the folder of the tokenizer: an adapter's own comes before the model's. None: bytes."""
+    """Return the folder of the tokenizer: the adapter's, if it has one, or the model's. None: bytes."""
     if settings.tokenizer == "bytes":
         return None
     return Path(settings.adapter) if settings.adapter and (Path(settings.adapter) / "tokenizer.json").is_file() else folder
@@ -241,7 +241,7 @@ def with_ends_of_answers(inputs: RunInputs) -> tuple[RunInputs, str | None]:
     if not ends:
         return inputs, None
     words = " and ".join(on_one_line(repr(tokenizer.library.convert_ids_to_tokens(end)), 40) for end in ends)
-    added = f"{words} ends what is learned, and is added to eos_token_id in the checkpoints' {GENERATION_FILE}"
+    added = f"{words} ends learned answers, and is added to eos_token_id in the checkpoints' {GENERATION_FILE}"
     return replace(inputs, ends=tuple(ends)), f"{added}: the model's own would not stop there"
 
 

@@ -30,7 +30,7 @@ MAX_DIMENSION = 2**31 - 1
 MAX_LAYERS = 10_000  # beyond any model; limits the ops of a plan
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_RANDOM = re.compile(r"drop|jitter")  # keys of probabilities with which layers draw random numbers
+_RANDOM = re.compile(r"drop|jitter")  # keys of probabilities of random numbers in layers
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _IGNORED_KEYS = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),

@@ -122,7 +122,7 @@ class Templates:
         return {name: t for name, t in stored.items() if not isinstance(t, nn.Parameter)}
 
     def set_constant(self, name: str, value: torch.Tensor) -> None:
-        """Set a buffer, in the dtype in which transformers loads it."""
+        """Set a buffer. Its dtype remains that of transformers."""
         parent, _, child = name.rpartition(".")
         dtype = self.model.get_buffer(name).dtype
         self.model.get_submodule(parent).register_buffer(child, value.to(self.device, dtype))

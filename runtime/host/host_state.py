@@ -144,7 +144,7 @@ class HostState:
         return self.param_state(p, copy=copy).master.weight.view(p.shape)
 
     def first_infinite(self) -> Parameter | None:
-        """First owned parameter whose compute weight, or local shard of it, holds NaN or infinity. Packed weights are finite."""
+        """First owned parameter with NaN or infinity in its compute weight or local shard. Packed weights are finite."""
         for p in self.all_owned():
             if not (p.frozen and self.plan.is_packed(p)):
                 held = self.compute_weight(p) if p.frozen else self.param_state(p).master.weight

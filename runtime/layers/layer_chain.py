@@ -19,9 +19,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .model_parts import ModelParts
-from .rotary import length_dependent, tables_by_document
 from .shared_kv import Carried, States, carried_of, with_states
-from .transformers_patches import replaced_forwards
+from .transformers_patches import length_dependent, replaced_forwards, tables_by_document
 
 Documents = tuple[tuple[int, ...], ...]  # tokens per document, by packed sequence, e.g. ((5, 11, 1), (17,))
 _NOT_IN_KIND = ("layer_idx", "training")
@@ -94,8 +93,8 @@ class LayerChain:
     def embed(
         self, weights: Mapping[str, Tensor] | None, tokens_BT: Tensor, documents: Documents | None = None, **options: Any
     ) -> tuple[Tensor, list[Call]]:
-        """Run the prologue: the first layer's input and the call of each layer. `weights`: by names in the body; `documents`: by
-        whose lengths rotary tables are made, if these depend on one (None: whole sequences)."""
+        """Run the prologue: the first layer's input and the call of each layer. `weights`: by names in the body; `documents`:
+        their lengths, for length-dependent rotary tables (None: whole sequences)."""
         recorder = _Recorder(self.parts, self.results, self.carried)
         with tables_by_document(self.length_dependent, documents or ((tokens_BT.shape[1],),)):
             recorder.run(weights, tokens_BT, **options)
