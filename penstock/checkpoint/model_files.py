@@ -168,7 +168,8 @@ def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[s
 
 def _is_weight(config: Mapping[str, Any], name: str) -> bool:
     """True if a file's tensor is a weight or buffer of the model's modules."""
-    return any(target in conversion_of(config).weights for target in conversion_of(config).sources([name]))
+    conversion = conversion_of(config) if "model_type" in config else None
+    return conversion is not None and any(target in conversion.weights for target in conversion.sources([name]))
 
 
 def note_on_zeros(folder: Path) -> str | None:
