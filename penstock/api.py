@@ -18,6 +18,7 @@ from penstock.hwprofiles.device_parts import part_of
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.check.check import check as prove
 from penstock.planner.check.check import summary
+from penstock.planner.model.config import without_dropout
 from penstock.planner.model.kernels import FUSED, with_kernels
 from penstock.planner.model.workload import read_model, supported_attention
 from penstock.planner.search.claim import CUT, claimed
@@ -88,6 +89,7 @@ def plan(
     network_gbit: float | None = None,
     loss: "str | Callable[..., Any] | None" = None,
     measured: str | Path | None = None,
+    no_dropout: bool = False,
     **semantics: Any,
 ) -> Planned:
     """Search for the fastest schedule of `model` on `machine`. With several GPUs: the schedule of each rank.
@@ -97,8 +99,9 @@ def plan(
     Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
     `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
     `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
-    `loss`: a value of `--loss`, or a function (docs/losses.md). `measured`: the folder of a run of this model on this machine,
-    which scales predicted op times. DoesNotFitError names the smallest changes that would fit.
+    `loss`: a value of `--loss`, or a function (docs/losses.md). `no_dropout`: train with the configuration's dropout off. `measured`:
+    the folder of a run of this model on this machine, which scales predicted op times. DoesNotFitError names the smallest changes
+    that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import search_machine
@@ -110,7 +113,7 @@ def plan(
     if disk_read_bytes_per_s is not None:
         requested = requested.with_disk(disk_read_bytes_per_s)
     profile = part_of(requested, gpus, hosts, network_gbit)
-    described = read_model(str(model))
+    described = without_dropout(read_model(str(model))) if no_dropout else read_model(str(model))
     fields = {name: value for name, value in semantics.items() if value is not None}
     fields |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}
     step = _semantics(fields, described, profile, kernels, deterministic)

@@ -13,7 +13,8 @@ UNSUPERVISED = -100  # the target that Hugging Face and torch's cross_entropy le
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Sequences of one step, both (B, T) int64: `targets[b, t]` is the token after `input_ids[b, t]`, or -100. `document_tokens`:
-    lengths of packed documents, padding included: T in all. Attention and positions restart with each document."""
+    lengths of packed documents, padding included: T in all. Attention and positions restart with each document. `n_tokens`: of each
+    sequence without padding (None: T), for positions that depend on the length."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
@@ -22,6 +23,7 @@ class Batch:
     n_answers: int | None = None  # of the whole step, if several share a sequence
     positions_BT: torch.Tensor | None = None  # of tokens in their documents, if computed: on a device
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other inputs of the loss, (B,) or (B, T), by name
+    n_tokens: tuple[int, ...] | None = None
 
     @property
     def n_supervised(self) -> int:
@@ -34,8 +36,15 @@ class Batch:
         return replace(self, input_ids=move(self.input_ids), targets=move(self.targets), positions_BT=positions_BT, extras=extras)
 
     def part(self, rows: slice) -> "Batch":
-        lengths = self.document_tokens
-        return replace(self.moved(lambda tokens: tokens[rows]), document_tokens=None if lengths is None else lengths[rows])
+        lengths, n_tokens = self.document_tokens, self.n_tokens
+        lengths, n_tokens = None if lengths is None else lengths[rows], None if n_tokens is None else n_tokens[rows]
+        return replace(self.moved(lambda tokens: tokens[rows]), document_tokens=lengths, n_tokens=n_tokens)
+
+    @property
+    def padded_documents(self) -> tuple[tuple[int, ...], ...] | None:
+        """Lengths of each sequence and of its padding, e.g. ((5, 11), (16,)); None without `n_tokens`."""
+        seq_len = self.input_ids.shape[1]
+        return None if self.n_tokens is None else tuple((n, seq_len - n) if 0 < n < seq_len else (seq_len,) for n in self.n_tokens)
 
 
 Batches = Callable[[int], Batch]  # step -> batch

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.checkpoint.checkpoint import CheckpointWriter
 from penstock.checkpoint.disk import new_folder
+from penstock.checkpoint.model_files import kept_files
 from penstock.runtime.errors import CheckpointError
 
 
@@ -28,7 +29,7 @@ def save(
         files.write_weights("model.safetensors", config, weights, weights.__getitem__)
         files.write_config(config, next(iter(weights.values())).dtype)
         if tokenizer_from is not None:
-            files.copy_tokenizer(tokenizer_from)
+            files.copy_files(kept_files(tokenizer_from), {})
         for suffix, tensors in optimizer:
             files.write_tensors(f"optimizer-{suffix}.safetensors", tensors, tensors.values())
         files.finish(step, state)

@@ -32,7 +32,7 @@ from penstock.runtime.plan.train import Lora
 from penstock.runtime.plan.workload import Parameter
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
-from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json, towers
+from .model_files import FILE_NAME, GENERATION_FILE, INDEX_FILE, has_weights, publish, read_json, towers, with_ends
 from .tensor_files import Shards, write_new, write_tensors
 
 FORMAT_VERSION = 2
@@ -79,7 +79,7 @@ class _Manifest:
 
     step: Annotated[int, Field(strict=True, ge=0)]
     state: dict[str, Any]
-    files: dict[Annotated[str, Field(pattern=FILE_NAME)], _File]
+    files: dict[Annotated[str, Field(pattern=rf"^(additional_chat_templates/)?{FILE_NAME[1:]}")], _File]
 
 
 _MANIFEST = TypeAdapter(_Manifest)
@@ -206,11 +206,12 @@ class CheckpointWriter:
         self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
         self._write(CONFIG_FILE, config_bytes(lora, factors, base))
 
-    def copy_tokenizer(self, folder: Path) -> None:
-        """Copy the tokenizer files that exist in a model's folder."""
-        for file in TOKENIZER_FILES:
-            if (folder / file).is_file():
-                self._write(file, (folder / file).read_bytes())
+    def copy_files(self, files: Mapping[str, Path], config: Mapping[str, Any], ends: Iterable[int] = ()) -> None:
+        """Copy the files of `kept_files`. Add the end tokens to those of generation."""
+        new, generation = with_ends(files, config, ends)
+        for name in [*files, *([GENERATION_FILE] if new and GENERATION_FILE not in files else ())]:
+            is_changed = new and name == GENERATION_FILE
+            self._write(name, _json_bytes(generation) if is_changed else files[name].read_bytes())
 
     def finish(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the manifest. `state`: further fields for resuming."""
@@ -218,6 +219,7 @@ class CheckpointWriter:
         self._write(STATE_FILE, _json_bytes(fields | {"sha256": sum_of(fields)}))
 
     def _write(self, file: str, content: bytes) -> None:
+        (self._folder / file).parent.mkdir(exist_ok=True)
         self._files[file] = write_new(self._folder / file, [content])
 
 

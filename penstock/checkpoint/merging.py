@@ -4,9 +4,10 @@ Each target becomes W + alpha/rank B A, computed in fp32 and rounded once to the
 tensor of the model is in memory at a time.
 """
 
+import filecmp
 import json
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,21 @@ from penstock.runtime.plan.workload import has_towers
 from penstock.runtime.units import show_bytes
 
 from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, head_of, read_adapter, stack_factors
-from .checkpoint import refuse_another_base
+from .checkpoint import CheckpointWriter, refuse_another_base
 from .conversion import conversion_of, scoring_config
 from .dequantised import BLOCKS, Dequantised
 from .disk import new_folder
-from .model_files import INDEX_FILE, TOKENIZER_FILES, publish, read_json, refuse_quantised, weight_files, weights_digest
+from .model_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    kept_files,
+    publish,
+    read_json,
+    refuse_quantised,
+    weight_files,
+    weights_digest,
+    with_ends,
+)
 from .tensor_files import Shards, write_new, write_tensors
 
 PIECE_BYTES = 4 * 2**20  # fp32 bytes of a weight that are computed at a time; faster if they fit the CPU's caches
@@ -38,10 +49,12 @@ def merge(
     out: Path,
     on_tensor: Callable[[str, int, int], None] = lambda *_: None,
     pad_id: Callable[[], int | None] = lambda: None,
+    ends: Sequence[int] = (),
 ) -> str:
     """Write the model in `base`, merged with the adapter, to `out`, atomically. Return a summary.
 
-    Files, tensors, dtypes, configuration and tokenizer equal those of `base`. `on_tensor(name, bytes written, total bytes)` is
+    Files, tensors, dtypes, configuration and tokenizer equal those of `base`, unless the adapter has a tokenizer. `ends`: tokens at
+    which generation shall stop, too. `on_tensor(name, bytes written, total bytes)` is
     called after each tensor. A head that scores sequences replaces the model's head; then `pad_id()` returns its padding token."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
@@ -52,6 +65,7 @@ def merge(
     keeps_packed = is_mxfp4 and not stacks  # True: experts are copied packed; experts with an adapter become bf16
     files = Shards(weight_files(base))  # one mapping of every file, because codes and scales of a weight may be in different files
     stored = files if keeps_packed else Dequantised(base, files)
+    kept = kept_files(base, adapter)
     shards = _outlines(base, stored, (*FLOATS, torch.uint8) if keeps_packed else FLOATS)
     if heads := head_of(adapter):
         _put_head(shards, config, heads)
@@ -84,13 +98,18 @@ def merge(
         _refuse_full_disk(folder, out, n_bytes)
         for source, shard in shards.items():
             write_tensors(folder / source.name, shard, merged(source))
-        # config.json last: without it nothing loads an incomplete folder
-        for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
+        CheckpointWriter(folder).copy_files(kept, config, ends)
+        # config.json last: without it nothing loads an incomplete folder. The index may be of files that were not read
+        for name in (*([] if SINGLE_FILE in [source.name for source in shards] else [INDEX_FILE]), "config.json"):
             if (path := base / name).is_file():
                 changes = (is_mxfp4 and not keeps_packed) or heads
                 content = _changed(path, shards, n_bytes, head_config, keeps_packed) if changes else path.read_bytes()
                 write_new(folder / name, [content])
     suffix = ", and a head that scores sequences" if heads else ""
+    changed = [name for name in kept if not ((base / name).is_file() and filecmp.cmp(base / name, kept[name], shallow=False))]
+    suffix += f"; not the base's: {', '.join(changed)}" if changed else ""
+    stops, was = (with_ends(files, config, more)[1]["eos_token_id"] for files, more in ((kept, ends), (kept_files(base), ())))
+    suffix += f"; eos_token_id of generation is {stops}, the base's {was}" if stops != was else ""
     n_adapted = (len(factors) - len(heads)) // 2
     return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{suffix}"
 

@@ -17,6 +17,7 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan.objective import SCORE
 from penstock.runtime.plan.packed import DEQUANTISED, published_as
+from penstock.runtime.plan.workload import OF_LAYER, text_of
 
 from .conversion import conversion_of
 from .dequantised import Dequantised
@@ -25,12 +26,16 @@ from .tensor_files import Shapes, Shards
 MAX_JSON_BYTES = 256 * 2**20
 END_BYTES = 4096  # bytes of each end of a tensor in a digest: one page of the file
 FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$"  # a file in the same folder
-INDEX_FILE = "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+ZERO_ROWS = 8  # rows of zeros at the end of a matrix, as in a file that was allocated and not written completely
+GENERATION_FILE = "generation_config.json"
+# Further files that transformers reads: of the tokenizer, chat templates, and others
+_TOKENIZER = re.compile(
+    r"tokenizer(_config|[0-9.]*)\.json|special_tokens_map\.json|added_tokens\.json|tekken\.json|(vocab|merges|dict)\.txt|bpe\.codes"
+    r"|(\w*vocab|vocab-\w+|normalizer|emoji|byte_maps|word_\w+)\.json|prophetnet\.tokenizer|(source|target)\.spm|[\w.]+\.model(\.v[0-9m]+)?"
 )
+_TEMPLATES = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-][\w.-]*\.jinja")
+_OTHERS = re.compile(rf"{GENERATION_FILE}|((video_)?pre|audio_)?process(or|ing)_config\.json|audio_tokenizer_config\.json")
 
 _UNREAD = "scales are not read; convert the model to bf16 first, or give the one that was published in bf16"
 _OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
@@ -60,6 +65,36 @@ def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tu
     for e, expert in enumerate(tensor):
         for projection, piece in zip(held, expert.chunk(len(held)), strict=True):
             yield f"{layer}.{folder}.experts.{e}.{projection}.weight", piece
+
+
+def kept_files(folder: Path, adapter: Path | None = None) -> dict[str, Path]:
+    """Return the files for checkpoints, by name: tokenizer, chat templates, processors and generation settings of a model's folder.
+    A tokenizer in an adapter's folder replaces the model's, with its templates; a template replaces the templates."""
+
+    def found(where: Path, *kinds: re.Pattern[str]) -> dict[str, Path]:
+        paths = {
+            path.relative_to(where).as_posix(): path for part in ("*", "additional_chat_templates/*") for path in where.glob(part)
+        }
+        return {name: paths[name] for name in sorted(paths) if any(k.fullmatch(name) for k in kinds) and paths[name].is_file()}
+
+    if adapter is None or not (own := found(adapter, _TOKENIZER, _TEMPLATES)):
+        return found(folder, _TOKENIZER, _TEMPLATES, _OTHERS) | ({} if adapter is None else found(adapter, _OTHERS))
+    kinds = (_OTHERS,) if "tokenizer.json" in own else (_TOKENIZER, _OTHERS)
+    return found(folder, *kinds) | own | found(adapter, _OTHERS)
+
+
+def with_ends(files: Mapping[str, Path], config: Mapping[str, Any], ends: Iterable[int]) -> tuple[list[int], dict[str, Any]]:
+    """Return those of the end tokens at which generation does not stop yet, and fields of a generation_config.json with them."""
+    if GENERATION_FILE in files:
+        fields = read_json(files[GENERATION_FILE])
+    else:  # transformers takes these of the model's configuration
+        fields = {
+            key: i for key in ("bos_token_id", "eos_token_id", "pad_token_id") if (i := text_of(dict(config)).get(key)) is not None
+        }
+    eos = fields.get("eos_token_id")
+    known = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    new = [end for end in ends if end not in known]
+    return new, fields | {"eos_token_id": [*known, *new]}
 
 
 def has_tensor(folder: Path, name: str) -> bool:
@@ -126,8 +161,24 @@ def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[s
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else ""
             raise CheckpointError(f"{folder}: its config.json has a {key} ({str(method)[:40]}); {_UNREAD}")
     for name, dtype in stored.dtypes():
-        if re.fullmatch(r"[FIU][468](_.*)?", dtype) or (name not in names and _OF_QUANTISED.search(name)):
+        is_of_quantised = name not in names and _OF_QUANTISED.search(name) and not _is_weight(config, name)
+        if re.fullmatch(r"[FIU][468](_.*)?", dtype) or is_of_quantised:
             raise CheckpointError(f"{folder}: {name[:200]} ({dtype}) belongs to quantised weights; {_UNREAD}")
+
+
+def _is_weight(config: Mapping[str, Any], name: str) -> bool:
+    """True if a file's tensor is a weight or buffer of the model's modules."""
+    conversion = conversion_of(config) if "model_type" in config else None
+    return conversion is not None and any(target in conversion.weights for target in conversion.sources([name]))
+
+
+def note_on_zeros(folder: Path) -> str | None:
+    """Return a warning if matrices of layers end in rows of zeros, or are all zeros; else None. Reads only these rows."""
+    names = [name for name, rows in Shards(weight_files(folder)).last_rows(OF_LAYER, ZERO_ROWS) if not rows.float().any()]
+    if not names:
+        return None
+    first = f"{', '.join(names[:3])}{f' and {len(names) - 3:,} more' if len(names) > 3 else ''}"
+    return f"warning: {folder}: rows of zeros at the end of {first}, as an interrupted copy has; compare the file with its source"
 
 
 def has_weights(folder: Path) -> bool:
@@ -149,8 +200,10 @@ def weights_digest(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder, from its index if it has one."""
+    """Return the safetensors files that transformers reads from a folder: a single file, even next to shards, or an index's."""
     index = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -159,8 +212,6 @@ def weight_files(folder: Path) -> list[Path]:
             if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
                 raise CheckpointError(f"{index}: {str(name)[:80]!r} is no file name; copy the model again")
         return [folder / name for name in sorted(set(weight_map.values()))]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
     if any(folder.glob("*.bin")):
         raise CheckpointError(f"{folder}: its weights are pickled (*.bin) and could run code; convert them to safetensors")
     raise CheckpointError(f"{folder}: no model.safetensors; give a folder with a model's weights")

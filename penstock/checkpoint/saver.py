@@ -44,9 +44,10 @@ class Contents:
     """Contents of a run's checkpoints in addition to the state."""
 
     fields: Callable[[int], Mapping[str, Any]]  # JSON part of the state after a step
-    tokenizer_from: Path | None  # folder to copy from
+    kept_files: Mapping[str, Path]  # tokenizer and others to copy, by name
+    ends: tuple[int, ...]  # learned end tokens, added to those of generation
     towers_from: Path | None
-    head_config: dict[str, Any]  # fields of config.json for a trained head
+    config: dict[str, Any]  # of config.json
 
 
 class Saver:
@@ -185,15 +186,14 @@ class Saver:
             if plan.semantics.train.lora is not None:
                 files.write_adapter(plan.semantics.train.lora, plan.model.path or plan.model.name)
             else:
-                constants = self._state.constants
+                constants = dict(sorted(self._state.constants.items(), key=lambda item: -item[1].itemsize))  # for alignment
                 outlines = {name: torch.empty_like(value, device="meta") for name, value in constants.items()}
                 if constants:
                     files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)
                 if contents.towers_from is not None:
                     files.copy_towers(contents.towers_from, plan.model.config)
-                files.write_config(plan.model.config | contents.head_config, DTYPE[plan.semantics.compute_dtype])
-            if contents.tokenizer_from is not None:
-                files.copy_tokenizer(contents.tokenizer_from)
+                files.write_config(contents.config, DTYPE[plan.semantics.compute_dtype])
+            files.copy_files(contents.kept_files, plan.model.config, contents.ends)
             with self._changed:  # wait until the step is logged
                 self._changed.wait_for(lambda: snapshot.step in self._logged or self.snapshots.is_over)
                 if snapshot.step not in self._logged:

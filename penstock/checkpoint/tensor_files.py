@@ -6,6 +6,7 @@ The safetensors library's writer serialises all tensors of a file in memory, whi
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -23,6 +24,7 @@ from penstock.runtime.units import on_one_line
 Shapes = Mapping[str, tuple[int, ...]]  # shape of weights by name
 REOPEN_BYTES = 64 * 2**20  # bytes read until files are mapped again
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+_FLOATS = ("F32", "BF16", "F16", "F8_E4M3")
 _DTYPE_NAMES |= {torch.float64: "F64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16"}  # buffers of a merged model
 
 
@@ -67,6 +69,13 @@ class Shards(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._file_of)
+
+    def last_rows(self, names: re.Pattern[str], n: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the last `n` rows of each floating-point matrix, or stack of them, with such a name and at least that many rows."""
+        for name, path in self._file_of.items():
+            part = self._files[path].get_slice(name)
+            if names.match(name) and [*(shape := part.get_shape())[-2:-1]] >= [n] and part.get_dtype() in _FLOATS:
+                yield name, part[(*(slice(size - 1, size) for size in shape[:-2]), slice(shape[-2] - n, shape[-2]))]
 
     def dtypes(self) -> Iterator[tuple[str, str]]:
         """Yield (name, safetensors dtype, for example `BF16`) of each tensor without reading it."""

@@ -91,12 +91,12 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
     """Return the vocabulary size of a model, and True if it supports document isolation."""
     from penstock.model_checks.document_isolation import supports_documents
-    from penstock.planner.model.config import outlines, read_model, supported_attention
+    from penstock.planner.model.config import outlines, read_model, supported_attention, without_dropout
     from penstock.runtime.plan import Semantics
 
     if folder is None or not (folder / "config.json").exists():
         return ANY_VOCAB_SIZE, True
-    model = read_model(str(folder))
+    model = without_dropout(read_model(str(folder)))
     semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     return int(outlines(model, semantics.attention, 1, 16)["vocab"]), supports_documents(model.config, semantics) is None
 

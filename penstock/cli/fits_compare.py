@@ -21,6 +21,7 @@ from rich.progress import track
 from penstock.hwprofiles.device_parts import on_network, part_of
 from penstock.hwprofiles.quantity import BASES
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.planner.model.config import without_dropout
 from penstock.planner.model.workload import read_model, supported_attention
 from penstock.planner.show.price import JOB_TITLES, hourly
 from penstock.runtime.errors import PenstockError, PlanError
@@ -30,7 +31,7 @@ from penstock.runtime.plan.policy import trained
 from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import AS_JSON, BYTES, COUNT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
+from .options import AS_JSON, BYTES, COUNT, NO_DROPOUT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import show_table
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
 @click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @with_prices
 @with_work
+@NO_DROPOUT
 @MASTER
 @AS_JSON
 def compare(
@@ -152,6 +154,7 @@ def compare(
     hosts: int,
     network_gbit: float | None,
     tokens: int | None,
+    no_dropout: bool,
     as_json: bool,
     **work: Any,
 ) -> None:
@@ -164,7 +167,7 @@ def compare(
     from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
     from penstock.planner.show.report_lines import ALONE
 
-    described = read_model(model)
+    described = without_dropout(read_model(model)) if no_dropout else read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
     prices = {name: work.pop(name) for name in PRICES}
     free = (SIZES if micro_batch is None else SIZES - {"micro_batch"}) | {CUT}

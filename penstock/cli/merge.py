@@ -17,8 +17,8 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     """Merge the LoRA adapter in ADAPTER into the model in BASE, and write the model to a new folder, tensor by tensor.
 
     ADAPTER is a folder in PEFT's format, such as a checkpoint of a run with adapters. Each adapted weight is computed in fp32 and
-    rounded once, to its dtype in BASE. An adapter with a head that scores sequences gives a model for transformers'
-    AutoModelForSequenceClassification. Two models are never in memory at once.
+    rounded once, to its dtype in BASE. A tokenizer or chat template in ADAPTER replaces that of BASE. An adapter with a head that
+    scores sequences gives a model for transformers' AutoModelForSequenceClassification. Two models are never in memory at once.
     """
     from penstock.checkpoint.merging import merge as merged
     from penstock.data.tokenizer import read_tokenizer
@@ -27,6 +27,9 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         """Return the padding token. Without a tokenizer, the run read bytes and padded with their end token."""
         return read_tokenizer(base if (base / "tokenizer.json").is_file() else None).end_id
 
+    ends = [read_tokenizer(adapter).end_id] if (adapter / "tokenizer.json").is_file() else []
     with Preparing() as show:
-        summary = merged(base, adapter, out, lambda _, n, total: show(f"merging: {show_bytes(n)} of {show_bytes(total)}"), pad_id)
+        summary = merged(
+            base, adapter, out, lambda _, n, total: show(f"merging: {show_bytes(n)} of {show_bytes(total)}"), pad_id, ends
+        )
     click.echo(f"{on_one_line(str(out))}: {summary}")

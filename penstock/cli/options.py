@@ -138,6 +138,7 @@ with_work = together(
     click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts, each with --gpus GPUs."),
     click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
 )
+NO_DROPOUT = click.option("--no-dropout", is_flag=True, help="Train with all dropout of the model's config.json off.")
 PRICES = ("usd_per_hour", "usd", "usd_per_kwh")
 with_prices = together(
     click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M."),

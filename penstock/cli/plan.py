@@ -21,7 +21,18 @@ from penstock.runtime.files import read_whole
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
 
-from .options import AS_JSON, BYTES, PRICES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
+from .options import (
+    AS_JSON,
+    BYTES,
+    NO_DROPOUT,
+    PRICES,
+    Command,
+    semantics_flags,
+    sequences_of_a_step,
+    with_batch,
+    with_prices,
+    with_work,
+)
 from .outputs import beyond_positions, check_output
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
@@ -78,6 +89,7 @@ class _Plan(Command):
     "single answers kto; for rollouts grpo, dapo, dr-grpo; or a function of your own, which is executed.  "
     "[default: cross-entropy]",
 )
+@NO_DROPOUT
 @click.option("--deterministic", is_flag=True, help="Attention with gradients summed in a fixed order, which is slower.")
 @click.option(
     "--clipped-steps",

@@ -6,8 +6,10 @@ tokenised before training and cached, or tokenised on the fly (streaming).
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ from .user_batches import UserBatches
 
 RunData = MapStyleData | Stream | UserBatches  # batches of a run, by step number
 Report = Callable[[str], None]  # callback that receives progress messages
+
+
+MANY, LEAST_SHARE = 256, 0.05  # documents read to count the ends of answers; least share of an end
 
 
 def no_report(words: str) -> None:
@@ -78,6 +83,21 @@ def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData 
     shares = shares_of(weights, [len(packed.sequences) for packed in sets])
     fingerprint = _fingerprint([packed.fingerprint for packed in sets], shares, request.batch_size, seed)
     return MapStyleData(tuple(sets), shares, request.batch_size, seed, fingerprint)
+
+
+def learned_ends(data: RunData, tokenizer: ModelTokenizer) -> list[int]:
+    """Return the special tokens that end learned runs of the first documents of each set, the most frequent first."""
+    found, sets = Counter[int](), data.parts if isinstance(data, MapStyleData) else ()
+    special = {i for i, token in tokenizer.library.added_tokens_decoder.items() if token.special} | tokenizer.answer_ends
+    documents = [
+        (part.documents.ids(d), part.documents.runs(d)) for part in sets for d in range(len(part.documents.lengths))[:MANY]
+    ]
+    if isinstance(data, Stream):
+        rows = islice(data.reader.stream(range(len(data.reader.files.files))), MANY)
+        documents = [(np.array(row["ids"]), np.array(row["learned"], dtype=np.int64).reshape(-1, 2)) for row in rows]
+    for ids, runs in documents:
+        found.update(ids[runs[:, 1] - 1].tolist())
+    return [end for end, n in found.most_common() if end in special and n >= LEAST_SHARE * found.total()]
 
 
 def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenizer) -> Reader:

@@ -229,7 +229,7 @@ def row_of(documents: Documents, numbered: Iterable[tuple[int, Sequence[Sequence
                 if begin < end:
                     targets_T[begin - 1 : end - 1] = ids_T[begin:end]
             offset += n
-        spans.append((number, first_offset, shape.seq_len if shape.packing == "joined" else offset))
+        spans.append((number, first_offset, offset))
     return ids_T, targets_T, spans
 
 
@@ -266,7 +266,8 @@ def batch_of(rows: Sequence[Row], shape: Shape, inputs: Sequence[LossInput], los
     ids_BT, targets_BT = (torch.from_numpy(np.stack(column)) for column in list(zip(*rows, strict=True))[:2])
     edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)
     lengths = tuple(tuple(n for n in np.diff(stops).tolist() if n) for stops in edges)
-    batch = Batch(ids_BT, targets_BT, lengths if shape.is_isolated else None)
+    n_filled = None if shape.is_isolated else tuple(spans[-1][-1] for *_, spans in rows)
+    batch = Batch(ids_BT, targets_BT, lengths if shape.is_isolated else None, n_tokens=n_filled)
     n_tokens, n = shape.seq_len, shape.rows_each
     tensors = {row.name: torch.zeros(row.sizes(len(rows), n_tokens, n_slots), dtype=getattr(torch, row.dtype)) for row in inputs}
     for b, (ids_T, targets_T, spans) in enumerate(rows if inputs else ()):

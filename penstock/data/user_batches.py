@@ -67,6 +67,8 @@ class UserBatches:
                 problem = "none" if value is None else f"one of {tuple(getattr(value, 'shape', ()))}"
                 wanted = " or ".join(map(str, accepted))
                 raise DataError(f"the plan's loss requires extras[{row.name!r}] of {wanted}, and step {step} has {problem}")
+        if batch.n_tokens is not None and (len(batch.n_tokens) != shape[0] or not all(0 <= n <= shape[1] for n in batch.n_tokens)):
+            raise DataError(f"n_tokens of step {step} are not {shape[0]} lengths of at most {shape[1]}; leave them out")
         batch = replace(batch, n_answers=None, extras={name: batch.extras[name] for name in self.objective.extras})
         if batch.document_tokens is None:
             return batch

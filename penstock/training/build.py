@@ -81,11 +81,12 @@ def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = 
 def _load_constants(store: TorchMachine, folder: Path | None) -> None:
     """Load the buffers (non-weights) of layers from a model's folder. None: keep the initial values."""
     templates = store.compute.templates
-    shapes = {name: tuple(buffer.shape) for name, buffer in templates.constants().items()}
+    store.host.constants = templates.constants()
+    shapes = {name: tuple(buffer.shape) for name, buffer in store.host.constants.items()}
     if shapes and folder is not None:
         for name, value in load_weights(folder, store.plan.model.config, shapes, shapes):
             templates.set_constant(name, value)
-    store.host.constants = templates.constants()
+            store.host.constants[name] = value.clone()  # saved with its own precision
 
 
 def _load_adapter(store: TorchMachine, folder: Path) -> None:

@@ -13,13 +13,21 @@ from typing import Any
 from penstock.caches import cache_folder
 from penstock.checkpoint.checkpoint import State, identity, refuse_another_base
 from penstock.checkpoint.conversion import scoring_config
-from penstock.checkpoint.model_files import has_weights, refuse_quantised, towers_bytes, weights_digest
-from penstock.data.data import DataRequest, Report, RunData, no_report, read_data, reader_of
+from penstock.checkpoint.model_files import (
+    GENERATION_FILE,
+    has_weights,
+    kept_files,
+    refuse_quantised,
+    towers_bytes,
+    weights_digest,
+    with_ends,
+)
+from penstock.data.data import DataRequest, Report, RunData, learned_ends, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.sampling import MapStyleData
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.model_checks.document_isolation import supports_documents
-from penstock.planner.model.config import download
+from penstock.planner.model.config import download, without_dropout
 from penstock.planner.model.workload import read_model
 from penstock.run_config import RunConfigError, RunRequest
 from penstock.runtime.compute.losses import LossFunction
@@ -28,6 +36,7 @@ from penstock.runtime.layers.meta_models import difference
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.optimizer import RULES, AdamW
 from penstock.runtime.plan.workload import has_towers
+from penstock.runtime.units import on_one_line
 from penstock.settings import ADAPTERS_LR, RunSettings
 
 from .device import refuse_what_does_not_fit
@@ -61,6 +70,7 @@ class RunInputs:
     disk: Path | None = None  # file of the weights on disk
     held_out: RunData | None = None  # one sequence per batch
     prompts: Prompts | None = None
+    ends: tuple[int, ...] = ()  # learned end tokens at which generation by the model's settings would not stop
     reference_sets: tuple[MapStyleData, ...] = ()  # data sets with log-probabilities in a file
 
     @property
@@ -80,16 +90,28 @@ class RunInputs:
         return identity(self.plan, self.data, self.settings.seed, fields, frozen)
 
     @property
-    def head_config(self) -> dict[str, Any]:
-        """Configuration fields of a task head, for checkpoints."""
-        config, n = self.plan.model.config, self.plan.semantics.objective.n_labels
+    def folder_config(self) -> dict[str, Any]:
+        """Configuration in the model's folder. It differs from the plan's by dropout that the plan leaves off."""
+        return self.plan.model.config if self.folder is None else read_model(str(self.folder)).config
+
+    @property
+    def saved_config(self) -> dict[str, Any]:
+        """Configuration for checkpoints, with the fields of a task head."""
+        config, n = self.folder_config, self.plan.semantics.objective.n_labels
         pad_id = self.data.parts[0].shape.pad_id if isinstance(self.data, MapStyleData) else config.get("pad_token_id")
-        return {} if n is None else scoring_config(config, n, pad_id)
+        return config | ({} if n is None else scoring_config(config, n, pad_id))
 
     @property
     def tokenizer_from(self) -> Path | None:
-        """Folder of the tokenizer to copy into checkpoints. None: bytes."""
-        return self.folder if self.settings.tokenizer == "model" else None
+        """Folder of the tokenizer. None: bytes."""
+        return tokenizer_folder(self.settings, self.folder)
+
+    @property
+    def kept_files(self) -> dict[str, Path]:
+        """Files to copy into checkpoints, by name."""
+        if self.tokenizer_from is None or self.folder is None:
+            return {}
+        return kept_files(self.folder, None if self.tokenizer_from == self.folder else self.tokenizer_from)
 
     @property
     def towers_from(self) -> Path | None:
@@ -163,6 +185,8 @@ def plan_of_folder(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:
         raise PlanError(f"{folder}: the model's folder is not there; name it with --model")
     model = read_model(str(folder))
     if (mismatch := difference(model.config, plan.model.config)) is not None:
+        model = without_dropout(model)  # planned with --no-dropout
+    if mismatch is not None and difference(model.config, plan.model.config) is not None:
         raise PlanError(f"{folder}: another model than the plan's: {mismatch}; plan again with this model")
     return replace(plan, model=replace(model, name=plan.model.name)), folder
 
@@ -201,6 +225,26 @@ def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None
     return Path(settings.disk) / f"frozen-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
+def tokenizer_folder(settings: RunSettings, folder: Path | None) -> Path | None:
+    """Return the folder of the tokenizer: the adapter's, if it has one, or the model's. None: bytes."""
+    if settings.tokenizer == "bytes":
+        return None
+    return Path(settings.adapter) if settings.adapter and (Path(settings.adapter) / "tokenizer.json").is_file() else folder
+
+
+def with_ends_of_answers(inputs: RunInputs) -> tuple[RunInputs, str | None]:
+    """Return the inputs with the learned end tokens that generation lacks, and a line on them."""
+    if inputs.tokenizer_from is None or inputs.plan.semantics.objective.n_labels is not None:
+        return inputs, None
+    tokenizer = read_tokenizer(inputs.tokenizer_from)
+    ends, _ = with_ends(inputs.kept_files, inputs.plan.model.config, learned_ends(inputs.data, tokenizer))
+    if not ends:
+        return inputs, None
+    words = " and ".join(on_one_line(repr(tokenizer.library.convert_ids_to_tokens(end)), 40) for end in ends)
+    added = f"{words} ends learned answers, and is added to eos_token_id in the checkpoints' {GENERATION_FILE}"
+    return replace(inputs, ends=tuple(ends)), f"{added}: the model's own would not stop there"
+
+
 def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = no_report) -> RunData:
     """Return the training batches, or with `held_out` the sequences for evaluation."""
     return read_data(data_request(settings, plan, folder, held_out), report)
@@ -213,7 +257,7 @@ def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_ou
         raise RunConfigError("no tokenizer: name the model's folder with --model, or train on bytes with --tokenizer bytes")
     return DataRequest(
         settings.data,
-        None if settings.tokenizer == "bytes" else folder,
+        tokenizer_folder(settings, folder),
         plan.workload.blocks[0].parameters[0].shape[0],
         semantics.seq_len,
         rows_each if held_out else semantics.all_ranks.batch_size,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from penstock.checkpoint.checkpoint import State, refuse_another
+from penstock.checkpoint.model_files import note_on_zeros
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.checkpoint.saver import StateReader
 from penstock.data.formats import required_format
@@ -38,7 +39,7 @@ from penstock.user_loss import planned_loss
 
 from .build import build
 from .device import device_of, release_memory, select_kernels
-from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults
+from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
 from .monitors import refuse_missing
 from .rank0 import Leader, begin, wait_for_others
 from .references import attach_base_reference, with_reference, write_reference
@@ -177,15 +178,22 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
     inputs = with_reference(read_inputs(request, device, loss, state, 1 if ranks is None else ranks.n_here))
     settings, plan = inputs.settings, inputs.plan
     inputs = replace(inputs, prompts=prompts_of(settings, plan, inputs.folder))
+    inputs, ends = with_ends_of_answers(inputs)
     n_steps, first_step = inputs.n_steps, 0 if state is None else state.step
     run_s = prediction.step_s * (n_steps - first_step)
     refuse_without_room(Path(settings.out), settings.checkpoint, inputs.checkpoint_bytes, first_step, n_steps, run_s)
     self_test(plan, report)
+    if ends is not None:
+        say(ends)
+    if off := [key for key, value in plan.model.config.items() if inputs.folder_config.get(key) != value]:
+        say(f"dropout is off, as planned with --no-dropout: {', '.join(off)}")
     if state is not None:
         if (converted := refuse_another(state, inputs.identity, request.resume_from is not None)) is not None:
             say(converted)
     elif inputs.weights is None:
         say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model is untrained at its first step")
+    elif (note := note_on_zeros(inputs.weights)) is not None:
+        say(note)
     if ranks is not None:
         begin(ranks, None if state is None else state.path, Path(settings.out) / PLAN_FILE if request.replanned else None)
     store = build(inputs, ranks)

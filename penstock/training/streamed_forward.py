@@ -69,7 +69,10 @@ def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
     n_padding, documents = n - len(ids_BT), None
     if rows[0].document_tokens is not None:
         documents = tuple(tokens for row in rows for tokens in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
-    padding = (0, 0, 0, n_padding)
+    lengths = [n_tokens for row in rows for n_tokens in row.n_tokens or (ids_BT.shape[1],) * len(row.input_ids)]
+    n_tokens, padding = (*lengths, *(ids_BT.shape[1],) * n_padding), (0, 0, 0, n_padding)
     joined = {name: torch.cat([row.extras[name] for row in rows]) for name in rows[0].extras}
     extras = {name: torch.cat([tensor, tensor.new_zeros(n_padding, *tensor.shape[1:])]) for name, tensor in joined.items()}
-    return Batch(F.pad(ids_BT, padding), F.pad(targets_BT, padding, value=UNSUPERVISED), documents, extras=extras)
+    return Batch(
+        F.pad(ids_BT, padding), F.pad(targets_BT, padding, value=UNSUPERVISED), documents, extras=extras, n_tokens=n_tokens
+    )

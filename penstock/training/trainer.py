@@ -264,7 +264,7 @@ class Trainer:
             named = (self.following or inputs.request).replanned
             return {**identity, "data_position": inputs.data.position(step)} | ({} if named is None else {"replanned": named})
 
-        contents = Contents(fields, inputs.tokenizer_from, inputs.towers_from, inputs.head_config)
+        contents = Contents(fields, inputs.kept_files, inputs.ends, inputs.towers_from, inputs.saved_config)
         state, settings = session.store.host, session.checkpoint
         return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
 

@@ -229,7 +229,8 @@ def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop |
     tokens_BT = torch.zeros((plan.semantics.batch_size, seq_len), dtype=torch.int64)  # right padding: attention is causal
     for row, sequence in enumerate(sequences):
         tokens_BT[row, : len(sequence)] = torch.tensor(sequence)
-    batch, parts = Batch(tokens_BT, torch.full_like(tokens_BT, UNSUPERVISED)), list[torch.Tensor]()
+    n_tokens = (*map(len, sequences), *(seq_len,) * (plan.semantics.batch_size - len(sequences)))
+    batch, parts = Batch(tokens_BT, torch.full_like(tokens_BT, UNSUPERVISED), n_tokens=n_tokens), list[torch.Tensor]()
 
     def note(last: LastHidden) -> None:
         first = last.micro_batch * semantics.micro_batch

@@ -8,7 +8,8 @@ import difflib
 import errno
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -29,6 +30,7 @@ MAX_DIMENSION = 2**31 - 1
 MAX_LAYERS = 10_000  # beyond any model; limits the ops of a plan
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_RANDOM = re.compile(r"drop|jitter")  # keys of probabilities of random numbers in layers
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _IGNORED_KEYS = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),
@@ -108,6 +110,27 @@ def download(model: Model) -> str:
     """Return the download command of a shipped model, as the end of a sentence; an empty string for other models."""
     repo = hub_name(model.name)
     return "" if repo is None else f", after downloading it: hf download {repo} --local-dir {repo.partition('/')[2]}"
+
+
+def dropouts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the positive probabilities of dropout and jitter in a configuration, nested like it."""
+    inner = {key: dropouts(value) for key, value in config.items() if isinstance(value, dict)}
+    own = {key: p for key, p in config.items() if _RANDOM.search(str(key)) and isinstance(p, float | int) and p > 0}
+    return {key: value for key, value in {**inner, **own}.items() if value}
+
+
+def without_dropout(model: Model) -> Model:
+    """Return the model with dropout off, also where the configuration leaves it to the default of its class."""
+    fields = model.config
+    if _shipped_as(key_of(model)) is None:  # the recorder needs torch for it too
+        from penstock.runtime.layers.meta_models import read_config
+
+        fields = read_config(model.config).to_dict()
+
+    def off(config: Mapping[str, Any], positive: Mapping[str, Any]) -> dict[str, Any]:
+        return {**config, **{k: off(config.get(k, {}), v) if isinstance(v, dict) else type(v)(0) for k, v in positive.items()}}
+
+    return replace(model, config=off(model.config, dropouts(fields)))
 
 
 def _read_path(file: Path) -> Model:

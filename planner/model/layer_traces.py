@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.runtime.errors import PenstockError, WorkloadError
 from penstock.runtime.layers.layer_chain import Call, Epilogue, LayerChain, kind_of, trace
-from penstock.runtime.layers.meta_models import meta_model
+from penstock.runtime.layers.meta_models import meta_model, wide_weights
 from penstock.runtime.layers.model_parts import ModelParts
 from penstock.runtime.layers.transformers_patches import LIBRARY_KERNELS
 from penstock.runtime.plan import Semantics
@@ -63,6 +63,8 @@ def split_of(config: str, attention: str) -> tuple[LayerChain, dict[str, Any]]:
             "vocab": head.weight.shape[0],
             "logits": _logit_calls(parts, head.weight.shape[1]),
         }
+        parameters = dict(parts.model.named_parameters())
+        about |= {"wide": wide} if (wide := [n for n in wide_weights(parts.model, torch.bfloat16) if n in parameters]) else {}
         split = trace(parts)
         names["norm"] = split.norm_name
         parts.make_buffers("cpu", of_layers=True)  # raises for a model that cannot be run

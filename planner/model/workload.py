@@ -72,6 +72,10 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, f"library_kernels: no layer of this model can use {missing[0]}; leave it out")
     workload = _built(key_of(model), semantics)
     _refuse_untrained(model, semantics.train, workload)
+    wide = _wide(_modules(model), semantics)
+    if rounded := [p.name for block in workload.blocks for p in block.trained if p.name in wide]:
+        kept = f"transformers keeps {len(rounded)} of the trained weights in fp32 (first: {rounded[0]})"
+        _fail(model, f"{kept}, and --compute bf16 would round them; plan with --compute fp32, or with --train lora")
     if (semantics.objective.n_top or 0) > (n := workload.blocks[-1].parameters[-1].shape[0]):
         _fail(model, f"--loss distill: k is {semantics.objective.n_top}, but the model has {n} token ids; choose k <= {n}")
     return workload
@@ -102,6 +106,11 @@ def _refuse_untrained(model: Model, train: Train, workload: Workload) -> None:
         _fail(model, f"--train: the model has no {where}; leave out {missing[0]}")
     if missing or not trained:
         _fail(model, f"--train: no parameter matches {missing[0] if missing else train}; check the names of the model's weights")
+
+
+def _wide(tree: Mapping[str, Any], semantics: Semantics) -> frozenset[str]:
+    """Weights that transformers keeps in fp32 although the model computes in bf16. Frozen ones are constants, not in slots."""
+    return frozenset(tree.get("wide", ()) if semantics.compute_dtype != "fp32" else ())
 
 
 def _modules(model: Model) -> dict[str, Any]:
@@ -154,7 +163,8 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
         name = f"{tree['names']['layers']}.{i}"
         trained = frozenset(p for p in tree["kinds"][kind]["parameters"] if semantics.train.trains(f"{name}.{p}"))
         if (kind, trained) not in kinds:
-            kinds[kind, trained] = layout.layer(LayerTrace.from_json(tree["kinds"][kind]), trained, shared_bytes)
+            constants = frozenset(n.removeprefix(f"{name}.") for n in _wide(tree, semantics)) - trained
+            kinds[kind, trained] = layout.layer(LayerTrace.from_json(tree["kinds"][kind]), trained, constants, shared_bytes)
         block = kinds[kind, trained]
         layers.append(replace(block, name=name, parameters=_under(name, block.parameters)))
     return layout.embedding(), *layers, layout.head()
@@ -182,14 +192,14 @@ class _Layout:
     def boundary_bytes(self) -> int:
         return self.n_tokens * self.tree["width"] * self.item_bytes  # type: ignore[no-any-return]
 
-    def layer(self, trace: LayerTrace, trained: frozenset[str], shared_bytes: int) -> Block:
+    def layer(self, trace: LayerTrace, trained: frozenset[str], constants: frozenset[str], shared_bytes: int) -> Block:
         """Build a decoder layer with a placeholder name."""
         part, tape = Part(trained, self.semantics.train, self.tree["has_experts"]), Tape(self.item_bytes)
         replay(trace, tape, self.semantics, part, self.n_tokens)
         block = Block(
             name="layer",
             kind=BlockKind.LAYER,
-            parameters=tuple(_with_adapters(trace, part)),
+            parameters=tuple(p for p in _with_adapters(trace, part) if p.name not in constants),
             matmuls=tuple(tape.matmuls),
             attention=_attention(trace.attention, self.n_sequences, self.semantics.seq_len),
             **tape.work._asdict(),
@@ -253,8 +263,9 @@ class _Layout:
 
     def _parameters(self, shapes: Mapping[str, Sequence[int]], tied_to: str | None = None) -> Iterator[Parameter]:
         """Convert shapes by name in the model; a tied weight is trained if the embedding is."""
-        trains = self.semantics.train.trains
-        return (Parameter(name, tuple(shape), tied_to, not trains(tied_to or name)) for name, shape in shapes.items())
+        trains = {name: self.semantics.train.trains(tied_to or name) for name in shapes}
+        names = [name for name in shapes if trains[name] or name not in _wide(self.tree, self.semantics)]
+        return (Parameter(name, tuple(shapes[name]), tied_to, not trains[name]) for name in names)
 
     def head(self) -> Block:
         """Build the head: final norm, output matrix and loss; each tile of tokens runs forward and backward."""
@@ -266,7 +277,7 @@ class _Layout:
             name, vocab, tied_to, bias_name = SCORE.removesuffix(".weight"), semantics.objective.n_labels, None, None
         tape, norm = Tape(self.item_bytes), LayerTrace.from_json(tree["norm"])
         of_norm = [*self._parameters({f"{names['norm']}.{n}": shape for n, shape in norm.parameters.items()})]
-        trained = (n for n, p in zip(norm.parameters, of_norm, strict=True) if not p.frozen)
+        trained = (n for n in norm.parameters if semantics.train.trains(f"{names['norm']}.{n}"))
         replay(norm, tape, semantics, Part(frozenset(trained)), tokens)
         bias = [*self._parameters({bias_name: (vocab,)} if bias_name else {})]
         (weight,) = self._parameters({f"{name}.weight": (vocab, width)}, tied_to)

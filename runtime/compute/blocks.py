@@ -86,9 +86,9 @@ class Templates:
         trained = self.workload.blocks[block].trained
         return {p.name: p.shape for p in trained if is_adapter(p.name)} if lora is not None else {}
 
-    def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
+    def embed(self, weights: Weights, batch: Batch) -> tuple[torch.Tensor, list[Call]]:
         """First layer's input (B, T, D), with an autograd graph in grad mode, and the call of each layer."""
-        return self.chain.embed(self._of_body(weights), tokens_BT)
+        return self.chain.embed(self._of_body(weights), batch.input_ids, batch.padded_documents)
 
     def look_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table (B, T, D), by the model's embedding module."""
@@ -117,13 +117,15 @@ class Templates:
             return inputs.run(lambda *args, **kwargs: functional_call(layer, layer_weights, args, kwargs), hidden_BTD)
 
     def constants(self) -> Weights:
-        """Buffers of layers that are stored in files, by names in the model."""
-        layers = [layer.state_dict(prefix=self._prefix(i), keep_vars=True) for i, layer in enumerate(self.layers, start=1)]
-        return {name: t for layer in layers for name, t in sorted(layer.items()) if not isinstance(t, nn.Parameter)}
+        """Buffers that are stored in files, by names in the model."""
+        stored = self.model.state_dict(keep_vars=True)
+        return {name: t for name, t in stored.items() if not isinstance(t, nn.Parameter)}
 
     def set_constant(self, name: str, value: torch.Tensor) -> None:
+        """Set a buffer. Its dtype remains that of transformers."""
         parent, _, child = name.rpartition(".")
-        self.model.get_submodule(parent).register_buffer(child, value.to(self.device))
+        dtype = self.model.get_buffer(name).dtype
+        self.model.get_submodule(parent).register_buffer(child, value.to(self.device, dtype))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -310,14 +310,14 @@ class Inputs:
                 batch = replace(batch, positions_BT=positions_of(batch.document_tokens))
             if n_sequences not in self.first:
                 with torch.no_grad():
-                    self._shared(n_sequences, self.templates.embed(weights, tokens_BT)[1])
+                    self._shared(n_sequences, self.templates.embed(weights, batch)[1])
             hidden_BTD, self.calls[m] = self.templates.embed_packed(weights, batch, self.first[n_sequences])
             return hidden_BTD
-        if n_sequences in self.only_lookup:
+        if n_sequences in self.only_lookup and not self.templates.chain.length_dependent:
             self.calls[m] = self.first[n_sequences]
             return self.templates.look_up(weights, tokens_BT)
         is_first = n_sequences not in self.first
-        hidden_BTD, calls = self.templates.embed(weights, tokens_BT)
+        hidden_BTD, calls = self.templates.embed(weights, batch)
         self.calls[m] = calls = self._shared(n_sequences, calls)
         pairs = zip(calls, self.first[n_sequences], strict=True)
         is_equal = not is_first and all(new is old for a, b in pairs for new, old in zip(a.leaves, b.leaves, strict=True))

@@ -143,6 +143,15 @@ class HostState:
             return self.arenas.view(slot, dtype, p.shape, self._frozen_at[p.name] // DTYPE[dtype].itemsize)
         return self.param_state(p, copy=copy).master.weight.view(p.shape)
 
+    def first_infinite(self) -> Parameter | None:
+        """First owned parameter with NaN or infinity in its compute weight or local shard. Packed weights are finite."""
+        for p in self.all_owned():
+            if not (p.frozen and self.plan.is_packed(p)):
+                held = self.compute_weight(p) if p.frozen else self.param_state(p).master.weight
+                if not bool(held.isfinite().all()):
+                    return p
+        return None
+
     def packed(self, p: Parameter) -> torch.Tensor:
         """Bytes of a packed parameter."""
         assert self.plan.is_packed(p), f"{p.name} is not packed"

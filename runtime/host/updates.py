@@ -166,10 +166,17 @@ class Updates:
 
     def _refuse_infinite(self, squares: list[tuple[Parameter, float]], step: int) -> None:
         odd = [p.name for p, square in squares if not math.isfinite(square)]
-        if odd and self.plan.semantics.on_nonfinite == "stop":
-            raise NonFiniteError(
-                f"step {step + 1}: the gradient of {odd[0]} is not finite; lower --lr, or plan with --on-nonfinite skip"
-            )
+        if not odd or self.plan.semantics.on_nonfinite != "stop":
+            return
+        problem, has_changed = f"the gradient of {odd[0]} is not finite", self.state.n_updates > 0
+        advice = "lower --lr" if has_changed else "no update was made yet, so compute in fp32, or see this step's data and its loss"
+        advice += ", or plan with --on-nonfinite skip"
+        if (weight := self.state.first_infinite()) is not None:
+            problem = f"{problem}, because the weight {weight.name} is not"
+            advice = "resume an earlier checkpoint, and lower --lr"
+            if weight.frozen or not has_changed:
+                advice = "it was read so: copy the model (or its adapter) again, or give another"
+        raise NonFiniteError(f"step {step + 1}: {problem}; {advice}")
 
     def _is_skipped(self, norm: float) -> bool:
         """True if a step with this norm has no update. Eager updates are never skipped: they run before the norm."""

@@ -51,7 +51,7 @@ def embed_packed(
     """First layer's input (B, T, D) of packed sequences, and each layer's call. Positions count from each document's start. Masks
     are those of unpacked sequences, taken from `plain`: the model gets a placeholder, which transformers passes on unchanged."""
     no_mask = torch.zeros(1, 1, 1, 1, device=tokens_BT.device)
-    hidden_BTD, calls = chain.embed(weights, tokens_BT, position_ids=positions_BT, attention_mask=no_mask)
+    hidden_BTD, calls = chain.embed(weights, tokens_BT, documents, position_ids=positions_BT, attention_mask=no_mask)
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
         raise WorkloadError("its layers get other arguments if positions are passed")
     for i, (call, unpacked) in enumerate(zip(calls, plain, strict=True)):

@@ -10,7 +10,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .model_parts import ModelParts
 from .shared_kv import Carried, States, carried_of, with_states
-from .transformers_patches import replaced_forwards
+from .transformers_patches import length_dependent, replaced_forwards, tables_by_document
 
 Documents = tuple[tuple[int, ...], ...]  # tokens per document, by packed sequence, e.g. ((5, 11, 1), (17,))
 _NOT_IN_KIND = ("layer_idx", "training")
@@ -77,7 +77,7 @@ class LayerResult:
     shared_inputs: tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerChain:
     """Traced model. `results`: by layer; `norm`: computation after the layers; `width`: elements per token between layers;
     `grad_arguments`: leaf indices of differentiable arguments, by layer."""
@@ -90,11 +90,22 @@ class LayerChain:
     width: int
     grad_arguments: tuple[tuple[int, ...], ...]
 
-    def embed(self, weights: Mapping[str, Tensor] | None, tokens_BT: Tensor, **options: Any) -> tuple[Tensor, list[Call]]:
-        """Run the prologue: the first layer's input and the call of each layer. `weights`: by names in the body."""
+    def embed(
+        self, weights: Mapping[str, Tensor] | None, tokens_BT: Tensor, documents: Documents | None = None, **options: Any
+    ) -> tuple[Tensor, list[Call]]:
+        """Run the prologue: the first layer's input and the call of each layer. `weights`: by names in the body; `documents`:
+        their lengths, for length-dependent rotary tables (None: whole sequences)."""
         recorder = _Recorder(self.parts, self.results, self.carried)
-        recorder.run(weights, tokens_BT, **options)
+        with tables_by_document(self.length_dependent, documents or ((tokens_BT.shape[1],),)):
+            recorder.run(weights, tokens_BT, **options)
         return recorder.first_BTD, recorder.calls
+
+    @cached_property
+    def length_dependent(self) -> list[nn.Module]:
+        """Rotary embeddings with frequencies that depend on the length of a document. WorkloadError if a layer has one."""
+        if any(length_dependent(layer) for layer in self.parts.layers):
+            self.parts.fail("positions within its layers depend on the length of a document")
+        return length_dependent(self.parts.body)
 
     def norm_input(self, hidden_BTD: Tensor) -> Tensor:
         """Input of the final norm, given the last layer's output."""

@@ -1,5 +1,6 @@
 """Models of transformers on the meta device, built from a configuration; vision-language models without their towers."""
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -86,6 +87,7 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> hf.PreTra
     factory: Any = hf.AutoModelForImageTextToText if sees else hf.AutoModelForCausalLM
     model: hf.PreTrainedModel = factory.from_config(config, **options)
     hf.use_own_calls(model)
+    _hold_constants(model, dtype, semantics)
     for part in model.modules():
         if isinstance(kinds := getattr(part, "unique_layer_types", None), set):  # Gemma 4 makes its rotary tables in this order
             part.unique_layer_types = sorted(kinds)  # type: ignore[assignment]
@@ -96,6 +98,27 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> hf.PreTra
     for name in (*towers, *body._parameters):
         setattr(body, name, None)
     return model
+
+
+def wide_weights(model: hf.PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Names of parameters and buffers that transformers loads in fp32 for a model of another dtype."""
+    plan = {pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)}
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, t in held if (t.is_floating_point() and t.dtype != dtype) or any(re.search(p, name) for p in plan)]
+
+
+def _hold_constants(model: hf.PreTrainedModel, dtype: torch.dtype, semantics: Semantics) -> None:
+    """Make buffers of parameters without gradient, and of those in fp32 that are frozen: they are not in slots of one dtype."""
+    wide = {*wide_weights(model, dtype)}
+    for prefix, part in list(model.named_modules()):
+        names = {key: f"{prefix}.{key}" for key in (*part._parameters, *part._buffers)}
+        for key, p in list(part._parameters.items()):
+            if p is not None and not (p.requires_grad and (names[key] not in wide or semantics.train.trains(names[key]))):
+                del part._parameters[key]
+                part.register_buffer(key, p.detach())
+        for key, buffer in part._buffers.items():
+            if buffer is not None and names[key] in wide and key not in part._non_persistent_buffers_set:
+                part._buffers[key] = buffer.float()
 
 
 def _scoring(model: hf.PreTrainedModel, n_labels: int) -> hf.PreTrainedModel:

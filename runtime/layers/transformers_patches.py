@@ -3,13 +3,17 @@
 Other files of this folder import transformers from here. A test looks up each name in the installed version.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -27,7 +31,7 @@ __all__ += ["BaseModelOutputWithPast", "PreTrainedConfig", "PreTrainedModel", "a
 ATTRIBUTES: Mapping[Any, tuple[str, ...]] = {
     PreTrainedModel: (
         *("_can_set_experts_implementation", "_init_weights", "_no_split_modules", "base_model", "base_model_prefix"),
-        *("get_decoder", "get_input_embeddings", "get_output_embeddings"),
+        *("_get_dtype_plan", "get_decoder", "get_input_embeddings", "get_output_embeddings"),
     ),
     PreTrainedConfig: ("_attn_implementation", "_decode_special_floats", "get_text_config", "to_dict", "to_json_string"),
     auto: tuple(f"MODEL_FOR_{kind}_MAPPING" for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION")),
@@ -59,6 +63,49 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     finally:
         for part, original in originals.items():
             vars(part).pop("forward") if original is None else vars(part).update(forward=original)
+
+
+def length_dependent(module: nn.Module) -> list[nn.Module]:
+    """Return the rotary embeddings in a module with length-dependent frequencies."""
+    return [part for part in module.modules() if any("dynamic" in kind or kind == "longrope" for kind in _kinds(part).values())]
+
+
+def tables_by_document(parts: Sequence[nn.Module], documents: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
+    """Patch rotary embeddings to compute tables per document. `documents`: lengths by sequence, e.g. ((5, 11), (16,)). The tables
+    have one row per sequence, or one row in total for equal sequences."""
+    return replaced_forwards({part: partial(_by_document, part, documents) for part in parts})
+
+
+def _kinds(part: nn.Module) -> dict[Any, str]:
+    """Return the kind of a rotary embedding for each layer type; {} for other modules."""
+    kinds = getattr(part, "rope_type", None)
+    return kinds if isinstance(kinds, dict) else {None: kinds} if isinstance(kinds, str) else {}
+
+
+def _by_document(part: Any, documents: Sequence[Sequence[int]], x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+    # Documents below every limit have equal frequencies and share a table
+    own = getattr(part.config, "rope_parameters", None) or {}
+    limits = [(own if key is None else own[key]).get("original_max_position_embeddings") for key in _kinds(part)]
+    least = min(n for n in (part.original_max_seq_len, *limits) if n is not None)
+    lengths = {n for row in documents for n in row}
+    shared = max((n for n in lengths if n <= least), default=0)
+
+    def table(n: int) -> Any:
+        """Compute the tables of one document with a copy of the module, because its forward changes its buffers."""
+        fresh = copy.deepcopy(part, {id(kept): kept for kept in (part.config, vars(part)["forward"])})
+        del vars(fresh)["forward"]
+        positions = torch.arange(n, device=position_ids.device).expand(*position_ids.shape[:-2], 1, n)
+        return fresh(x, positions, *args, **options)
+
+    tables = {n: table(n) for n in {shared if n <= least else n for n in lengths}}
+    rows = documents if any([*row] != [*documents[0]] for row in documents) else documents[:1]
+
+    def joined(*of_lengths: Tensor) -> Tensor:
+        by_length = dict(zip(tables, of_lengths, strict=True))
+        cut = [[by_length[shared if n <= least else n].narrow(-2, 0, n) for n in row] for row in rows]
+        return torch.cat([torch.cat(row, -2) for row in cut], -3)
+
+    return tree_map(joined, *tables.values())
 
 
 @contextmanager

@@ -8,14 +8,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from penstock.runtime.plan.train import TARGETS
+from tests.chats import CHATML_UNMARKED, write_talker
 from tests.every_type import tiny
 from tests.lanes import mostly_slow
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.real_layers import hf_model, load_model
-from tests.running import lines_of, one_line, penstock, plan_in, succeeded, train, weights_in
+from tests.running import SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_in
 from tests.tiny import tiny_config
 
 LORA = ("--train", "lora:r=4,alpha=8")
@@ -213,3 +214,47 @@ def test_gpt_oss_in_mxfp4_trains_as_a_bf16_copy_of_it(home):
     changed = {name.split(".layers.")[1].split(".", 1)[1] for name in initial if not initial[name].equal(merged["few"][name])}
     assert changed == {"self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
     load_model(home / "merged-few")
+
+
+def test_what_comes_out_stops_at_the_learned_end_with_the_adapters_own_tokenizer(home, tmp_path):
+    """The base ends on another token than its chats. A template that came with an adapter is trained on, saved and merged."""
+    model, chat = home / "model", {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "it is."}]}
+    with_weights(model, "qwen3", vocab_size=write_talker(model, "chatml"), eos_token_id=2, pad_token_id=0)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6, "do_sample": True}))
+    end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
+    shutil.rmtree(home / "data")
+    (home / "data").mkdir()
+    (home / "data" / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 8)
+    plan = plan_in(home, *LORA)
+    result = succeeded(train(home, plan, steps=1, scratch=()))
+    assert "'<|im_end|>' ends learned answers, and is added to eos_token_id" in result.output
+    first, said = home / "out" / "checkpoint-1", {"eos_token_id": [2, end], "temperature": 0.6, "do_sample": True}
+    assert json.loads((first / "generation_config.json").read_text()) == said
+    (first / "chat_template.jinja").write_text("own " + CHATML_UNMARKED)
+    succeeded(train(home, plan, "--adapter", first, out="second", steps=1, scratch=()))
+    second = home / "second" / "checkpoint-1"
+    merged = succeeded(penstock("merge", model, second, "--out", home / "merged")).output
+    assert f"eos_token_id of generation is [2, {end}], the base's [2]" in merged
+    for folder in (second, home / "merged"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == "own " + CHATML_UNMARKED
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, end]
+
+
+def test_dropout_off_is_the_config_without_it_and_checkpoints_keep_the_config(home):
+    with_weights(home / "model", "qwen3", attention_dropout=0.1)
+    one_line(penstock("plan", home / "model", *SIZES), 2, "a layer draws random numbers", "plan with --no-dropout")
+    result = succeeded(train(home, plan_in(home, "--no-dropout"), steps=2, scratch=BYTES))
+    assert "dropout is off, as planned with --no-dropout: attention_dropout" in result.output
+    assert json.loads((home / "out" / "checkpoint-2" / "config.json").read_text())["attention_dropout"] == 0.1
+    with_weights(home / "model", "qwen3", attention_dropout=0.0)
+    assert files(trained(home, plan_in(home), out="edited", steps=2)) == files(home / "out" / "checkpoint-2")
+
+
+@pytest.mark.parametrize(("trains", "name"), [((), "model.layers.1.mlp.up_proj.weight"), (LORA, "model.norm.weight")])
+def test_nan_in_the_models_file_is_blamed_on_its_weight(home, trains, name):
+    weights = load_file(home / "model" / "model.safetensors")
+    weights[name][-1] = float("nan")
+    save_file(weights, home / "model" / "model.safetensors", {"format": "pt"})
+    result = train(home, plan_in(home, *trains), steps=1, scratch=BYTES)
+    one_line(result, 2, f"because the weight {name} is not; it was read so: copy the model")
+    assert "--lr" not in result.output

@@ -1,7 +1,9 @@
 """Model types without special code: trained from published files, resumed bitwise, loaded by transformers."""
 
 import json
+import re
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -10,15 +12,22 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
+from penstock.checkpoint.checkpoint import CheckpointWriter
 from penstock.checkpoint.conversion import Conversion
+from penstock.checkpoint.model_files import load_weights, refuse_quantised
+from penstock.runtime.layers.meta_models import meta_model
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.train import parse_train
 from penstock.runtime.units import show_bytes
 from tests.every_type import every_type, tiny, verdict
 from tests.lanes import mostly_slow
 from tests.real_layers import hf_model, load_model
 from tests.running import SIZES, UNSEARCHED, one_line, penstock, plan_in, succeeded, train, weights_sha
+from tests.tour import ROOT
 
 TYPES = ["deepseek_v3", "qwen3_next", "gemma3_text", "glm4_moe", "phi3", "olmo2", "llama4_text", "falcon_h1", "qwen2_5_vl"]
 TYPES += ["gemma3", "gemma3n_text"]
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 SAYS = ("--tokenizer", "bytes", "--save-every", 2)
 
 
@@ -57,6 +66,53 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(home, model_type)
     assert all(torch.equal(final[name], initial[name]) for name in frozen), "buffers and towers are unchanged"
     changed = [name for name in initial if not torch.equal(final[name], initial[name])]
     assert len(changed) > 0.8 * len(initial.keys() - frozen)
+
+
+ACCEPTED = " ".join(re.findall(r"(?:Accepted|unchanged): ([^.]+)\.", (ROOT / "docs" / "models.md").read_text()))
+LAW = dict.fromkeys(["ernie4_5_moe", "afmoe", "deepseek_v3", "minimax_m2", *re.findall(r"[\w-]+", ACCEPTED)])
+
+
+@mostly_slow(("model_type", "stored", "compute"), product(LAW, *[("float32", "bfloat16")] * 2), fast=(1, 2, 5, 9, 13))
+def test_weights_are_those_that_transformers_loads_and_loads_again(tmp_path, no_fsync, model_type, stored, compute):
+    """Names, shapes, dtypes and values after loading, and after saving. Weights without gradient are not trained."""
+    config, dtype = tiny(model_type), getattr(torch, compute)
+    kind, folder = loader(config), tmp_path / "model"
+    torch.manual_seed(0)
+    made = kind.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, stored))
+    with torch.no_grad():
+        for tensor in made.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape).float() if tensor.is_floating_point() else tensor)
+    made.save_pretrained(folder)
+    config, reference = json.loads((folder / "config.json").read_text()), load_model(folder, kind, dtype=dtype)
+    planned = Semantics(1, 1, 1, compute_dtype=NAMES[dtype], attention="eager", train=parse_train("lora"))
+    model, expected = meta_model(config, planned), reference.state_dict()
+    held, weights = model.state_dict(keep_vars=True), dict(model.named_parameters())
+    assert not [name for name, p in reference.named_parameters() if name in weights and not p.requires_grad]
+    constants = {name: t for name, t in held.items() if not isinstance(t, torch.nn.Parameter)}
+    shapes = {name: tuple(t.shape) for name, t in {**weights, **constants}.items()}
+    refuse_quantised(folder, config, weights)
+    loaded = dict(load_weights(folder, config, shapes, shapes))
+    ours = {name: t.to(held[name].dtype) for name, t in loaded.items()}
+    assert [n for n, t in ours.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])] == []
+    (tmp_path / "saved").mkdir()
+    files = CheckpointWriter(tmp_path / "saved")
+    for number, part in enumerate(({n: ours[n] for n in weights}, {n: loaded[n] for n in constants})):
+        part = dict(sorted(part.items(), key=lambda item: -item[1].itemsize))
+        files.write_weights(f"model-{number}.safetensors", config, part, part.__getitem__)
+    if "vision_config" in config:
+        files.copy_towers(folder, config)
+    files.write_config(config, dtype)
+    again = load_model(tmp_path / "saved", kind, dtype=dtype).state_dict()
+    assert again.keys() == expected.keys()
+    assert [n for n, t in again.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])] == []
+
+
+def test_bf16_does_not_round_trained_weights_that_transformers_keeps_in_fp32(home):
+    """Their choice of experts would change. Adapters leave them in fp32, also in the choice."""
+    published(home, "ernie4_5_moe")
+    one_line(penstock("plan", home / "ernie4_5_moe", *SIZES), 2, "keeps 3 of the trained weights in fp32", "--compute fp32")
+    plan = plan_in(home, "--train", "lora:r=4", model="ernie4_5_moe")
+    succeeded(train(home, plan, "--tokenizer", "bytes", steps=1, scratch=()))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import accumulate, cycle
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from penstock.model_checks.document_isolation import supports_documents
 from penstock.planner.check.check import check
 from penstock.planner.lower.forward import forward_plan
 from penstock.planner.model.workload import supported_attention
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import Batch, positions_of
 from penstock.runtime.executor import execute
 from penstock.runtime.layers import documents
+from penstock.runtime.layers.layer_chain import trace
+from penstock.runtime.layers.meta_models import meta_model
+from penstock.runtime.layers.model_parts import ModelParts
 from penstock.runtime.plan import Kind, Policy, Update, saves
 from penstock.runtime.plan.footprint import document_bytes, padded_tokens
 from penstock.runtime.plan.workload import Model
@@ -26,6 +30,7 @@ from tests.every_type import tiny
 from tests.forwards import HostileToBoth, LateForBoth, exact, resident, sequences_of
 from tests.lanes import mostly_slow
 from tests.late_streams import LateStreams, Poisoned
+from tests.real_layers import hf_model
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, initial_masters, plan_of, semantics_of, settings_of_torch, state_of
 
@@ -205,17 +210,57 @@ def test_documents_take_the_memory_that_the_plan_books(model_type, way):
 REFUSED = {
     **dict.fromkeys(("qwen3_next", "falcon", "lfm2", "jamba"), "DecoderLayer mixes tokens outside of transformers'"),
     **{"mamba": "MambaBlock mixes tokens", "llama4_text": "computes positions from offsets"},
-    **{"deepseek_v32": "computes other masks", "internlm3": "lengths of other documents"},
+    **{"deepseek_v32": "computes other masks"},
 }
 
 
 @mostly_slow("model_type", REFUSED)
 def test_a_model_that_lets_documents_meet_is_refused_with_why(model_type):
-    """Reject a rotary embedding that depends on the longest document, if a sequence exceeds its tables."""
-    longer = {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}
-    config = tiny(model_type) | (longer if model_type == "internlm3" else {})
+    config = tiny(model_type)
     semantics = semantics_of(model_type, attention=supported_attention(Model(config))[0])
     assert REFUSED[model_type] in (supports_documents(config, semantics) or "")
+
+
+def stretched(model_type: str, rope_type: str) -> dict[str, Any]:
+    """Return a configuration with other frequencies for documents of more than 8 tokens."""
+    config = tiny(model_type)
+    width = config.get("qk_rope_head_dim") or config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = {"rope_theta": 1e4, **(config.get("rope_parameters") or {}), "rope_type": rope_type, "factor": 4.0}
+    n = int(width * rope.get("partial_rotary_factor", 1)) // 2
+    if rope_type == "dynamic":
+        return config | {"rope_parameters": rope, "max_position_embeddings": 8}
+    rope |= {"short_factor": [1.5] * n, "long_factor": [3.0 + i for i in range(n)], "original_max_position_embeddings": 8}
+    rope |= {"short_mscale": 1.0, "long_mscale": 1.3} if model_type == "phimoe" else {}
+    return config | {"rope_parameters": rope, "max_position_embeddings": 64, "original_max_position_embeddings": 8}
+
+
+STRETCHED = [("phi3", "longrope"), ("phimoe", "longrope"), ("minicpm3", "longrope"), ("internlm3", "dynamic"), ("llama", "dynamic")]
+
+
+@pytest.mark.parametrize(("model_type", "rope_type"), STRETCHED)
+def test_positions_of_a_document_are_those_that_transformers_gives_it_alone(model_type, rope_type):
+    """Frequencies follow the length of the document, without padding, in packed rows and in rows of their own."""
+    config = stretched(model_type, rope_type)
+    assert supports_documents(config, semantics_of(model_type, seq_len=32)) is None
+    chain = trace(ModelParts(meta_model(config, semantics_of(model_type, compute_dtype="fp32"))))
+    lengths, tokens_BT = ((5, 9, 8, 10), (32,), (20, 12), (8, 24)), torch.zeros(4, 32, dtype=torch.long)
+    padded = Batch(tokens_BT, tokens_BT, n_tokens=(5, 32, 20, 8)).padded_documents
+    with chain.parts.zero_parameters():
+        plain = chain.embed(None, tokens_BT)[1]
+        _, packed = documents.embed_packed(chain, None, tokens_BT, positions_of(lengths), plain, lengths)
+        _, alone = chain.embed(None, tokens_BT, padded)
+    for calls, expected in ((packed, lengths), (alone, [row[:1] for row in lengths])):
+        tables = [t for t in calls[0].leaves if isinstance(t, torch.Tensor) and t.shape[:2] == (4, 32) and t.dtype is torch.float32]
+        assert len(tables) == 2, "cosine and sine"
+        for row, of_row in enumerate(expected):
+            for n, end in zip(of_row, accumulate(of_row), strict=True):
+                rotary = next(
+                    m
+                    for m in hf_model(config, dtype=torch.float32).modules()
+                    if "original_inv_freq" in dict(m.named_buffers(recurse=False))
+                )
+                right = rotary(torch.zeros(1, n, 1), torch.arange(n)[None])
+                assert all(torch.equal(t[row, end - n : end], r[0]) for t, r in zip(tables, right, strict=True)), (row, n)
 
 
 @pytest.mark.parametrize("share", [1e-4, 0.0])

@@ -84,9 +84,9 @@ def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
     templates, given_to = machine.compute.templates, set()
     embed, layer = templates.embed, templates.layer
 
-    def embed_noting_tokens(weights, tokens_BT):
-        hidden_BTD, inputs = embed(weights, tokens_BT)
-        return hidden_BTD, [replace(call, leaves=(*call.leaves, int(tokens_BT.sum()))) for call in inputs]
+    def embed_noting_tokens(weights, batch):
+        hidden_BTD, inputs = embed(weights, batch)
+        return hidden_BTD, [replace(call, leaves=(*call.leaves, int(batch.input_ids.sum()))) for call in inputs]
 
     def layer_without_note(block, weights, hidden_BTD, inputs, graph_only=False):
         given_to.add(inputs.leaves[-1])

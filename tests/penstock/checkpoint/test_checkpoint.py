@@ -2,20 +2,25 @@
 
 import hashlib
 import json
+import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import utils
+from transformers.utils import hub
 
 from penstock.checkpoint.checkpoint import State, latest, load_state, put_back, refuse_another, sum_of
-from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
+from penstock.checkpoint.model_files import has_tensor, has_weights, kept_files, load_weights, note_on_zeros, refuse_quantised
 from penstock.checkpoint.tensor_files import Shards, write_tensors
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.plan import Policy, Semantics
@@ -86,6 +91,53 @@ def test_tokenizer_and_state_travel_with_the_model(tmp_path: Path) -> None:
     state = load_state(path)
     assert (state.path, state.step, state.fields) == (path, 3, {"seed": 1, "semantics": {"seq_len": 8}})
     assert sorted(state.optimizer) == ["m", "n", "v"]
+
+
+def test_every_file_that_a_tokenizer_of_transformers_reads_is_kept(tmp_path: Path) -> None:
+    """The names are taken from transformers' sources: vocabularies, templates, processors, settings of generation."""
+    root = Path(transformers.__file__).parent
+    texts = [path.read_text(encoding="utf-8") for path in root.glob("models/*/tokenization_*.py")]
+    tables = [found for text in texts for found in re.findall(r"VOCAB_FILES_NAMES = (\{[^{}]*\})", text)]
+    names = {file for table in tables for file in re.findall(r': "([^"]+\.[^"]+)"', table)}
+    names |= {getattr(hub, name) for name in dir(hub) if name.endswith(("_TEMPLATE_FILE", "PROCESSOR_NAME", "EXTRACTOR_NAME"))}
+    names |= {utils.AUDIO_TOKENIZER_NAME, utils.GENERATION_CONFIG_NAME, utils.VIDEO_PROCESSOR_NAME, utils.PROCESSOR_NAME}
+    names |= {"tokenizer.4.0.0.json", f"{utils.hub.CHAT_TEMPLATE_DIR}/rag.jinja", "tekken.json", utils.FEATURE_EXTRACTOR_NAME}
+    assert len(names) > 20
+    (tmp_path / utils.hub.CHAT_TEMPLATE_DIR).mkdir()
+    for name in (*names, "model.safetensors", "evil.py", "README.md", "pytorch_model.bin", "config.json"):
+        (tmp_path / name).write_text("{}")
+    assert kept_files(tmp_path).keys() == names
+    path = small(tmp_path / "run", tokenizer_from=tmp_path)
+    assert all((path / name).read_text() == "{}" for name in names)
+    assert load_state(path).step == 3, "also names in a folder are verified"
+
+
+def test_a_single_file_is_read_before_shards_as_transformers_does(tmp_path: Path) -> None:
+    old, new = (build(tiny_config("llama")) for _ in range(2))
+    with torch.no_grad():
+        new.model.norm.weight.fill_(2.0)
+    old.save_pretrained(tmp_path / "old", max_shard_size="20KB")
+    new.save_pretrained(tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path / "old")
+    name, shape = "model.norm.weight", tuple(new.model.norm.weight.shape)
+    ((_, ours),) = load_weights(tmp_path / "old", tiny_config("llama"), [name], {name: shape})
+    assert torch.equal(ours, load_model(tmp_path / "old").model.norm.weight)
+    (tmp_path / "old" / "model.safetensors").write_bytes((tmp_path / "new" / "model.safetensors").read_bytes() + b"more")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a whole safetensors file"):
+        has_tensor(tmp_path / "old", name)
+
+
+def test_matrices_that_end_in_zeros_are_named_without_embedding_and_head(tmp_path: Path) -> None:
+    model = build(tiny_config("llama"))
+    with torch.no_grad():
+        for zeros in (model.model.embed_tokens.weight, model.lm_head.weight, model.model.norm.weight):
+            zeros.zero_()
+        model.model.layers[0].mlp.up_proj.weight[-8:] = 0
+        model.model.layers[1].self_attn.o_proj.weight.zero_()
+        model.model.layers[1].mlp.down_proj.weight[-7:] = 0
+    model.save_pretrained(tmp_path)
+    named = "model.layers.0.mlp.up_proj.weight, model.layers.1.self_attn.o_proj.weight, as"
+    assert f"rows of zeros at the end of {named} an interrupted copy has" in (note_on_zeros(tmp_path) or "")
 
 
 @given(

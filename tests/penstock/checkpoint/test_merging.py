@@ -191,7 +191,8 @@ Q0 = "model.layers.0.self_attn.q_proj"
 def in_two_files(base: Path) -> None:
     name, tensors = f"{Q0}.weight", load_file(base / "model.safetensors")
     save_file({name: tensors[name]}, base / "second.safetensors")
-    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors") | {name: "second.safetensors"}}
+    (base / "model.safetensors").rename(base / "first.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "first.safetensors") | {name: "second.safetensors"}}
     (base / INDEX_FILE).write_text(json.dumps(index))
 
 
@@ -240,7 +241,7 @@ def test_a_disk_without_room_is_refused_before_it_is_written(tmp_path: Path, mon
 def test_a_merge_that_is_killed_leaves_nothing_that_loads(tmp_path: Path) -> None:
     """Configuration is written last; the next merge succeeds."""
     base, adapter = folders(tmp_path)
-    forked_to_die(lambda: merge(base, adapter, tmp_path / "out"), (merging, "write_new"), 2)
+    forked_to_die(lambda: merge(base, adapter, tmp_path / "out"), (merging, "write_new"), 1)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.partial" / INDEX_FILE).exists()
     assert not (tmp_path / "out.partial" / "config.json").exists()

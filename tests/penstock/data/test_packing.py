@@ -1,6 +1,6 @@
 """Packing: every learned token is a target once; with isolation its context is its own document."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -55,7 +55,8 @@ def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised
     order = range(len(documents.tokens)) if order is None else order
     sequences, counts = pack(documents, np.array(order, dtype=np.int64), shape)
     rows = [row for i in range(len(sequences)) for row in rows_of(documents, sequences[i], shape)]
-    sizes = batch_of(rows, replace(shape, packing="documents"), (), (), None).document_tokens if rows else ()
+    batch = batch_of(rows, shape, (), (), None) if rows else None
+    sizes = (batch.document_tokens or batch.padded_documents or ()) if batch is not None else ()
     return sequences, [(ids.tolist(), targets.tolist(), size) for (ids, targets, _), size in zip(rows, sizes, strict=True)], counts
 
 
@@ -136,7 +137,7 @@ def test_joined_documents_are_one_row_that_is_cut(documents, seq_len, data):
         if any(learn for _, learn in piece[1:]):
             n_pad = seq_len - len(piece)
             targets = [i if learn else UNSUPERVISED for i, learn in piece[1:]] + [UNSUPERVISED] * (n_pad + 1)
-            expected.append(([i for i, _ in piece] + [PAD] * n_pad, targets, (seq_len,)))
+            expected.append(([i for i, _ in piece] + [PAD] * n_pad, targets, (len(piece), n_pad) if n_pad else (seq_len,)))
     assert rows == expected
     assert counts["unsupervised"] == len(documents.tokens) - len(learns)
 
