@@ -6,7 +6,8 @@ tensor of the model is in memory at a time.
 
 import json
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.errors import CheckpointError
+from penstock.runtime.errors import CheckpointError, WorkloadError
 from penstock.runtime.plan.objective import SCORE
 from penstock.runtime.plan.packed import published_as
 from penstock.runtime.plan.train import STACK, Lora
 from penstock.runtime.plan.workload import has_towers
 from penstock.runtime.units import show_bytes
 
-from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, head_of, read_adapter, stack_factors
+from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, PREFIX, STACKS, TENSOR_FILE, head_of, read_adapter, stack_factors
 from .checkpoint import refuse_another_base
 from .conversion import conversion_of, scoring_config
 from .dequantised import BLOCKS, Dequantised
@@ -57,13 +58,16 @@ def merge(
         _put_head(shards, config, heads)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
     head_config = scoring_config(config, heads[SCORE][0], pad_id()) if heads else {}
-    module_names = _module_names(config, outlines) if has_towers(config) else {name: name for name in outlines}
+    module_names = _module_names(config, outlines, adapter)
     shapes = {name: tuple(outlines[file_name].shape) for file_name, name in module_names.items()}
     lora, factors = read_adapter(adapter, shapes | stacks | heads)
     refuse_another_base(adapter, lambda: weights_digest(base))
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
     if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
         raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter changes; give the weights of this model")
+    transposed = set[str]()
+    with suppress(WorkloadError):  # transformers does not build this model, so that it has no layers of that kind
+        transposed = conversion_of(config).transposed
     _refuse_swapped_sides(adapter, factors, stacks, conversion_of(config).is_transposed)
 
     def merged(source: Path) -> Iterator[Tensor]:
@@ -74,7 +78,7 @@ def merge(
             elif name in pieces:
                 yield from _merged_experts(adapter, stored, factors, name, lora, pieces[name])
             elif f"{(module := module_names.get(name, '').removesuffix('.weight'))}.lora_A.weight" in factors:
-                yield from _merged(adapter, stored, factors, name, module, lora.scale)
+                yield from _merged(adapter, stored, factors, name, module, lora.scale, f"{module}.weight" in transposed)
             else:
                 yield stored[name]
             n_done_bytes += outline.nbytes
@@ -136,8 +140,12 @@ def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.
     return outlines
 
 
-def _module_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """Map file tensors that are unconverted weights of a vision-language model's text decoder to their module names."""
+def _module_names(config: dict[str, Any], stored: Collection[str], adapter: Path) -> dict[str, str]:
+    """Map file tensors that are unconverted weights, of a vision-language model those of its text decoder, to names in modules."""
+    factors = Shards([file]) if (file := adapter / TENSOR_FILE).is_file() else ()
+    weights = {f"{name.removeprefix(PREFIX).rpartition('.lora_')[0]}.weight" for name in factors if ".experts." not in name}
+    if not has_towers(config) and weights - {".weight"} <= {*stored}:
+        return {name: name for name in stored}
     conversion = conversion_of(config)
     sources = {name: s for name, s in conversion.sources(stored).items() if name in conversion.weights}
     return {s[0][0]: name for name, s in sources.items() if len(s) == 1 and s[0][1] is None}
@@ -158,7 +166,8 @@ def _changed(
 
 def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the stacks of experts in a model's modules, or {} for an adapter without experts."""
-    if not (adapter / CONFIG_FILE).is_file() or not read_json(adapter / CONFIG_FILE, MAX_CONFIG_BYTES).get("target_parameters"):
+    fields = read_json(adapter / CONFIG_FILE, MAX_CONFIG_BYTES) if (adapter / CONFIG_FILE).is_file() else {}
+    if not any(str(name).endswith(STACKS) for name in fields.get("target_parameters") or ()):
         return {}
     return {name: tuple(weight.shape) for name, weight in conversion_of(config).weights.items() if STACK.search(name)}
 
@@ -193,10 +202,19 @@ def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) ->
 
 
 def _merged(
-    adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, module: str, scale: float
+    adapter: Path,
+    stored: Mapping[str, Tensor],
+    factors: Mapping[str, Tensor],
+    name: str,
+    module: str,
+    scale: float,
+    is_transposed: bool,
 ) -> Iterator[Tensor]:
     """Yield the weight `name` of the files, merged with its module's adapter, some rows at a time."""
     weight_oi, a_ri, b_or = stored[name], factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]
+    if is_transposed:
+        yield _finite(adapter, name, (b_or @ a_ri).mul_(scale).t().add(weight_oi).to(weight_oi.dtype))
+        return
     n_rows = max(1, PIECE_BYTES // (weight_oi.shape[1] * torch.float32.itemsize))
     for rows_oi, rows_or in zip(weight_oi.split(n_rows), b_or.split(n_rows), strict=True):
         merged_oi = (rows_or @ a_ri).mul_(scale).add_(rows_oi).to(weight_oi.dtype)
