@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -62,6 +62,7 @@ class RunInputs:
     held_out: RunData | None = None  # one sequence per batch
     prompts: Prompts | None = None
     reference_sets: tuple[MapStyleData, ...] = ()  # data sets with log-probabilities in a file
+    reference: Mapping[str, Any] | None = None  # of a loss, as checkpoints record it (references.py)
 
     @property
     def settings(self) -> RunSettings:

@@ -245,7 +245,8 @@ class Trainer:
         session, inputs, identity = self.session, self.session.inputs, self.session.inputs.identity
 
         def fields(step: int) -> dict[str, Any]:
-            return {**identity, "data_position": inputs.data.position(step)}
+            reference = {} if inputs.reference is None else {"reference": dict(inputs.reference)}
+            return {**identity, "data_position": inputs.data.position(step), **reference}
 
         contents = Contents(fields, inputs.tokenizer_from, inputs.towers_from, inputs.head_config)
         state, settings = session.store.host, session.checkpoint
