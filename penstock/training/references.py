@@ -82,7 +82,7 @@ def with_reference(inputs: RunInputs) -> RunInputs:
             problem = f"its reference is {in_words(kept)}, and --reference {settings.reference} is {in_words(record)}"
             raise CheckpointError(f"{inputs.state.path}: {problem}; leave it out, and the run keeps its own")
     if record["of"] == FROM_FILE:
-        attach_file(Path(record["path"]), plan, sets, _weights_of(inputs, record))
+        attach_file(Path(settings.reference or record["path"]), plan, sets, _weights_of(inputs, record))
     return replace(inputs, reference=record)
 
 
