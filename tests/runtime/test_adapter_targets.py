@@ -44,7 +44,7 @@ OTHERS = [t for t in re.search(r"Accepted: (.*)\.\n", PAGE.read_text())[1].split
 
 
 @mostly_slow("model_type", [*SAMPLED, *OTHERS], fast=range(len(SAMPLED)))
-def test_adapters_are_beside_every_linear_layer_as_in_peft(model_type: str, tmp_path: Path) -> None:
+def test_adapters_of_all_linear_layers_equal_pefts(model_type: str, tmp_path: Path) -> None:
     """Compare the names with PEFT's all-linear, then loss and gradients in fp32 with PEFT's model of the written adapter."""
     config, lora = tiny(model_type), Lora(rank=4, alpha=6.0)
     semantics = Semantics(16, 2, 2, compute_dtype="fp32", gradient_dtype="fp32", clip_norm=None, train=Train(lora=lora))
@@ -60,14 +60,14 @@ def test_adapters_are_beside_every_linear_layer_as_in_peft(model_type: str, tmp_
             p.copy_(0.5 + 0.2 * torch.randn(p.shape) if p.dim() == 1 else torch.randn(p.shape) * p.shape[-1] ** -0.5)
     weights, buffers = ({n: t.detach().clone() for n, t in named} for named in (model.named_parameters(), model.named_buffers()))
     factors = {p.name: torch.randn(p.shape) * 0.2 for block in workload.blocks for p in block.trained}
-    in_peft = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-    wanted = {*_maybe_include_all_linear_layers(in_peft, model).target_modules}
-    beside = {name.rpartition(".lora_")[0] for name in factors}
-    assert {last_part(name) for name in wanted - beside if not OUTSIDE.fullmatch(name)} == NOT_BESIDE.get(model_type, set())
-    assert beside <= wanted
+    all_linear = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    expected = {*_maybe_include_all_linear_layers(all_linear, model).target_modules}
+    adapted = {name.rpartition(".lora_")[0] for name in factors}
+    assert {last_part(name) for name in expected - adapted if not OUTSIDE.fullmatch(name)} == NOT_BESIDE.get(model_type, set())
+    assert adapted <= expected
     folder = write_adapter(tmp_path / "adapter", lora, factors, others=weights)
     read, tensors = read_adapter(folder, {name: tuple(weight.shape) for name, weight in weights.items()})
-    assert beside <= {name for name in wanted if read.adapts(name)}
+    assert adapted <= {name for name in expected if read.adapts(name)}
     assert tensors.keys() == factors.keys()
     if model_type == "laguna":  # PEFT does not find the factors of shared experts that it saves itself
         return
@@ -90,13 +90,13 @@ def test_adapters_are_beside_every_linear_layer_as_in_peft(model_type: str, tmp_
     with Execution(machine.plan, machine, 1) as steps:
         assert [step.result.loss for step in steps] == pytest.approx([loss.item()], rel=1e-5)  # type: ignore[union-attr]
     for p in filter(lambda p: is_adapter(p.name), machine.host.all_owned()):
-        gradient, of_peft = machine.host.param_state(p).moments[0].view(p.shape), trained[p.name].grad
-        of_peft = torch.zeros(p.shape) if of_peft is None else of_peft
-        torch.testing.assert_close(gradient, of_peft, rtol=0, atol=1e-4 * max(of_peft.abs().max().item(), 1e-6))
+        gradient, reference = machine.host.param_state(p).moments[0].view(p.shape), trained[p.name].grad
+        reference = torch.zeros(p.shape) if reference is None else reference
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-4 * max(reference.abs().max().item(), 1e-6))
 
 
 @mostly_slow("model_type", ["gpt2", "kimi_linear", "phi3", "lfm3"], fast=(0, 1))  # transposed weights; other names in files
-def test_a_merged_model_is_that_of_peft(model_type: str, tmp_path: Path) -> None:
+def test_merged_models_equal_pefts(model_type: str, tmp_path: Path) -> None:
     model, lora = hf_model(config := tiny(model_type), dtype=torch.float32), Lora(rank=4, alpha=6.0)
     model.save_pretrained(tmp_path / "base")
     semantics = Semantics(16, 1, 1, attention=supported_attention(Model(config))[0], train=Train(lora=lora))  # type: ignore[arg-type]
@@ -121,34 +121,34 @@ def test_a_merged_model_is_that_of_peft(model_type: str, tmp_path: Path) -> None
         ("qwen3-30b-a3b", 13.4, ["mlp.experts", "mlp.gate"]),
     ],
 )
-def test_adapters_of_shipped_models_have_the_sizes_of_peft(name: str, millions: float, left: list[str]) -> None:
+def test_adapter_sizes_of_shipped_models_equal_pefts(name: str, millions: float, left: list[str]) -> None:
     semantics = Semantics(64, 1, 1, train=Train(lora=Lora()))
     workload = build_workload(read_model(name), semantics)
     assert workload.n_trained / 1e6 == pytest.approx(millions, abs=0.05)
     assert {*without_adapters(workload)} == {*left}
 
 
-def names_beside(text: str, model_type: str) -> set[str]:
+def adapted_names(text: str, model_type: str) -> set[str]:
     attention = supported_attention(model := Model(tiny(model_type)))[0]
     workload = build_workload(model, Semantics(16, 1, 1, attention=attention, train=parse_train(text)))  # type: ignore[arg-type]
     return {p.name.removesuffix(".lora_A.weight") for b in workload.blocks for p in b.trained if p.name.endswith("lora_A.weight")}
 
 
-def test_targets_are_names_of_the_model_or_an_expression() -> None:
+def test_targets_are_module_names_or_an_expression() -> None:
     """As in PEFT: a name is the end of a module's, an expression matches all of it."""
     layers = "model.layers"
-    assert names_beside("lora:targets=qkv_proj", "phi3") == {f"{layers}.{i}.self_attn.qkv_proj" for i in range(4)}
-    assert names_beside("lora:targets=mlp.down_proj", "deepseek_v3") == {f"{layers}.0.mlp.down_proj"}
+    assert adapted_names("lora:targets=qkv_proj", "phi3") == {f"{layers}.{i}.self_attn.qkv_proj" for i in range(4)}
+    assert adapted_names("lora:targets=mlp.down_proj", "deepseek_v3") == {f"{layers}.0.mlp.down_proj"}
     expression = r"lora:r=8,targets=/model\.layers\.(?:1|3)\..*\.(q|kv)_b_proj/"
-    beside = {f"{layers}.{i}.self_attn.{name}_b_proj" for i in (1, 3) for name in ("q", "kv")}
-    assert names_beside(expression, "deepseek_v3") == beside
-    assert names_beside(expression.replace("targets=", "targets=kv_a_proj_with_mqa+"), "deepseek_v3") > beside
-    both = names_beside("lora:r=8,targets=all-linear+experts", "glm4_moe")
-    assert both > names_beside("lora:r=8", "glm4_moe")
+    modules = {f"{layers}.{i}.self_attn.{name}_b_proj" for i in (1, 3) for name in ("q", "kv")}
+    assert adapted_names(expression, "deepseek_v3") == modules
+    assert adapted_names(expression.replace("targets=", "targets=kv_a_proj_with_mqa+"), "deepseek_v3") > modules
+    both = adapted_names("lora:r=8,targets=all-linear+experts", "glm4_moe")
+    assert both > adapted_names("lora:r=8", "glm4_moe")
     assert f"{layers}.1.mlp.experts" in both
 
 
-def test_train_is_parsed_from_its_text_and_targets_have_one_order() -> None:
+def test_train_is_parsed_from_its_text() -> None:
     for text in (
         "lora:r=4,alpha=8,targets=/.*a,b+c/",
         "lora:r=4,alpha=8,rslora,targets=q_proj+qkv_proj+experts+/.*x/",
@@ -171,7 +171,7 @@ def test_train_is_parsed_from_its_text_and_targets_have_one_order() -> None:
         ("lora:targets=", "targets"),
     ],
 )
-def test_a_target_that_means_nothing_is_refused(text: str, message: str) -> None:
+def test_malformed_targets_are_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         parse_train(text)
 
@@ -191,6 +191,6 @@ def test_a_target_that_means_nothing_is_refused(text: str, message: str) -> None
         ("lora:dropout=0.1", "deepseek_v3", "adapters of down_proj in a model with experts need dropout 0"),
     ],
 )
-def test_a_target_that_the_model_does_not_have_is_refused(text: str, model_type: str, message: str) -> None:
+def test_targets_missing_in_the_model_are_refused(text: str, model_type: str, message: str) -> None:
     with pytest.raises(WorkloadError, match=re.escape(message)):
-        names_beside(text, model_type)
+        adapted_names(text, model_type)
