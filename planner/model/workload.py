@@ -21,6 +21,7 @@ from penstock.runtime.plan.train import (
     IN_EXPERTS,
     STACK,
     TARGETS,
+    Lora,
     Train,
     in_order,
     is_adapter,
@@ -101,11 +102,13 @@ def _fail(model: Model, message: str) -> NoReturn:
 
 def spelled_out(model: Model, semantics: Semantics) -> Semantics:
     """Replace the target `all-linear` by the names of the model's linear layers, so that a plan keeps its meaning."""
-    lora = semantics.train.lora
-    if lora is None or ALL_LINEAR not in lora.targets:
+    lora, has_experts = semantics.train.lora, _modules(model)["has_experts"]
+    if lora is None or not (ALL_LINEAR in lora.targets or (lora.targets == TARGETS and has_experts)):
         return semantics
-    names = {last_part(name) for kind in _modules(model)["kinds"] for name in _adaptable(model, LayerTrace.from_json(kind))}
-    targets = in_order({*lora.targets, *names} - {ALL_LINEAR}) or lora.targets
+    names = {name for kind in _modules(model)["kinds"] for name in _adaptable(model, LayerTrace.from_json(kind))}
+    targets = in_order({*lora.targets, *map(last_part, names)} - {ALL_LINEAR}) or lora.targets
+    if targets == TARGETS and has_experts:  # which means attention alone (`_is_older`)
+        targets = in_order(".".join(name.split(".")[-2:]) for name in names)
     return replace(semantics, train=Train(lora=replace(lora, targets=targets)))
 
 
@@ -113,6 +116,11 @@ def _adaptable(model: Model, trace: LayerTrace) -> list[str]:
     """Linear layers that may have adapters. PEFT refuses `out_proj` in some types, whose kernels take that weight themselves."""
     is_refused = text_of(model.config).get("model_type") in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
     return [name for name in trace.linear if not (is_refused and last_part(name) == "out_proj")]
+
+
+def _is_older(lora: Lora, has_experts: bool) -> bool:
+    """True for the default of earlier plans in a model with experts: it had no adapters of dense layers and shared experts."""
+    return lora.targets == TARGETS and has_experts
 
 
 def without_adapters(workload: Workload) -> list[str]:
@@ -204,6 +212,8 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
         name, trace = f"{tree['names']['layers']}.{i}", traces_of[kind]
         trained = frozenset(p for p in trace.parameters if semantics.train.trains(f"{name}.{p}"))
         adapted = [] if lora is None else [m for m in _adaptable(model, trace) if lora.adapts(f"{name}.{m}")]
+        if lora is not None and _is_older(lora, tree["has_experts"]):
+            adapted = [module for module in adapted if not module.startswith("mlp.")]
         adapted += trace.stacks if lora is not None and EXPERTS in lora.targets else []
         if (key := (kind, Part(trained, frozenset(adapted), lora))) not in kinds:
             kinds[key] = layout.layer(trace, key[1], shared_bytes)

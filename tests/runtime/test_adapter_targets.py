@@ -143,6 +143,15 @@ def test_targets_are_module_names_or_an_expression() -> None:
     modules = {f"{layers}.{i}.self_attn.{name}_b_proj" for i in (1, 3) for name in ("q", "kv")}
     assert adapted_names(expression, "deepseek_v3") == modules
     assert adapted_names(expression.replace("targets=", "targets=kv_a_proj_with_mqa+"), "deepseek_v3") > modules
+    # The default of earlier plans keeps its meaning, and nothing new is spelled like it
+    older, newer = Semantics(16, 1, 1, train=Train(lora=Lora(targets=TARGETS))), Semantics(16, 1, 1, train=parse_train("lora"))
+    model = Model(tiny("glm4_moe"))
+    modules = {p.name.rpartition(".lora_")[0] for block in build_workload(model, older).blocks for p in block.trained}
+    assert {name.split(".")[3] for name in modules} == {"self_attn"}
+    for semantics in (older, newer):
+        spelled = spelled_out(model, semantics)
+        assert {"self_attn.q_proj", "mlp.up_proj", "shared_experts.up_proj"} <= {*spelled.train.lora.targets}  # type: ignore[union-attr]
+        assert build_workload(model, spelled) == build_workload(model, newer)
     both = adapted_names("lora:r=8,targets=all-linear+experts", "glm4_moe")
     assert both > adapted_names("lora:r=8", "glm4_moe")
     assert f"{layers}.1.mlp.experts" in both
