@@ -13,18 +13,8 @@ from .options import PATH, RunCommand, flag_of, given_settings, together
 from .outputs import check_output
 from .progress import Preparing
 
-_FLAGS = (
-    "data.path",
-    "data.format",
-    "data.columns",
-    "data.split",
-    "data.bad_rows",
-    "evaluation.data",
-    "model",
-    "adapter",
-    "from_scratch",
-)
-with_flags = together(*map(flag_of, (*_FLAGS, "packed", "tokenizer", "seed", "device", "deterministic")))
+_FLAGS = ("data.path", "data.format", "data.columns", "data.split", "data.bad_rows", "evaluation.data", "model", "from_scratch")
+with_flags = together(*map(flag_of, (*_FLAGS, "adapter", "packed", "tokenizer", "seed", "device", "deterministic")))
 
 
 @click.command(cls=RunCommand)

@@ -70,17 +70,13 @@ def with_reference(inputs: RunInputs) -> RunInputs:
     if is_teacher:
         attach_file(Path(settings.reference or ""), plan, sets)
         return inputs
-    kept = None if inputs.state is None else inputs.state.fields.get("reference", {"of": BASE})  # runs before had no record
-    record = kept if isinstance(kept, dict) and settings.reference is None else _record(inputs)
-    if (
-        inputs.state is not None
-        and isinstance(kept, dict)
-        and any(kept.get(key) != record.get(key) for key in ("adapter", "merged"))
-    ):
-        is_older = "reference" not in inputs.state.fields and record["of"] == FROM_FILE
-        if not is_older:
-            problem = f"its reference is {in_words(kept)}, and --reference {settings.reference} is {in_words(record)}"
-            raise CheckpointError(f"{inputs.state.path}: {problem}; leave it out, and the run keeps its own")
+    saved = {} if inputs.state is None else inputs.state.fields
+    kept = saved.get("reference", {"of": BASE})  # of a checkpoint from before there was a record: the base, or a file
+    record = kept if inputs.state is not None and settings.reference is None else _record(inputs)
+    is_known = inputs.state is not None and ("reference" in saved or record["of"] != FROM_FILE)
+    if is_known and any(kept.get(key) != record.get(key) for key in ("adapter", "merged")):
+        problem = f"its reference is {in_words(kept)}, and --reference {settings.reference} is {in_words(record)}"
+        raise CheckpointError(f"{inputs.settings.out}: {problem}; leave it out, and the run keeps its own")
     if record["of"] == FROM_FILE:
         attach_file(Path(settings.reference or record["path"]), plan, sets, _weights_of(inputs, record))
     return replace(inputs, reference=record)
@@ -91,12 +87,9 @@ def _record(inputs: RunInputs) -> dict[str, Any]:
     and for a file of a merged model the digest of its weights. Without an adapter `start` is `base`."""
     settings, adapter = inputs.settings, inputs.settings.adapter
     if _is_base(settings):
-        has_adapter = settings.reference != BASE and adapter is not None
-        return (
-            {"of": START, "path": os.path.abspath(adapter or ""), "adapter": adapter_digest(Path(adapter or ""))}
-            if has_adapter
-            else {"of": BASE}
-        )
+        if settings.reference == BASE or adapter is None:
+            return {"of": BASE}
+        return {"of": START, "path": os.path.abspath(adapter), "adapter": adapter_digest(Path(adapter))}
     path = Path(settings.reference or "")
     key, record = key_of_file(path), {"of": FROM_FILE, "path": os.path.abspath(path)}
     if "adapter" in key:

@@ -124,14 +124,15 @@ def _is_older(lora: Lora, has_experts: bool) -> bool:
 
 
 def without_adapters(workload: Workload) -> list[str]:
-    """Return the places of a layer with a weight matrix or a stack of experts, but without an adapter, such as `mlp.gate`."""
+    """Return the places of a layer with a weight matrix or a stack of experts, but without an adapter, such as `mlp.gate`, and
+    projections outside of layers."""
     places = dict[str, None]()
-    for block in workload.blocks[1:-1]:
+    for block in workload.blocks:
         adapted = {p.name.rpartition(".lora_")[0].removesuffix(".base_layer") for p in block.trained}
         for p in block.parameters:
             name = module if (module := p.name.removesuffix(".weight")) != p.name and len(p.shape) == 2 else ""
             name = p.name.rpartition(".")[0] if STACK.search(p.name) else name
-            if name and not is_adapter(p.name) and name not in adapted:
+            if name and not is_adapter(p.name) and name not in adapted and (block.kind is BlockKind.LAYER or "proj" in name):
                 places[name.removeprefix(f"{block.name}.")] = None
     return [*places]
 
