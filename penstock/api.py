@@ -20,7 +20,7 @@ from penstock.planner.check.check import check as prove
 from penstock.planner.check.check import summary
 from penstock.planner.model.config import without_dropout
 from penstock.planner.model.kernels import FUSED, with_kernels
-from penstock.planner.model.workload import read_model, supported_attention
+from penstock.planner.model.workload import read_model, spelled_out, supported_attention
 from penstock.planner.search.claim import CUT, claimed
 from penstock.runtime.errors import PlanError, WrongPlanError
 from penstock.runtime.executor import Stop
@@ -148,7 +148,7 @@ def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: 
     fields |= training(raw.get("train"), raw.get("base"), raw.get("gradient_dtype"))
     fields |= optimizing(raw.get("optimizer"), raw.get("master_dtype"))
     del fields["objective"]
-    named = replace(_validated(Semantics, fields, "semantics"), objective=objective)
+    named = spelled_out(model, replace(_validated(Semantics, fields, "semantics"), objective=objective))
     semantics = with_kernels(model, named, profile, kernels, deterministic)
     if (n := semantics.micro_batch) > semantics.batch_size:
         raise PlanError(f"a micro-batch of {n} is more than the batch of {semantics.batch_size}; choose at most that")

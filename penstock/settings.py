@@ -168,9 +168,9 @@ class RunSettings:
     reference: Text | None = flagged(
         None,
         "--reference",
-        "Reference of a loss: the run's initial model without an adapter, or a file of `penstock forward`.",
-        "base",
-        "base|FILE",
+        "Reference of a loss: what the run begins with, --adapter included; its model without; or a file of `penstock forward`.",
+        "start",
+        "start|base|FILE",
     )
     loss: Text | None = flagged(None, "--loss", "The function of a plan with your own loss.", metavar="FILE.py:FUNCTION")
     tokenizer: Literal["model", "bytes"] = flagged("model", "--tokenizer", "The model's own, or UTF-8 bytes.")

@@ -1,7 +1,7 @@
 """Adapters of tiny models: saved by PEFT, written as a checkpoint writes them, and computed by hand."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,12 @@ def with_deltas(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Any:
     return model
 
 
-def write_adapter(folder: Path, lora: Lora, factors: dict[str, Tensor], base: str | None = None) -> Path:
+def write_adapter(
+    folder: Path, lora: Lora, factors: dict[str, Tensor], base: str | None = None, others: Collection[str] = ()
+) -> Path:
     folder.mkdir(parents=True)
     save_file({PREFIX + name: factor for name, factor in factors.items()}, folder / TENSOR_FILE)
-    (folder / CONFIG_FILE).write_bytes(config_bytes(lora, factors, base))
+    (folder / CONFIG_FILE).write_bytes(config_bytes(lora, factors, base, others))
     return folder
 
 

@@ -124,16 +124,12 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
 
 
 def put_adapters(model: torch.nn.Module, lora) -> None:
-    """Add an adapter to each target, in the order of a layer's modules.
-
-    In a model with experts only attention has adapters, and experts if `targets` contains "experts".
-    """
-    has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    """Add an adapter to each target, in the order of a layer's modules, and to experts if `targets` contains "experts"."""
     scale = lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank)
     for layer in model.model.layers:
-        for part in (layer.self_attn,) if has_experts else (layer.self_attn, layer.mlp):
+        for part in (layer.self_attn, layer.mlp):
             for name, child in list(part.named_children()):
-                if name in lora.targets and isinstance(child, torch.nn.Linear):
+                if isinstance(child, torch.nn.Linear) and lora.adapts(name):
                     setattr(part, name, Adapted(child, lora.rank, scale))
             for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):  # modules with the same input
                 together = [child for name, child in part.named_children() if name in names and isinstance(child, Adapted)]

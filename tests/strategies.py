@@ -135,8 +135,8 @@ def as_trained(blocks: Sequence[Block], train: Train) -> tuple[Block, ...]:
         parameters = [replace(p, frozen=not train.trains(p.tied_to or p.name)) for p in block.parameters]
         for p in block.parameters:
             name = p.name.removesuffix(".weight")
-            if rank := train.rank(name.rpartition(".")[2]):
-                n_out, n_in = p.shape
+            if train.lora is not None and len(p.shape) == 2 and name.endswith("_proj") and train.lora.adapts(name):
+                (n_out, n_in), rank = p.shape, train.lora.rank
                 parameters.append(Parameter(f"{name}.lora_A.weight", (rank, n_in)))
                 parameters.append(Parameter(f"{name}.lora_B.weight", (n_out, rank)))
         matrices = [p.frozen for p in parameters[: len(block.parameters)] if len(p.shape) == 2]

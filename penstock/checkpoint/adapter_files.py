@@ -1,15 +1,15 @@
 """LoRA adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`.
 
-Tensors have our names after the prefix `base_model.model.`. A projection has the fp32 factors A (rank, in) and B (out, rank). A
+Tensors have our names after the prefix `base_model.model.`. A linear layer has the fp32 factors A (rank, in) and B (out, rank). A
 layer with E experts has those of two stacks, A (E rank, in) and B (out, rank E). A trained head that scores sequences is stored
-like PEFT's `modules_to_save`. An adapter is read if it has the same projections in every layer, one rank and one alpha; other
-options of PEFT are rejected by name.
+like PEFT's `modules_to_save`. An adapter is read if it has the factors of all its targets, one rank and one alpha; other options
+of PEFT are rejected by name.
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import CheckpointError, PlanError
 from penstock.runtime.plan.objective import SCORE
-from penstock.runtime.plan.train import EXPERTS, STACK, TARGETS, Lora, checked_lora
+from penstock.runtime.plan.train import EXPERTS, IN_EXPERTS, STACK, Lora, checked_lora, is_selected, last_part
 from penstock.runtime.units import on_one_line
 
 from .model_files import read_json
@@ -34,12 +34,10 @@ MAX_CONFIG_BYTES = 16 * 2**20
 PREFIX = "base_model.model."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of stored factors and models
 
-# A target at any depth of a layer, except experts stored separately: their path contains a number
-_WEIGHT = re.compile(rf"((?:[a-z_]+\.)+layers\.[0-9]+(?:\.[a-zA-Z_]\w*)*\.(?:{'|'.join(TARGETS)}))\.weight")
-# Text layers of a vision-language model, because modules of its towers may have the names of targets too
-_OF_TEXT = re.compile(r"((?:[a-z_]+\.)+language_model\.(?:[a-z_]+\.)*layers)\.")
+# A matrix in a layer, except of experts stored separately
+_WEIGHT = re.compile(r"((?:[a-z_]+\.)*[a-z]+\.[0-9]+\.(?!.*\bexperts\.[0-9]).*)\.weight")
 
-_STACKS = ("gate_up_proj", "down_proj")  # weights of a layer's experts in `target_parameters`
+STACKS = ("gate_up_proj", "down_proj")  # weights of a layer's experts in `target_parameters`
 _HEAD, _HEADS = SCORE.removesuffix(".weight"), ("classifier", SCORE.removesuffix(".weight"))  # PEFT names both
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters", "use_rslora")
 _REQUIRED = ("r", "lora_alpha", "target_modules")  # required, because PEFT's defaults would be another adapter
@@ -55,21 +53,27 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 _INSTEAD = "train one without it, or merge it into its model with PEFT's merge_and_unload"
 
 
-def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
-    """Return `adapter_config.json` for an adapter of the model `base` with factors of these names.
+def config_bytes(
+    lora: Lora, factors: Iterable[str], base: str | None, others: Collection[str] = (), has_towers: bool = False
+) -> bytes:
+    """Return `adapter_config.json` for an adapter of the model `base` with factors of these names. `others`: its other weights.
 
-    Its targets are the modules with factors. PEFT lists experts apart from modules, in `target_parameters`.
+    Its targets are the modules with factors: by their last part, or by whole names if other modules share that, as in towers. PEFT
+    lists parameters apart from modules, in `target_parameters`: experts, and in a model with experts what it takes for such.
     """
     from peft import LoraConfig
 
-    modules, has_head = {name.rpartition(".lora_")[0] for name in factors if name != SCORE}, SCORE in factors
-    of_text = {layers[1] for module in modules if (layers := _OF_TEXT.match(module))}
-    adapted = {_target(module.removesuffix(".base_layer")) for module in modules}
-    experts = next((".".join(m.split(".")[-2:]) for m in modules if _target(m) == EXPERTS), None)  # and their path in a layer
-    assert adapted <= {*lora.targets}, "an adapter has factors of its targets alone"
-    targets = sorted(adapted - {EXPERTS})
-    # Regular expression by which PEFT finds these modules in the text layers only
-    pattern = rf"{re.escape(''.join(of_text))}\.\d+\.(?:self_attn|mlp)\.(?:{'|'.join(targets)})"
+    has_head = SCORE in factors
+    adapted = {name.rpartition(".lora_")[0].removesuffix(".base_layer") for name in factors if name != SCORE}
+    experts = next((".".join(m.split(".")[-2:]) for m in adapted if last_part(m) == EXPERTS), None)  # and their path in a layer
+    modules = {module for module in adapted if last_part(module) != EXPERTS}
+    has_experts = experts is not None or any(map(STACK.search, others))
+    as_parameters = {module for module in modules if has_experts and last_part(module) in IN_EXPERTS}
+    targets = _names(
+        modules - as_parameters, {name.removesuffix(".weight") for name in others} - modules | as_parameters, has_towers
+    )
+    parameters = [f"{experts}.{stack}" for stack in STACKS] if experts is not None else []
+    parameters += [f"{module}.weight" for module in sorted(as_parameters)]
     config = LoraConfig(
         task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
         modules_to_save=[_HEAD] if has_head else None,
@@ -79,8 +83,8 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
-        target_modules=pattern if of_text else targets,
-        target_parameters=None if experts is None else [f"{experts}.{stack}" for stack in _STACKS],
+        target_modules=targets,
+        target_parameters=parameters or None,
     )
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in dataclasses.asdict(config).items()}
     del fields["runtime_config"]  # describes a process, not an adapter
@@ -101,10 +105,12 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     weights = {m[1]: shape for name, shape in parameters.items() if len(shape) == 2 and (m := _WEIGHT.fullmatch(name))}
     try:
         config = _read_config(folder)
-        targets = {_target(module) for module in weights if check_target_module_exists(config, module)}
-        targets |= {EXPERTS} if _adapts_experts(folder, config, stacks) else set()
+        as_parameters = _adapted_parameters(folder, config, {*stacks, *(f"{module}.weight" for module in weights)})
+        has_experts = any(name in stacks for name in as_parameters)
+        adapted = {m for m in weights if check_target_module_exists(config, m) or f"{m}.weight" in as_parameters}
+        targets = _names(adapted, weights.keys() - adapted) + ([EXPERTS] if has_experts else [])
         sizes = {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout, "rslora": config.use_rslora}
-        lora = checked_lora(**sizes, targets=[*targets])
+        lora = checked_lora(**sizes, targets=targets)
     except (PlanError, TypeError, re.error) as error:  # the last two: target_modules is neither names nor a pattern
         raise CheckpointError(f"{folder / CONFIG_FILE}: {on_one_line(str(error), 160)}; copy it again") from None
     expected = dict[str, tuple[int, ...]]()
@@ -112,11 +118,13 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
         if SCORE not in parameters:
             raise CheckpointError(f"{folder}: has a head that scores sequences, which is not supported here; {_INSTEAD}")
         expected[PREFIX + SCORE] = parameters[SCORE]
-    for module, (n_out, n_in) in weights.items():
-        if _target(module) in targets:
-            factor = f"{PREFIX}{module}.lora_"
-            expected |= {f"{factor}A.weight": (lora.rank, n_in), f"{factor}B.weight": (n_out, lora.rank)}
-    for name, (n_experts, *sides) in stacks.items() if EXPERTS in targets else ():
+    for module in adapted:
+        n_out, n_in = weights[module]
+        factor = f"{PREFIX}{module}.lora_"
+        if (a := f"{factor}A.weight") in stored and stored.outline(a).shape[1:] == (n_out,):  # a transposed weight, as of GPT-2
+            n_out, n_in = n_in, n_out
+        expected |= {f"{factor}A.weight": (lora.rank, n_in), f"{factor}B.weight": (n_out, lora.rank)}
+    for name, (n_experts, *sides) in stacks.items() if has_experts else ():
         factor = f"{PREFIX}{stack_factors(name)}.lora_"
         n_in = next(reversed(stored[f"{factor}A.weight"].shape), 0)  # a stack may have inputs before outputs, or after
         n_out = sides[sides[0] == n_in]
@@ -124,7 +132,7 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
         expected |= {f"{factor}B.weight": (n_out, lora.rank * n_experts)}
     for name in sorted(expected.keys() ^ stored.keys()):
         problem = f"no tensor {name}" if name in expected else f"{on_one_line(name, 160)} is no factor of its target_modules"
-        wanted = f"both factors of the same projections in every layer, of {', '.join((*TARGETS, EXPERTS))}"
+        wanted = "both factors of every matrix that its targets name"
         raise CheckpointError(f"{path}: {problem}; an adapter of this model has {wanted}")
     for name, tensor in stored.items():
         if tensor.dtype not in FLOATS:
@@ -147,14 +155,23 @@ def stack_factors(stack: str) -> str:
     return module if last == "down_proj" else f"{module}.base_layer"
 
 
-def _adapts_experts(folder: Path, config: "LoraConfig", stacks: Iterable[str]) -> bool:
-    """True if the adapter covers the experts: both stacks of every layer. CheckpointError if it covers other parameters."""
+def _adapted_parameters(folder: Path, config: "LoraConfig", names: Iterable[str]) -> set[str]:
+    """Return the weights and stacks of `names` in `target_parameters`. CheckpointError if it has others, or one of two stacks."""
     parameters = config.target_parameters or []
-    matches = {name: [t for t in parameters if f".{name}".endswith(f".{t}")] for name in stacks}
-    if parameters and ({t for names in matches.values() for t in names} != {*parameters} or not all(matches.values())):
-        problem = f"target_parameters is {json.dumps(parameters)[:120]}, not supported: only {' and '.join(_STACKS)} of experts"
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {problem}; {_INSTEAD}")
-    return bool(parameters)
+    matches = {name: [t for t in parameters if f".{name}".endswith(f".{t}")] for name in names}
+    found = {name for name, of_name in matches.items() if of_name}
+    is_partial = any(STACK.search(n) for n in found) and not all(n in found for n in matches if STACK.search(n))
+    if {t for of_name in matches.values() for t in of_name} != {*parameters} or is_partial:
+        what = f"not supported: only {' and '.join(STACKS)} of experts, and weights of linear layers"
+        raise CheckpointError(f"{folder / CONFIG_FILE}: target_parameters is {json.dumps(parameters)[:120]}, {what}; {_INSTEAD}")
+    return found
+
+
+def _names(modules: Set[str], others: Set[str], has_towers: bool = False) -> list[str]:
+    """Return names by which PEFT and `Lora.targets` select these modules and none of the `others`."""
+    ends = {last_part(module) for module in modules}
+    is_exact = not has_towers and not any(is_selected(module, end) for module in others for end in ends)
+    return sorted(ends if is_exact else modules)
 
 
 def _read_config(folder: Path) -> "LoraConfig":
@@ -173,7 +190,3 @@ def _read_config(folder: Path) -> "LoraConfig":
     if lacking := [key for key in required if fields.get(key) is None]:
         raise CheckpointError(f"{path}: {lacking[0]}: missing; copy it again")
     return LoraConfig(**{key: fields[key] for key in _READ if key in fields})
-
-
-def _target(module: str) -> str:
-    return module.rpartition(".")[2]

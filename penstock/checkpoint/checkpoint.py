@@ -11,7 +11,7 @@ Weights and state have one file per block. Files are written to a temporary fold
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import itemgetter
@@ -29,7 +29,7 @@ from penstock.runtime.host.rounding import Int8Moment, group_bytes
 from penstock.runtime.plan import Plan, Semantics
 from penstock.runtime.plan.optimizer import RULES, Optimizer
 from penstock.runtime.plan.train import Lora
-from penstock.runtime.plan.workload import Parameter
+from penstock.runtime.plan.workload import Model, Parameter, has_towers
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
 from .model_files import FILE_NAME, GENERATION_FILE, INDEX_FILE, has_weights, publish, read_json, towers, with_ends
@@ -200,11 +200,11 @@ class CheckpointWriter:
         unquantised = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
         self._write("config.json", _json_bytes(unquantised | {"dtype": str(dtype).removeprefix("torch.")}))
 
-    def write_adapter(self, lora: Lora, base: str | None) -> None:
-        """Write the factors in `adapter` as PEFT's files. The configuration names the model `base`."""
+    def write_adapter(self, lora: Lora, model: Model, others: Collection[str]) -> None:
+        """Write the factors in `adapter` as PEFT's files. The configuration names the model. `others`: its other weights."""
         factors = dict(sorted(self.adapter.items()))
         self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
-        self._write(CONFIG_FILE, config_bytes(lora, factors, base))
+        self._write(CONFIG_FILE, config_bytes(lora, factors, model.path or model.name, others, has_towers(model.config)))
 
     def copy_files(self, files: Mapping[str, Path], config: Mapping[str, Any], ends: Iterable[int] = ()) -> None:
         """Copy the files of `kept_files`. Add the end tokens to those of generation."""

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.layers.meta_models import meta_model
+from penstock.runtime.layers.transformers_patches import Conv1D
 from penstock.runtime.plan import Semantics
 
 
@@ -36,6 +37,8 @@ class Conversion:
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self.weights, self._prefix = self._model.state_dict(keep_vars=True), f"{self._model.base_model_prefix}."
+        # Matrices (inputs, outputs) of linear layers, unlike torch's
+        self.transposed = {f"{name}.weight" for name, part in self._model.named_modules() if isinstance(part, Conv1D)}
         # True: stacks of experts are (experts, inputs, outputs); False: (experts, outputs, inputs)
         self.is_transposed = any(getattr(part, "is_transposed", False) for part in self._model.modules())
 

@@ -7,7 +7,7 @@ tensor of the model is in memory at a time.
 import filecmp
 import json
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from penstock.runtime.plan.train import STACK, Lora
 from penstock.runtime.plan.workload import has_towers
 from penstock.runtime.units import show_bytes
 
-from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, head_of, read_adapter, stack_factors
+from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, PREFIX, STACKS, TENSOR_FILE, head_of, read_adapter, stack_factors
 from .checkpoint import CheckpointWriter, refuse_another_base
 from .conversion import conversion_of, scoring_config
 from .dequantised import BLOCKS, Dequantised
@@ -30,6 +30,7 @@ from .disk import new_folder
 from .model_files import (
     INDEX_FILE,
     SINGLE_FILE,
+    digest_of,
     kept_files,
     publish,
     read_json,
@@ -54,64 +55,118 @@ def merge(
     """Write the model in `base`, merged with the adapter, to `out`, atomically. Return a summary.
 
     Files, tensors, dtypes, configuration and tokenizer equal those of `base`, unless the adapter has a tokenizer. `ends`: tokens at
-    which generation shall stop, too. `on_tensor(name, bytes written, total bytes)` is
-    called after each tensor. A head that scores sequences replaces the model's head; then `pad_id()` returns its padding token."""
+    which generation shall stop, too. `on_tensor(name, bytes written, total bytes)` is called after each tensor. A head that scores sequences replaces the model's head; then `pad_id()` returns its padding token."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
-    config = read_json(base / "config.json")
-    if not (is_mxfp4 := published_as(config) == "mxfp4"):  # packs experts only
-        refuse_quantised(base, config, ())
-    stacks = _stacks(config, adapter)
-    keeps_packed = is_mxfp4 and not stacks  # True: experts are copied packed; experts with an adapter become bf16
-    files = Shards(weight_files(base))  # one mapping of every file, because codes and scales of a weight may be in different files
-    stored = files if keeps_packed else Dequantised(base, files)
-    kept = kept_files(base, adapter)
-    shards = _outlines(base, stored, (*FLOATS, torch.uint8) if keeps_packed else FLOATS)
-    if heads := head_of(adapter):
-        _put_head(shards, config, heads)
-    outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
-    head_config = scoring_config(config, heads[SCORE][0], pad_id()) if heads else {}
-    module_names = _module_names(config, outlines) if has_towers(config) else {name: name for name in outlines}
-    shapes = {name: tuple(outlines[file_name].shape) for file_name, name in module_names.items()}
-    lora, factors = read_adapter(adapter, shapes | stacks | heads)
-    refuse_another_base(adapter, lambda: weights_digest(base))
-    n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
-    if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
-        raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter changes; give the weights of this model")
-    _refuse_swapped_sides(adapter, factors, stacks, conversion_of(config).is_transposed)
+    m, kept = _Merge.of(base, adapter, pad_id), kept_files(base, adapter)
+    n_bytes, n_done_bytes = sum(outline.nbytes for shard in m.shards.values() for outline in shard.values()), 0
 
     def merged(source: Path) -> Iterator[Tensor]:
         nonlocal n_done_bytes
-        for name, outline in shards[source].items():
-            if name in heads:
-                yield _finite(adapter, name, factors[name].to(outline.dtype))
-            elif name in pieces:
-                yield from _merged_experts(adapter, stored, factors, name, lora, pieces[name])
-            elif f"{(module := module_names.get(name, '').removesuffix('.weight'))}.lora_A.weight" in factors:
-                yield from _merged(adapter, stored, factors, name, module, lora.scale)
-            else:
-                yield stored[name]
+        for name, outline in m.shards[source].items():
+            yield from m.tensor(name, outline)
             n_done_bytes += outline.nbytes
             on_tensor(name, n_done_bytes, n_bytes)
 
     with new_folder(out) as folder:
         _refuse_full_disk(folder, out, n_bytes)
-        for source, shard in shards.items():
+        for source, shard in m.shards.items():
             write_tensors(folder / source.name, shard, merged(source))
-        CheckpointWriter(folder).copy_files(kept, config, ends)
+        CheckpointWriter(folder).copy_files(kept, m.config, ends)
         # config.json last: without it nothing loads an incomplete folder. The index may be of files that were not read
-        for name in (*([] if SINGLE_FILE in [source.name for source in shards] else [INDEX_FILE]), "config.json"):
+        for name in (*([] if SINGLE_FILE in [source.name for source in m.shards] else [INDEX_FILE]), "config.json"):
             if (path := base / name).is_file():
-                changes = (is_mxfp4 and not keeps_packed) or heads
-                content = _changed(path, shards, n_bytes, head_config, keeps_packed) if changes else path.read_bytes()
+                changes = m.changes_files
+                content = _changed(path, m.shards, n_bytes, m.head_config, m.keeps_packed) if changes else path.read_bytes()
                 write_new(folder / name, [content])
-    suffix = ", and a head that scores sequences" if heads else ""
+    suffix = ", and a head that scores sequences" if m.heads else ""
     changed = [name for name in kept if not ((base / name).is_file() and filecmp.cmp(base / name, kept[name], shallow=False))]
     suffix += f"; not the base's: {', '.join(changed)}" if changed else ""
-    stops, was = (with_ends(files, config, more)[1]["eos_token_id"] for files, more in ((kept, ends), (kept_files(base), ())))
+    stops, was = (with_ends(files, m.config, more)[1]["eos_token_id"] for files, more in ((kept, ends), (kept_files(base), ())))
     suffix += f"; eos_token_id of generation is {stops}, the base's {was}" if stops != was else ""
-    n_adapted = (len(factors) - len(heads)) // 2
-    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{suffix}"
+    n_adapted, n_tensors = (len(m.factors) - len(m.heads)) // 2, sum(map(len, m.shards.values()))
+    return f"{n_tensors} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {m.lora.rank}{suffix}"
+
+
+def merged_digest(base: Path, adapter: Path) -> str:
+    """Return the `weights_digest` of the model that `merge` would write."""
+    m = _Merge.of(base, adapter, lambda: None)
+    outlines = {name: outline for shard in m.shards.values() for name, outline in shard.items()}
+    return digest_of((name, outlines[name], m.tensor(name, outlines[name])) for name in sorted(outlines))
+
+
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """A base model and an adapter, read and compared. `shards`: tensors of each output file, on the meta device."""
+
+    config: Mapping[str, Any]
+    adapter: Path
+    stored: Shards | Dequantised
+    shards: dict[Path, dict[str, Tensor]]
+    heads: dict[str, tuple[int, ...]]
+    head_config: dict[str, Any]
+    lora: Lora
+    factors: dict[str, Tensor]
+    pieces: "dict[str, _Piece]"
+    module_names: dict[str, str]  # by names in files
+    transposed: Collection[str]
+    keeps_packed: bool  # True: experts are copied packed
+    changes_files: bool
+
+    @staticmethod
+    def of(base: Path, adapter: Path, pad_id: Callable[[], int | None]) -> "_Merge":
+        config = read_json(base / "config.json")
+        if not (is_mxfp4 := published_as(config) == "mxfp4"):  # packs experts only
+            refuse_quantised(base, config, ())
+        stacks = _stacks(config, adapter)
+        keeps_packed = is_mxfp4 and not stacks  # True: experts are copied packed; experts with an adapter become bf16
+        files = Shards(
+            weight_files(base)
+        )  # one mapping of every file, because codes and scales of a weight may be in different files
+        stored = files if keeps_packed else Dequantised(base, files)
+        shards = _outlines(base, stored, (*FLOATS, torch.uint8) if keeps_packed else FLOATS)
+        if heads := head_of(adapter):
+            _put_head(shards, config, heads)
+        outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
+        head_config = scoring_config(config, heads[SCORE][0], pad_id()) if heads else {}
+        module_names = _module_names(config, outlines, adapter)
+        shapes = {name: tuple(outlines[file_name].shape) for file_name, name in module_names.items()}
+        lora, factors = read_adapter(adapter, shapes | stacks | heads)
+        refuse_another_base(adapter, lambda: weights_digest(base))
+        if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
+            raise CheckpointError(
+                f"{base}: no tensor {missing[0][:200]}, which the adapter changes; give the weights of this model"
+            )
+        conversion = conversion_of(config)
+        _refuse_swapped_sides(adapter, factors, stacks, conversion.is_transposed)
+        changes_files = (is_mxfp4 and not keeps_packed) or bool(heads)
+        read = (config, adapter, stored, shards, heads, head_config, lora, factors, pieces, module_names)
+        return _Merge(*read, conversion.transposed, keeps_packed, changes_files)
+
+    def tensor(self, name: str, outline: Tensor) -> Iterator[Tensor]:
+        """Yield a tensor of the merged model, some rows at a time."""
+        module = self.module_names.get(name, "").removesuffix(".weight")
+        if name in self.heads:
+            yield _finite(self.adapter, name, self.factors[name].to(outline.dtype))
+        elif name in self.pieces:
+            yield from _merged_experts(self.adapter, self.stored, self.factors, name, self.lora, self.pieces[name])
+        elif f"{module}.lora_A.weight" in self.factors:
+            yield from self._merged(name, module)
+        else:
+            yield self.stored[name]
+
+    # o rows of a weight, i columns, r rank of its adapter
+
+    def _merged(self, name: str, module: str) -> Iterator[Tensor]:
+        weight_oi, scale = self.stored[name], self.lora.scale
+        a_ri, b_or = (self.factors[f"{module}.lora_{side}.weight"] for side in "AB")
+        if f"{module}.weight" in self.transposed:  # its outputs are columns
+            yield _finite(self.adapter, name, (b_or @ a_ri).mul_(scale).t().add(weight_oi).to(weight_oi.dtype))
+            return
+        n_rows = max(1, PIECE_BYTES // (weight_oi.shape[1] * torch.float32.itemsize))
+        for rows_oi, rows_or in zip(weight_oi.split(n_rows), b_or.split(n_rows), strict=True):
+            merged_oi = (rows_or @ a_ri).mul_(scale).add_(rows_oi).to(weight_oi.dtype)
+            yield _finite(self.adapter, name, merged_oi)
 
 
 def _refuse_full_disk(folder: Path, out: Path, n_bytes: int) -> None:
@@ -155,8 +210,12 @@ def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.
     return outlines
 
 
-def _module_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """Map file tensors that are unconverted weights of a vision-language model's text decoder to their module names."""
+def _module_names(config: dict[str, Any], stored: Collection[str], adapter: Path) -> dict[str, str]:
+    """Map file tensors that are unconverted weights, of a vision-language model those of its text decoder, to names in modules."""
+    factors = Shards([file]) if (file := adapter / TENSOR_FILE).is_file() else ()
+    weights = {f"{name.removeprefix(PREFIX).rpartition('.lora_')[0]}.weight" for name in factors if ".experts." not in name}
+    if not has_towers(config) and weights - {".weight"} <= {*stored}:
+        return {name: name for name in stored}
     conversion = conversion_of(config)
     sources = {name: s for name, s in conversion.sources(stored).items() if name in conversion.weights}
     return {s[0][0]: name for name, s in sources.items() if len(s) == 1 and s[0][1] is None}
@@ -177,7 +236,8 @@ def _changed(
 
 def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the stacks of experts in a model's modules, or {} for an adapter without experts."""
-    if not (adapter / CONFIG_FILE).is_file() or not read_json(adapter / CONFIG_FILE, MAX_CONFIG_BYTES).get("target_parameters"):
+    fields = read_json(adapter / CONFIG_FILE, MAX_CONFIG_BYTES) if (adapter / CONFIG_FILE).is_file() else {}
+    if not any(str(name).endswith(STACKS) for name in fields.get("target_parameters") or ()):
         return {}
     return {name: tuple(weight.shape) for name, weight in conversion_of(config).weights.items() if STACK.search(name)}
 
@@ -209,17 +269,6 @@ def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) ->
 
 
 # o rows of a weight, i columns, r rank of its adapter, e expert
-
-
-def _merged(
-    adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, module: str, scale: float
-) -> Iterator[Tensor]:
-    """Yield the weight `name` of the files, merged with its module's adapter, some rows at a time."""
-    weight_oi, a_ri, b_or = stored[name], factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]
-    n_rows = max(1, PIECE_BYTES // (weight_oi.shape[1] * torch.float32.itemsize))
-    for rows_oi, rows_or in zip(weight_oi.split(n_rows), b_or.split(n_rows), strict=True):
-        merged_oi = (rows_or @ a_ri).mul_(scale).add_(rows_oi).to(weight_oi.dtype)
-        yield _finite(adapter, name, merged_oi)
 
 
 def _merged_experts(

@@ -188,14 +188,21 @@ def has_weights(folder: Path) -> bool:
 
 def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of every tensor's name, dtype, shape, first and last bytes. It distinguishes separately trained models."""
-    digest = hashlib.sha256()
     stored = Shards(weight_files(folder))
-    for name in sorted(stored):
-        content = (tensor := stored[name]).reshape(-1).view(torch.uint8)
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        for end in (content[:END_BYTES], content[-END_BYTES:]):
-            digest.update(end.numpy().tobytes())
-        del tensor, content, end  # before the next is read
+    return digest_of((name, stored.outline(name), [stored[name]]) for name in sorted(stored))
+
+
+def digest_of(tensors: Iterable[tuple[str, Tensor, Iterable[Tensor]]]) -> str:
+    """Return `weights_digest` of (name, outline, pieces of the content) of each tensor, sorted by name."""
+    digest = hashlib.sha256()
+    for name, outline, pieces in tensors:
+        digest.update(f"{name} {outline.dtype} {tuple(outline.shape)}\n".encode())
+        first = last = b""
+        for piece in pieces:
+            content = piece.reshape(-1).view(torch.uint8)
+            first += content[: END_BYTES - len(first)].numpy().tobytes()
+            last = (last + content[-END_BYTES:].numpy().tobytes())[-END_BYTES:]
+        digest.update(first + last)
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ from .outputs import check_output
 from .progress import Preparing
 
 _FLAGS = ("data.path", "data.format", "data.columns", "data.split", "data.bad_rows", "evaluation.data", "model", "from_scratch")
-with_flags = together(*map(flag_of, (*_FLAGS, "packed", "tokenizer", "seed", "device", "deterministic")))
+with_flags = together(*map(flag_of, (*_FLAGS, "adapter", "packed", "tokenizer", "seed", "device", "deterministic")))
 
 
 @click.command(cls=RunCommand)
@@ -23,8 +23,8 @@ with_flags = together(*map(flag_of, (*_FLAGS, "packed", "tokenizer", "seed", "de
 @with_flags
 @click.option("--out", "output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
 def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) -> None:
-    """Write the log-probability of each answer of --data and --eval-data under the model of PLAN. If the plan's loss is distill,
-    write its most likely tokens at each position.
+    """Write the log-probability of each answer of --data and --eval-data under the model of PLAN, with the adapter in --adapter if
+    given. If the plan's loss is distill, write its most likely tokens at each position.
 
     The weights stream through device memory once, or a few times, in no more memory than training takes. `penstock run --reference
     FILE` reads the file. It rejects a file of other data, template or length, and a reference with other weights, precision or

@@ -53,7 +53,7 @@ def _load(inputs: RunInputs, store: TorchMachine) -> None:
         report("putting back the state")
         put_back(state, store.host, inputs.data)
     elif settings.adapter is not None:
-        _load_adapter(store, Path(settings.adapter))
+        load_adapter(store, Path(settings.adapter))
 
 
 def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = no_report, seed: int = 0) -> None:
@@ -89,7 +89,7 @@ def _load_constants(store: TorchMachine, folder: Path | None) -> None:
             store.host.constants[name] = value.clone()  # saved with its own precision
 
 
-def _load_adapter(store: TorchMachine, folder: Path) -> None:
+def load_adapter(store: TorchMachine, folder: Path) -> None:
     """Load a PEFT adapter into the store. CheckpointError if it does not fit the plan or its base model."""
     planned = store.plan.semantics.train.lora
     owned = {p.name: p for p in store.host.all_owned()}

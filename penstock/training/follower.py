@@ -70,7 +70,8 @@ def _followed(request: RunRequest, device: str, ranks: Processes, first: Begin) 
         def refer_to(path: Path) -> Mapping[str, Any]:
             outcome: dict[str, Any] = {}
             with _failure_in(outcome):
-                attach_file(path, inputs.plan, inputs.reference_sets)
+                adapter = (inputs.reference or {}).get("adapter")
+                attach_file(path, inputs.plan, inputs.reference_sets, {} if adapter is None else {"adapter": adapter})
             return outcome
 
         with device_memory_named():

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -72,6 +72,7 @@ class RunInputs:
     prompts: Prompts | None = None
     ends: tuple[int, ...] = ()  # learned end tokens at which generation by the model's settings would not stop
     reference_sets: tuple[MapStyleData, ...] = ()  # data sets with log-probabilities in a file
+    reference: Mapping[str, Any] | None = None  # of a loss, as checkpoints record it (references.py)
 
     @property
     def settings(self) -> RunSettings:

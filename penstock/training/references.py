@@ -3,6 +3,9 @@
 The file holds a tensor per data set, named by a digest of everything that affects its tokens, then a SHA-256 of these tensors, and
 a key. A reference with other weights, precision or kernels is rejected; for a teacher, another top k or temperature. Reference
 values are bitwise identical to those of a training step with these weights, at the same micro-batch and tile sizes.
+
+The reference of a run is what it begins with (`start`), which includes the adapter of `--adapter`; its model without an adapter
+(`base`); or a file of either, or of the model merged with that adapter. Checkpoints record it, and a resumed run keeps it.
 """
 
 import hashlib
@@ -10,15 +13,19 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from penstock.checkpoint.adapter_files import CONFIG_FILE, TENSOR_FILE
+from penstock.checkpoint.checkpoint import put_back
 from penstock.checkpoint.disk import writing
+from penstock.checkpoint.merging import merged_digest
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
 from penstock.data.data import RunData
@@ -28,17 +35,18 @@ from penstock.runtime.errors import CheckpointError, DataError, PlanError
 from penstock.runtime.machines.torch_machine import Abandoned, TorchMachine
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.objective import TOKEN_REFERENCE, Objective, Source
-from penstock.runtime.units import show_bytes
+from penstock.runtime.units import on_one_line, show_bytes
 from penstock.settings import RunSettings
 
+from .build import load_adapter
 from .inputs import RunInputs
 from .streamed_forward import forward_passes
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
-BASE = "base"  # the initial model is the reference
+START, BASE, FROM_FILE = "start", "base", "file"
 _KERNELS = ("attention", "attention_kernel", "experts", "norm", "loss", "pointwise", "library_kernels")
 _DECIDE = ("compute_dtype", "base", *_KERNELS)
-_HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model that the run begins with"
+_HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model (and the --adapter) that the run begins with"
 _HOW_TEACHER = "make it with `penstock forward PLAN --data DATA --out FILE`, of the teacher's PLAN with this --loss and --seq-len"
 _ODD = {
     "tokenizer": "made with another tokenizer or chat template than this model's, so that tokens differ",
@@ -56,28 +64,120 @@ def with_reference(inputs: RunInputs) -> RunInputs:
         raise PlanError("--loss distill learns from a teacher's file: make one with `penstock forward`, and say --reference FILE")
     if settings.reference is not None and not sets:
         raise PlanError("--reference: the plan's loss takes none, or its batches bring their own; leave it out")
-    if sets and not _is_base(settings):
-        attach_file(Path(settings.reference or ""), plan, sets, {} if is_teacher else _of_weights(inputs))
-    return replace(inputs, reference_sets=tuple(sets))
+    if not sets:
+        return inputs
+    inputs = replace(inputs, reference_sets=tuple(sets))
+    if is_teacher:
+        attach_file(Path(settings.reference or ""), plan, sets)
+        return inputs
+    saved = {} if inputs.state is None else inputs.state.fields
+    kept = saved.get("reference", {"of": BASE})  # of a checkpoint from before there was a record: the base, or a file
+    record = kept if inputs.state is not None and settings.reference is None else _record(inputs)
+    is_known = inputs.state is not None and ("reference" in saved or record["of"] != FROM_FILE)
+    if is_known and any(kept.get(key) != record.get(key) for key in ("adapter", "merged")):
+        problem = f"its reference is {in_words(kept)}, and --reference {settings.reference} is {in_words(record)}"
+        raise CheckpointError(f"{inputs.settings.out}: {problem}; leave it out, and the run keeps its own")
+    if record["of"] == FROM_FILE:
+        attach_file(Path(settings.reference or record["path"]), plan, sets, _weights_of(inputs, record))
+    return replace(inputs, reference=record)
 
 
-def attach_base_reference(inputs: RunInputs, store: TorchMachine) -> Path | None:
-    """Attach log-probabilities of the initial model (without its adapter) from a file in the run's folder. Written before the first
-    step, or again if the file is gone and only adapters are trained. Return the file, or None without such a reference."""
-    if not inputs.reference_sets or not _is_base(inputs.settings):
-        return None
-    path = Path(inputs.settings.out) / FILE_NAME
-    if inputs.state is None or (inputs.plan.semantics.train.lora is not None and not path.is_file()):
+def _record(inputs: RunInputs) -> dict[str, Any]:
+    """Return what the settings name as the reference: `of` (start, base, file), `path`, SHA-256 of the `adapter` that it includes,
+    and for a file of a merged model the digest of its weights. Without an adapter `start` is `base`."""
+    settings, adapter = inputs.settings, inputs.settings.adapter
+    if _is_base(settings):
+        if settings.reference == BASE or adapter is None:
+            return {"of": BASE}
+        return {"of": START, "path": os.path.abspath(adapter), "adapter": adapter_digest(Path(adapter))}
+    path = Path(settings.reference or "")
+    key, record = key_of_file(path), {"of": FROM_FILE, "path": os.path.abspath(path)}
+    if "adapter" in key:
+        record["adapter"] = str(key["adapter"])
+    elif adapter is not None and inputs.folder is not None and key.get("weights") != _of_weights(inputs)["weights"]:
+        inputs.request.report("merging the adapter, to compare with the reference")
+        if (merged := merged_digest(inputs.folder, Path(adapter))) == key.get("weights"):
+            record["merged"] = merged
+    return record
+
+
+def _weights_of(inputs: RunInputs, record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the key fields of a file of the run's initial model: with its adapter, merged with it, or without."""
+    settings, fields = inputs.settings, _of_weights(inputs)
+    if (merged := record.get("merged")) is not None:
+        return fields | {"weights": merged}
+    if "adapter" not in record:
+        return fields
+    kept = {} if inputs.state is None else inputs.state.fields.get("reference", {})
+    adapter = None if settings.adapter is None else adapter_digest(Path(settings.adapter))
+    return fields | {"adapter": adapter or str(kept.get("adapter", "none, because the run has no --adapter"))}
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """Describe a reference in one line."""
+    adapter = str(record.get("adapter", ""))[:12]
+    match record["of"]:
+        case "start":
+            return on_one_line(f"the model with the adapter that the run begins with, {record.get('path')} (SHA-256 {adapter}...)")
+        case "base":
+            return "the model without an adapter"
+    what = f" with adapter {adapter}..." if adapter else ", of the model merged with the adapter" if "merged" in record else ""
+    return on_one_line(f"the file {record.get('path')}{what}")
+
+
+def adapter_digest(folder: Path) -> str:
+    """Return the SHA-256 of an adapter's two files."""
+    digest = hashlib.sha256()
+    for path in (folder / CONFIG_FILE, folder / TENSOR_FILE):
         try:
-            write_reference(path, inputs, store)
+            digest.update(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give an adapter's folder") from None
+    return digest.hexdigest()
+
+
+def attach_initial_reference(inputs: RunInputs, store: TorchMachine) -> Path | None:
+    """Attach log-probabilities of the initial model from a file in the run's folder. Written before the first step, or again if the
+    file is gone and only adapters are trained. Return the file, or None without such a reference."""
+    record, state = inputs.reference, inputs.state
+    if record is None or record["of"] == FROM_FILE:
+        return None
+    path, adapter = Path(inputs.settings.out) / FILE_NAME, record.get("adapter")
+    if state is None or (inputs.plan.semantics.train.lora is not None and not path.is_file()):
+        if state is not None and adapter is not None:
+            _return_to_adapter(path, record, store)
+        try:
+            write_reference(path, inputs, store, adapter)
         except Abandoned:
             raise PlanError("asked to end while the reference was made, before any step: nothing is saved; run again") from None
-    attach_file(path, inputs.plan, inputs.reference_sets)  # accept the run's file, even if a resumed run has another model folder
+        if state is not None and adapter is not None:
+            put_back(state, store.host, inputs.data)
+    # The run's file is accepted even if a resumed run has another model folder
+    attach_file(path, inputs.plan, inputs.reference_sets, {} if adapter is None else {"adapter": adapter})
     return path
 
 
+def _return_to_adapter(path: Path, record: Mapping[str, Any], store: TorchMachine) -> None:
+    """Load the adapter that a resumed run began with, to write its reference again."""
+    folder = Path(str(record.get("path")))
+    if store.plan.semantics.ranks > 1:
+        raise CheckpointError(f"{path}: is gone, and several GPUs make it only before the first step; put it back")
+    if adapter_digest(folder) != record["adapter"]:
+        raise CheckpointError(f"{path}: is gone, and {folder} is no longer the adapter that it was made with; put it back")
+    load_adapter(store, folder)
+
+
 def _is_base(settings: RunSettings) -> bool:
-    return settings.reference in (None, BASE)
+    return settings.reference in (None, START, BASE)
+
+
+def key_of_file(path: Path) -> dict[str, Any]:
+    """Return the key of a reference file, or {} if it has none."""
+    try:
+        key = json.loads(read_tensors(path)[0].get("key", ""))
+    except ValueError:
+        return {}
+    return key if isinstance(key, dict) else {}
 
 
 def _key(plan: Plan) -> dict[str, str]:
@@ -100,9 +200,9 @@ def _of_weights(inputs: RunInputs) -> dict[str, str]:
     return {"weights": digest or f"random, by seed {settings.seed}"}
 
 
-def write_reference(path: Path, inputs: RunInputs, machine: TorchMachine) -> int:
-    """Write log-probabilities of `reference_sets` under the current weights, without adapters, pass by pass. Return the number of
-    sequences. Abandoned after a stop request."""
+def write_reference(path: Path, inputs: RunInputs, machine: TorchMachine, adapter: str | None = None) -> int:
+    """Write log-probabilities of `reference_sets` under the current weights, pass by pass: with the adapter of this digest, or
+    without. Return the number of sequences. Abandoned after a stop request."""
     sets, report = inputs.reference_sets, inputs.request.report
     templates, parts = machine.compute.templates, {_name(part): (data, k) for data in sets for k, part in enumerate(data.parts)}
     outlines = {name: _meta_tensor(data.parts[k], machine.plan) for name, (data, k) in parts.items()}
@@ -125,10 +225,11 @@ def write_reference(path: Path, inputs: RunInputs, machine: TorchMachine) -> int
         how = f"is to hold {show_bytes(n_bytes)}, and {show_bytes(n_free_bytes)} are free; make room{fewer}"
         raise CheckpointError(f"{path}: {how}")
     key, unfinished = _key(machine.plan) | _of_weights(inputs), path.with_name(path.name + ".partial")
+    key |= {} if adapter is None else {"adapter": adapter}
     with writing(path), ExitStack() as undo:
         undo.callback(unfinished.unlink, missing_ok=True)
         unfinished.unlink(missing_ok=True)
-        with templates.without_adapters():
+        with templates.without_adapters() if adapter is None else nullcontext():
             digests = {DIGEST: torch.empty(digest.digest_size, dtype=torch.uint8)}
             write_tensors(unfinished, outlines | digests, contents(), {"key": json.dumps(key), "sets": json.dumps(read)})
         os.replace(unfinished, path)
@@ -172,7 +273,8 @@ def attach_file(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Map
         raise CheckpointError(f"{path}: no file of a reference; {how}")
     if not extra and stored.get("loss") == "fused" and key.get("loss") == "online":  # a run's file, written before plan format 4
         del key["loss"]
-    if odd := next((name for name in key if stored.get(name) != key[name]), None):
+    names = dict.fromkeys([*key, *({"adapter"} & stored.keys() if objective.n_top is None else ())])
+    if odd := next((name for name in names if stored.get(name) != key.get(name)), None):
         was, now = (str(fields_of.get(odd))[:60] for fields_of in (stored, key))
         raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {how}")
     for number, data in enumerate(sets):

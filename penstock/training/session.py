@@ -42,7 +42,7 @@ from .device import device_of, release_memory, select_kernels
 from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
 from .monitors import refuse_missing
 from .rank0 import Leader, begin, wait_for_others
-from .references import attach_base_reference, with_reference, write_reference
+from .references import adapter_digest, attach_initial_reference, in_words, with_reference, write_reference
 from .run_folder import run_folder, state_to_resume, with_replanned
 from .schedules import Rates
 
@@ -201,7 +201,9 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
     if ranks is not None:
         report("waiting for all ranks")
         wait_for_others(ranks, inputs.digests)
-    reference_file = attach_base_reference(inputs, store)
+    if inputs.reference is not None:
+        say(f"reference: {in_words(inputs.reference)}")
+    reference_file = attach_initial_reference(inputs, store)
     if reference_file is not None and leader is not None:
         leader.refer(reference_file)
     return Session(inputs, plan, device, store, store, n_steps, prediction, first_step, leader=leader)
@@ -221,7 +223,8 @@ def write_forward(request: RunRequest, path: Path) -> int:
     inputs = read_inputs(request, device, LossFunction(plan.semantics.objective, torch.zeros_like))  # not used in a forward pass
     sets = tuple(source for source in (inputs.data, inputs.held_out) if isinstance(source, MapStyleData))
     inputs = replace(inputs, reference_sets=sets)
-    return write_reference(path, inputs, build(inputs))
+    adapter = None if inputs.settings.adapter is None else adapter_digest(Path(inputs.settings.adapter))
+    return write_reference(path, inputs, build(inputs), adapter)
 
 
 def _emulated(request: RunRequest) -> Session:

@@ -262,7 +262,9 @@ class Trainer:
 
         def fields(step: int) -> dict[str, Any]:
             named = (self.following or inputs.request).replanned
-            return {**identity, "data_position": inputs.data.position(step)} | ({} if named is None else {"replanned": named})
+            reference = {} if inputs.reference is None else {"reference": dict(inputs.reference)}
+            replanned = {} if named is None else {"replanned": named}
+            return {**identity, "data_position": inputs.data.position(step), **reference, **replanned}
 
         contents = Contents(fields, inputs.kept_files, inputs.ends, inputs.towers_from, inputs.saved_config)
         state, settings = session.store.host, session.checkpoint

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.layers.kernels import gate_of, is_rms_norm, is_rotary_call, rotates
-from penstock.runtime.layers.transformers_patches import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY
+from penstock.runtime.layers.transformers_patches import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY, Conv1D
 
 from .trace import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Group, LibraryCall, TensorInfo
 
@@ -158,11 +158,20 @@ class _Recorder(TorchDispatchMode):
         self.attention = [q_BHTE.shape[1], k_BHTE.shape[1], (q_BHTE.shape[-1] + v_BHTE.shape[-1]) // 2]
 
     def finished(self) -> None:
-        """Reduce the live tensors of each call to those that are freed next, and are neither its operands nor saved by any call."""
+        """Reduce the live tensors of each call to those that are freed next, and are neither its operands nor saved by any call.
+        Drop the groups of modules that only look like linear layers."""
+        self.groups = [g for g in self.groups if g.kind not in ("as_linear", "conv1d") or self._is_linear(g)]
         saved = {i for call in self.calls for i in call.saves}
         last = {i: n for n, call in enumerate(self.calls) for i in call.held}
         for n, call in enumerate(self.calls):
             call.held[:] = [i for i in call.held if last[i] == n and i not in saved and i not in (*call.reads, *call.makes)]
+
+    def _is_linear(self, group: Group) -> bool:
+        """True if the calls of a group are one product with the weight of its module, and at most the sum with its bias."""
+        calls = self.calls[group.first : group.end]
+        product = next((call for call in calls if call.name in ("mm", "addmm")), None)
+        is_product = product is not None and f"{group.name}.weight" in product.weights and len(group.results) == 1
+        return is_product and all(call is product or call.name == "add" for call in calls)
 
 
 def storage_of(t: torch.Tensor) -> int:
@@ -219,8 +228,10 @@ def record(
 def _kind(part: nn.Module) -> str | None:
     if is_rms_norm(part):
         return "norm"
-    if type(part).forward is nn.Linear.forward:
-        return "linear"
+    if isinstance(part, nn.Linear):
+        return "linear" if type(part).forward is nn.Linear.forward else "as_linear"
+    if isinstance(part, Conv1D):
+        return "conv1d"
     if {name for name, _ in part.named_children()} != PLAIN_MLP:
         return None
     return "mlp" if gate_of(part) is None else "gated"

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.train import ALL, EXPERTS, STACK, Train
+from penstock.runtime.plan.train import STACK, Lora
 from penstock.runtime.plan.workload import Matmul
 
 from . import fused
@@ -25,6 +25,7 @@ _CALLS = {"bias_of_mask": 3, "empty_like": 0, "new_empty": 0, "empty": 0}
 # Calls in which a saved operand is needed only for the gradient of the other operand
 _MULTIPLY = {"mul", "div", "mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_LINEAR = ("linear", "as_linear", "conv1d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class LibraryCall:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Calls first..end-1 of one module or function. Kinds: norm, linear, mlp, gated (MLP), attention, rotary."""
+    """Calls first..end-1 of one module or function. Kinds: norm, mlp, gated (MLP), attention, rotary; linear; as_linear (a linear
+    layer with a forward of its own), conv1d (the same with a transposed weight)."""
 
     kind: str
     name: str
@@ -85,6 +87,18 @@ class LayerTrace:
         groups, sides = [Group(*row) for row in tree["groups"]], tree.get("sides", ())
         return cls(tree["parameters"], tensors, calls, groups, tree["attention"], sides)
 
+    @property
+    def linear(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of each linear layer, by name, in the order of calls."""
+        shapes = {g.name: (g.kind, self.parameters.get(f"{g.name}.weight")) for g in self.groups if g.kind in _LINEAR}
+        return {name: (s[1], s[0]) if kind == "conv1d" else (s[0], s[1]) for name, (kind, s) in shapes.items() if s is not None}
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, int, int]]:
+        """Experts, inputs and outputs of each stack of experts that may have adapters, by name, in the order of calls."""
+        grouped = (call for call in self.calls if call.name == "_grouped_mm" and call.weights)
+        return {call.weights[0]: tuple(call.shapes[1]) for call in grouped if STACK.search(call.weights[0])}  # type: ignore[misc]
+
 
 def mlp_of(trace: "LayerTrace") -> Group | None:
     """Return the MLP, down(act(gate(x)) * up(x)), if it can be tiled: only its norm and additions may follow."""
@@ -97,22 +111,19 @@ def mlp_of(trace: "LayerTrace") -> Group | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Trainable weights of a block (names within it) and its adapters."""
+    """Trainable weights of a block (names within it), and its linear layers and stacks of experts with adapters."""
 
     trained: frozenset[str]
-    train: Train = ALL
-    has_experts: bool = False  # any layer of the model has; then PEFT treats the MLP names of dense layers as experts, too
+    adapted: frozenset[str] = frozenset()
+    lora: Lora | None = None
 
     def rank(self, name: str) -> int:
         """Return the rank of the adapter on this module; 0 if it has none."""
-        if STACK.search(name):
-            return self.train.rank(EXPERTS)
-        stands = ".experts." not in name and not (self.has_experts and name.startswith("mlp."))
-        return self.train.rank(name.rpartition(".")[2]) if stands else 0
+        return self.lora.rank if self.lora is not None and name in self.adapted else 0
 
     @property
     def drops_out(self) -> bool:
-        return self.train.lora is not None and self.train.lora.dropout > 0
+        return self.lora is not None and self.lora.dropout > 0
 
 
 def replay(trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
@@ -140,6 +151,7 @@ class _Replay:
 
     def __init__(self, trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
         self.trace, self.tape, self.semantics, self.part, self.share = trace, tape, semantics, part, share
+        self.linear = trace.linear
         self.as_weight: dict[int, str] = {}  # tensors that are weights cast to another dtype
         self.tensors = {
             i: self._tensor(info, i == 0 or i in trace.sides) for i, info in enumerate(trace.tensors) if not info.internal
@@ -162,7 +174,9 @@ class _Replay:
             case "rotary" | "gated":
                 return self.semantics.pointwise == "fused"
             case "linear":
-                return self.trace.tensors[group.results[0]].item_bytes == RECORDED_ITEM_BYTES
+                return self.trace.tensors[group.results[0]].item_bytes == RECORDED_ITEM_BYTES or self.part.rank(group.name) > 0
+            case "as_linear" | "conv1d":
+                return self.part.rank(group.name) > 0
         return False
 
     def run(self, first: int, end: int) -> None:
@@ -200,7 +214,7 @@ class _Replay:
 
     def _project(self, x: Tensor, *names: str) -> list[Tensor]:
         """Replay linear maps of one input: together if all have adapters without dropout, else one after the other."""
-        shapes = [self.trace.parameters[f"{name}.weight"] for name in names]
+        shapes = [self.linear[name] for name in names]
         widths, k, rank, drops_out = [n for n, _ in shapes], shapes[0][1], self.part.rank(names[0]), self.part.drops_out
         if len(names) > 1 and (drops_out or not all(map(self.part.rank, names))):
             return [y for name in names for y in self._project(x, name)]

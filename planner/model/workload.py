@@ -15,7 +15,19 @@ from typing import Any, NoReturn
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.objective import CROSS_ENTROPY, SCORE
-from penstock.runtime.plan.train import EXPERTS, TARGETS, Train
+from penstock.runtime.plan.train import (
+    ALL_LINEAR,
+    EXPERTS,
+    IN_EXPERTS,
+    STACK,
+    TARGETS,
+    Lora,
+    Train,
+    in_order,
+    is_adapter,
+    is_selected,
+    last_part,
+)
 from penstock.runtime.plan.workload import (
     ITEM_BYTES,
     LOSS_SCRATCH_ELEMENTS,
@@ -28,6 +40,7 @@ from penstock.runtime.plan.workload import (
     Saved,
     Workload,
     loss_lanes,
+    text_of,
 )
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
@@ -91,19 +104,65 @@ def _fail(model: Model, message: str) -> NoReturn:
     raise WorkloadError(f"{model.name or model.path or 'the model'}: {message}")
 
 
+def spelled_out(model: Model, semantics: Semantics) -> Semantics:
+    """Replace the target `all-linear` by the names of the model's linear layers, so that a plan keeps its meaning."""
+    lora, has_experts = semantics.train.lora, _modules(model)["has_experts"]
+    if lora is None or not (ALL_LINEAR in lora.targets or (lora.targets == TARGETS and has_experts)):
+        return semantics
+    names = {name for kind in _modules(model)["kinds"] for name in _adaptable(model, LayerTrace.from_json(kind))}
+    targets = in_order({*lora.targets, *map(last_part, names)} - {ALL_LINEAR}) or lora.targets
+    if targets == TARGETS and has_experts:  # which means attention alone (`_is_older`)
+        targets = in_order(".".join(name.split(".")[-2:]) for name in names)
+    return replace(semantics, train=Train(lora=replace(lora, targets=targets)))
+
+
+def _adaptable(model: Model, trace: LayerTrace) -> list[str]:
+    """Linear layers that may have adapters. PEFT refuses `out_proj` in some types, whose kernels take that weight themselves."""
+    is_refused = text_of(model.config).get("model_type") in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+    return [name for name in trace.linear if not (is_refused and last_part(name) == "out_proj")]
+
+
+def _is_older(lora: Lora, has_experts: bool) -> bool:
+    """True for the default of earlier plans in a model with experts: it had no adapters of dense layers and shared experts."""
+    return lora.targets == TARGETS and has_experts
+
+
+def without_adapters(workload: Workload) -> list[str]:
+    """Return the places of a layer with a weight matrix or a stack of experts, but without an adapter, such as `mlp.gate`, and
+    projections outside of layers."""
+    places = dict[str, None]()
+    for block in workload.blocks:
+        adapted = {p.name.rpartition(".lora_")[0].removesuffix(".base_layer") for p in block.trained}
+        for p in block.parameters:
+            name = module if (module := p.name.removesuffix(".weight")) != p.name and len(p.shape) == 2 else ""
+            name = p.name.rpartition(".")[0] if STACK.search(p.name) else name
+            if name and not is_adapter(p.name) and name not in adapted and (block.kind is BlockKind.LAYER or "proj" in name):
+                places[name.removeprefix(f"{block.name}.")] = None
+    return [*places]
+
+
 def _refuse_untrained(model: Model, train: Train, workload: Workload) -> None:
     """Raise WorkloadError if `train` selects parameters that the model does not have."""
     missing: list[str] = []
     trained = [p.name for b in workload.blocks for p in b.parameters if not p.frozen]
-    if train.lora is not None and train.lora.targets != TARGETS:  # TARGETS (all): missing ones are allowed
-        missing = [t for t in train.lora.targets if not any(f".{t}.lora_A." in name for name in trained)]
+    if train.lora is not None:
+        modules = [name.removesuffix(".lora_A.weight") for name in trained if name.endswith(".lora_A.weight")]
+        ends = {module.rpartition(".")[2] for module in modules}
+        if train.lora.dropout and (renamed := ends & {*IN_EXPERTS}) and _modules(model)["has_experts"]:
+            what = f"adapters of {min(renamed)} in a model with experts need dropout 0"
+            _fail(model, f"{what}, because PEFT takes such names for experts; set it to 0 or name other targets")
+        if train.lora.targets != TARGETS:  # of plans from before there were others: missing ones are allowed
+            missing = [t for t in train.lora.targets if t not in ends and not any(is_selected(module, t) for module in modules)]
     elif train.names:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
     elif train.layers is not None and train.layers[1] >= workload.n_layers:
         _fail(model, f"no layer {train.layers[1]} to train; the last layer is {workload.n_layers - 1}")
-    if missing and train.lora is not None and _modules(model)["has_experts"]:
-        where = "experts that support adapters" if missing[0] == EXPERTS else f"{missing[0]} outside experts (target name: experts)"
-        _fail(model, f"--train: the model has no {where}; leave out {missing[0]}")
+    if missing and train.lora is not None:
+        kinds = [LayerTrace.from_json(kind) for kind in _modules(model)["kinds"]]
+        names = in_order({last_part(name) for kind in kinds for name in _adaptable(model, kind)})
+        where = " outside experts (target name: experts)" if any(kind.stacks for kind in kinds) else ""
+        what = "experts that support adapters" if missing[0] == EXPERTS else f"linear layer {missing[0][:80]}{where}"
+        _fail(model, f"--train: the model has no {what} that PEFT adapts; it has {', '.join(names) or 'none'}")
     if missing or not trained:
         _fail(model, f"--train: no parameter matches {missing[0] if missing else train}; check the names of the model's weights")
 
@@ -156,16 +215,20 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
     # Tables and masks that all layers share are also in memory, of full and of smaller micro-batches
     shared_bytes = sum(_bytes_of(traces[n]["shared"], item_bytes) for n in sizes)
     layout = _Layout(tree, semantics, n_sequences, item_bytes)
-    # Layers with the same structure and trainable parameters differ only in their names
-    kinds: dict[tuple[int, frozenset[str]], Block] = {}
-    layers = []
+    # Layers with the same structure, trainable parameters and adapters differ only in their names
+    kinds: dict[tuple[int, Part], Block] = {}
+    layers, lora, traces_of = [], semantics.train.lora, [LayerTrace.from_json(kind) for kind in tree["kinds"]]
     for i, kind in enumerate(tree["layers"]):
-        name = f"{tree['names']['layers']}.{i}"
-        trained = frozenset(p for p in tree["kinds"][kind]["parameters"] if semantics.train.trains(f"{name}.{p}"))
-        if (kind, trained) not in kinds:
-            constants = frozenset(n.removeprefix(f"{name}.") for n in _wide(tree, semantics)) - trained
-            kinds[kind, trained] = layout.layer(LayerTrace.from_json(tree["kinds"][kind]), trained, constants, shared_bytes)
-        block = kinds[kind, trained]
+        name, trace = f"{tree['names']['layers']}.{i}", traces_of[kind]
+        trained = frozenset(p for p in trace.parameters if semantics.train.trains(f"{name}.{p}"))
+        constants = frozenset(n.removeprefix(f"{name}.") for n in _wide(tree, semantics)) - trained
+        adapted = [] if lora is None else [m for m in _adaptable(model, trace) if lora.adapts(f"{name}.{m}")]
+        if lora is not None and _is_older(lora, tree["has_experts"]):
+            adapted = [module for module in adapted if not module.startswith("mlp.")]
+        adapted += trace.stacks if lora is not None and EXPERTS in lora.targets else []
+        if (key := (kind, Part(trained, frozenset(adapted), lora))) not in kinds:
+            kinds[key] = layout.layer(trace, key[1], constants, shared_bytes)
+        block = kinds[key]
         layers.append(replace(block, name=name, parameters=_under(name, block.parameters)))
     return layout.embedding(), *layers, layout.head()
 
@@ -192,9 +255,9 @@ class _Layout:
     def boundary_bytes(self) -> int:
         return self.n_tokens * self.tree["width"] * self.item_bytes  # type: ignore[no-any-return]
 
-    def layer(self, trace: LayerTrace, trained: frozenset[str], constants: frozenset[str], shared_bytes: int) -> Block:
+    def layer(self, trace: LayerTrace, part: Part, constants: frozenset[str], shared_bytes: int) -> Block:
         """Build a decoder layer with a placeholder name."""
-        part, tape = Part(trained, self.semantics.train, self.tree["has_experts"]), Tape(self.item_bytes)
+        tape = Tape(self.item_bytes)
         replay(trace, tape, self.semantics, part, self.n_tokens)
         block = Block(
             name="layer",
@@ -351,18 +414,16 @@ class _Layout:
 
 def _with_adapters(trace: LayerTrace, part: Part) -> Iterator[Parameter]:
     """Yield a layer's weights, frozen or trained, then the two LoRA factors of each weight with an adapter."""
-    parameters = [Parameter(n, tuple(s)) for n, s in trace.parameters.items()]
+    parameters, linear = [Parameter(n, tuple(s)) for n, s in trace.parameters.items()], trace.linear
     yield from (replace(p, frozen=p.name not in part.trained) for p in parameters)
-    for call in trace.calls:
-        if call.name == "_grouped_mm" and call.weights and (rank := part.rank(name := call.weights[0])):
-            n_experts, n_in, n_out = call.shapes[1]
+    for name, (n_experts, n_in, n_out) in trace.stacks.items():
+        if rank := part.rank(name):
             prefix = name.rpartition(".")[0] + ("" if name.endswith(".down_proj") else ".base_layer")  # as PEFT nests them
             yield Parameter(f"{prefix}.lora_A.weight", (n_experts * rank, n_in))
             yield Parameter(f"{prefix}.lora_B.weight", (n_out, rank * n_experts))
-    for p in parameters:
-        name, _, last = p.name.rpartition(".")
-        if last == "weight" and len(p.shape) == 2 and (rank := part.rank(name)):
-            n_out, n_in = p.shape
+    for name in (p.name.removesuffix(".weight") for p in parameters):
+        if name in linear and (rank := part.rank(name)):
+            n_out, n_in = linear[name]
             yield Parameter(f"{name}.lora_A.weight", (rank, n_in))
             yield Parameter(f"{name}.lora_B.weight", (n_out, rank))
 

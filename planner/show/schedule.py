@@ -2,10 +2,13 @@
 
 from collections import Counter
 
+from penstock.planner.model.workload import without_adapters
 from penstock.runtime.plan import Plan, Policy, Semantics, Update
+from penstock.runtime.plan.train import is_adapter
 from penstock.runtime.plan.workload import Saved
-from penstock.runtime.units import show_count
+from penstock.runtime.units import on_one_line, show_count
 
+MOST_NAMES = 5  # of matrices without adapters
 UPDATE_WORDS = {
     Update.EAGER: "block by block, as gradients arrive",
     Update.BARRIER: "when the norm is known, all before the next step",
@@ -73,10 +76,14 @@ def kernels_in_words(semantics: Semantics) -> str:
 
 
 def trained_in_words(plan: Plan) -> str:
-    """Describe trained parameters: `41.9 M parameters: lora:r=16,alpha=32; the others frozen, ...`."""
-    base = plan.semantics.base
+    """Describe trained parameters: `23 M parameters: lora:r=16,alpha=32, beside 192 matrices, not mlp.experts or the head; ...`."""
+    base, train = plan.semantics.base, on_one_line(str(plan.semantics.train), 160)
+    if plan.semantics.train.lora is not None:
+        names, n = without_adapters(plan.workload), sum(is_adapter(p.name) for b in plan.workload.blocks for p in b.trained) // 2
+        names = names if len(names) < MOST_NAMES else [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} others"]
+        train += f", beside {n:,} matrices, not {', '.join(names)}{' or ' if names else ''}the head"
     frozen = "the others frozen" + (f", their matrices quantized to {base}" if base != "bf16" else "")
-    return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {frozen}"
+    return f"{show_count(plan.workload.n_trained)} parameters: {train}; {frozen}"
 
 
 def batch_in_words(semantics: Semantics) -> str:

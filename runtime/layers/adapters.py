@@ -22,7 +22,7 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.train import ADAPTERS, EXPERTS, Lora
 
 from .documents import LIBRARY
-from .transformers_patches import IS_TRANSPOSED, replace_grouped_products
+from .transformers_patches import IS_TRANSPOSED, Conv1D, replace_grouped_products
 
 
 def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shared_inputs: Iterable[Sequence[str]] = ()) -> None:
@@ -31,7 +31,7 @@ def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shar
     for name in dict.fromkeys(name.rsplit(".", 2)[0].removesuffix(".base_layer") for name in names):
         parent, _, child = name.removeprefix(prefix).rpartition(".")
         part: Any = getattr(module.get_submodule(parent), child, None)
-        if isinstance(part, nn.Linear):
+        if isinstance(part, nn.Linear | Conv1D):
             setattr(module.get_submodule(parent), child, AdaptedLinear(part, lora))
         elif child == EXPERTS and getattr(part, IS_TRANSPOSED, None) is not None:
             AdaptedExperts(part, lora)
@@ -62,26 +62,36 @@ class Factor(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    def __init__(self, linear: nn.Linear, lora: Lora) -> None:
+    """A linear layer, or one with a transposed weight (I, O), with an adapter."""
+
+    def __init__(self, linear: nn.Linear | Conv1D, lora: Lora) -> None:
         nn.Module.__init__(self)  # keeps the layer's weight and bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.lora_A = Factor((lora.rank, linear.in_features), linear.weight)
-        self.lora_B = Factor((linear.out_features, lora.rank), linear.weight)
+        self.plain_forward: Any = type(linear).forward
+        self.is_transposed = isinstance(linear, Conv1D)
+        self.out_features, self.in_features = self.oriented_weight.shape
+        self.nf = self.out_features  # of Conv1D's forward
+        self.lora_A = Factor((lora.rank, self.in_features), linear.weight)
+        self.lora_B = Factor((self.out_features, lora.rank), linear.weight)
         self.scale, self.dropout, self.is_disabled = lora.scale, lora.dropout, False
         self.partners: tuple[AdaptedLinear, ...] = (self,)  # projections with the same input, computed together
         self.ready: tuple[Tensor, Tensor] | None = None  # the input and output that a partner's call has computed
 
+    @property
+    def oriented_weight(self) -> Tensor:
+        return self.weight.t() if self.is_transposed else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         if self.is_disabled:
-            return F.linear(x, self.weight, self.bias)
+            plain: Tensor = self.plain_forward(self, x)
+            return plain
         ready, self.ready = self.ready, None
         if ready is not None and ready[0] is x:
             return ready[1]
         drops = self.training and self.dropout > 0
         parts = (self,) if drops else self.partners
         dropped = torch.native_dropout(x, self.dropout, True)[0] if drops else x
-        operands = [t for part in parts for t in (part.weight, part.bias, part.lora_A.weight, part.lora_B.weight)]
+        operands = [t for part in parts for t in (part.oriented_weight, part.bias, part.lora_A.weight, part.lora_B.weight)]
         outputs = dict(zip(parts, _Adapted.apply(x, dropped, self.scale, *operands), strict=True))  # type: ignore[no-untyped-call]
         y: Tensor = outputs.pop(self)
         for part, output in outputs.items():
@@ -198,8 +208,9 @@ def _adapted_linear(
     x_NI, h_NS, outputs = rows(x), rows(dropped) @ _stacked(a).t(), []
     for weight_OI, bias_O, b_OR, h_NR in zip(weights, biases, b, h_NS.split(len(a[0]), 1), strict=True):
         bias, beta = (x.new_empty(1), 0) if bias_O is None else (bias_O, 1)
-        y_NO = torch.addmm(bias, h_NR, b_OR.t(), beta=beta, alpha=scale).addmm_(x_NI, weight_OI.t())
-        outputs.append(y_NO.view(*x.shape[:-1], len(weight_OI)))
+        outputs.append(x.new_empty(*x.shape[:-1], len(weight_OI)))  # no view, because models may add to it in place
+        torch.addmm(bias, h_NR, b_OR.t(), beta=beta, alpha=scale, out=outputs[-1].view(-1, len(weight_OI)))
+        outputs[-1].view(-1, len(weight_OI)).addmm_(x_NI, weight_OI.t())
     return outputs, h_NS
 
 

@@ -20,12 +20,13 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto as auto
+from transformers.pytorch_utils import Conv1D
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.policy import LibraryKernel
 
 __all__ = ["ACT2FN", "ALL_ATTENTION_FUNCTIONS", "AutoConfig", "AutoModelForCausalLM", "AutoModelForImageTextToText"]
-__all__ += ["BaseModelOutputWithPast", "PreTrainedConfig", "PreTrainedModel", "auto"]
+__all__ += ["BaseModelOutputWithPast", "Conv1D", "PreTrainedConfig", "PreTrainedModel", "auto"]
 
 # Attributes by class or module
 ATTRIBUTES: Mapping[Any, tuple[str, ...]] = {

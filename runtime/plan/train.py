@@ -2,11 +2,12 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from penstock.runtime.errors import PlanError
 from penstock.runtime.units import on_one_line
@@ -15,10 +16,22 @@ from .objective import SCORE
 from .packed import Base
 from .workload import FILE, OF_LAYER, Dtype, Natural
 
-# Projections that may have adapters, in the order of layers
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
-EXPERTS: Target = "experts"  # both stacks of a layer's experts; not a default target
-TARGETS: tuple[Target, ...] = get_args(Target)[:-1]
+
+def _compiled(target: str) -> str:
+    try:
+        re.compile(target)
+    except re.error as error:
+        raise ValueError(f"not a regular expression ({error})") from None
+    return target
+
+
+# End of a linear layer's name, or an expression in slashes for whole names, as in PEFT
+Target = Annotated[str, Field(max_length=1000, pattern=r"^(?:[\w.-]+|/.+/)$"), AfterValidator(_compiled)]
+ALL_LINEAR = "all-linear"  # every linear layer of the decoder
+EXPERTS = "experts"  # both stacks of a layer's experts, which are no linear layers
+# Names that PEFT reads as a layer's experts, in a model that has experts, wherever they are
+IN_EXPERTS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of most models, in the order of layers
 # Stacked weights of a layer's experts
 STACK = re.compile(r"(?:^|\.)((?:mlp|feed_forward|block_sparse_moe)\.experts)\.(?:gate_up_proj|down_proj)$")
 ADAPTERS = ("lora_A", "lora_B")  # the two factors, as named in adapter files
@@ -27,19 +40,23 @@ Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection, with A (rank, in) and B (out, rank). For a stack of E
+    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target, with A (rank, in) and B (out, rank). For a stack of E
     experts: A (E rank, in) with experts outermost, B (out, rank E) with experts innermost."""
 
     rank: Annotated[int, Field(gt=0, le=2**16)] = 16
     alpha: Annotated[float, Field(gt=0, lt=2**20)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: Annotated[tuple[Target, ...], Field(min_length=1)] = TARGETS
+    targets: Annotated[tuple[Target, ...], Field(min_length=1)] = (ALL_LINEAR,)
     rslora: bool = False  # scale alpha / sqrt(rank) instead (rank-stabilised LoRA)
     __pydantic_config__ = FILE
 
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def adapts(self, module: str) -> bool:
+        """True if the linear layer with this name in the model is a target."""
+        return any(is_selected(module, target) for target in self.targets)
 
 
 _LORA = TypeAdapter(Lora)
@@ -69,17 +86,13 @@ class Train:
             return layer is not None and self.layers[0] <= int(layer[1]) <= self.layers[1]
         return True
 
-    def rank(self, target: str) -> int:
-        """Rank of a projection's adapter, by the last part of its name; 0: none."""
-        return self.lora.rank if self.lora is not None and target in self.lora.targets else 0
-
     def __str__(self) -> str:
         """Return text for `parse_train`."""
         if (lora := self.lora) is not None:
             options = [f"r={lora.rank}", f"alpha={lora.alpha:g}"]
             options += [f"dropout={lora.dropout:g}"] if lora.dropout else []
-            options += [f"targets={'+'.join(lora.targets)}"] if lora.targets != TARGETS else []
             options += ["rslora"] if lora.rslora else []
+            options += [f"targets={'+'.join(lora.targets)}"] if lora.targets not in ((ALL_LINEAR,), TARGETS) else []
             return f"lora:{','.join(options)}"
         if self.layers is not None:
             return f"layers:{self.layers[0]}-{self.layers[1]}"
@@ -87,6 +100,28 @@ class Train:
 
 
 ALL = Train()
+
+
+def is_selected(module: str, target: str) -> bool:
+    """True if a target selects the linear layer `module`: by the end of its name, or by an expression for all of it."""
+    if _is_expression(target):
+        return re.fullmatch(target[1:-1], module) is not None
+    return target == ALL_LINEAR or f".{module}".endswith(f".{target}")
+
+
+def last_part(module: str) -> str:
+    """Last part of a module's name, and the part before a number: `q_proj`, or `ffn.0`."""
+    return re.search(r"[^.]+(?:\.[0-9]+)*$", module)[0]  # type: ignore[index]
+
+
+def in_order(targets: Iterable[str]) -> tuple[str, ...]:
+    """Sort targets: in the order of layers, others by name, experts, an expression."""
+    usual = {target: i for i, target in enumerate(TARGETS)}
+    return tuple(sorted({*targets}, key=lambda t: (_is_expression(t), t == EXPERTS, usual.get(t, len(usual)), t)))
+
+
+def _is_expression(target: str) -> bool:
+    return len(target) > 2 and target[0] == target[-1] == "/"
 
 
 def is_adapter(name: str) -> bool:
@@ -101,7 +136,7 @@ def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dty
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_HOW = "write all, lora, lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,rslora, names:*.norm.weight or layers:20-31"
+_HOW = "write all, lora, lora:r=16,alpha=32,dropout=0.05,rslora,targets=q_proj+v_proj, names:*.norm.weight or layers:20-31"
 
 
 def parse_train(text: str) -> Train:
@@ -122,17 +157,20 @@ def parse_train(text: str) -> Train:
 
 
 def _parse_lora(text: str) -> Lora:
-    """Parse `r=16,alpha=32`; alpha defaults to twice the rank."""
+    """Parse `r=16,alpha=32`; alpha defaults to twice the rank. An expression is last: `r=8,targets=/.*_proj/`."""
+    text, slash, expression = text.partition("/")
     pairs = [part.partition("=")[::2] for part in text.split(",") if part]
     fields: dict[str, Any] = dict(pairs)
-    if len(fields) < len(pairs) or not fields.keys() <= {"r", "alpha", "dropout", "targets", "rslora"} or fields.get("rslora"):
-        raise PlanError(f"--train lora:{text[:80]} is not understood; {_HOW}")
+    is_odd = len(fields) < len(pairs) or not fields.keys() <= {"r", "alpha", "dropout", "targets", "rslora"}
+    if is_odd or fields.get("rslora") or (slash and not re.search(r"\btargets=(?:[^,]*\+)?$", text)):
+        raise PlanError(f"--train lora:{(text + slash + expression)[:80]} is not understood; {_HOW}")
     if "r" in fields:
         fields["rank"] = fields.pop("r")
     if "rslora" in fields:
         fields["rslora"] = True
     if "targets" in fields:
-        fields["targets"] = fields["targets"].split("+")
+        names = fields["targets"].removesuffix("+") if slash else fields["targets"]
+        fields["targets"] = [*(names.split("+") if names or not slash else []), *([slash + expression] if slash else [])]
     lora = checked_lora(**fields)
     return lora if "alpha" in fields else replace(lora, alpha=2.0 * lora.rank)
 
@@ -144,5 +182,5 @@ def checked_lora(**fields: object) -> Lora:
     except ValidationError as error:
         first = error.errors()[0]
         where, value = ".".join(map(str, first["loc"])), on_one_line(str(first["input"]), 60)
-        raise PlanError(f"an adapter's {where} is {value}; {first['msg'].lower()}") from None
-    return replace(lora, targets=tuple(target for target in (*TARGETS, EXPERTS) if target in lora.targets))
+        raise PlanError(f"an adapter's {where} is {value}; {first['msg'].removeprefix('Value error, ').lower()}") from None
+    return replace(lora, targets=in_order(lora.targets))

@@ -160,7 +160,7 @@ def test_packed_weights_that_were_cut_are_packed_again_or_named(home):
 
 
 def test_experts_are_refused_and_attention_is_not(home):
-    with_weights(home / "experts", "qwen3_moe")
+    with_weights(home / "experts", "qwen3_moe", mlp_only_layers=[])
     result = penstock("plan", home / "experts", "--machine", "cpu-2core", "--train", "lora:targets=gate_proj")
     assert (result.exit_code, "outside experts (target name: experts)" in result.stderr) == (2, True)
     leaves = load_file(trained(home, plan_in(home, *LORA, model="experts"), steps=2) / "adapter_model.safetensors")

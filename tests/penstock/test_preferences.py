@@ -292,15 +292,97 @@ def test_a_reference_of_something_else_is_refused(tea):
     one_line(train(tea, plan, "--reference", ref), 2, "no file of a reference")
 
 
-def test_the_reference_of_an_adapter_is_its_base(tea):
+BYTES = ["--tokenizer", "bytes"]
+
+
+@pytest.fixture
+def sft(tea):
+    """Return the plan of a tuned adapter, and the flags of a run that goes on from it."""
     succeeded(train(tea, plan_in(tea, "--loss", "orpo"), out="base", steps=2))
-    plan = plan_in(tea, "--train", "lora:r=4", *DPO, model="base/checkpoint-2", name="lora.json")
-    succeeded(train(tea, plan, scratch=["--tokenizer", "bytes"], out="tuned", steps=2))
-    again = ("--adapter", tea / "tuned" / "checkpoint-2", "--tokenizer", "bytes")
-    succeeded(train(tea, plan, scratch=again, out="more", steps=1))
-    both = [load_file(tea / out / "reference.safetensors") for out in ("tuned", "more")]
-    assert both[0].keys() == both[1].keys()
-    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+    plan = plan_in(tea, "--train", "lora:r=4", "--loss", "orpo", model="base/checkpoint-2", name="sft.json")
+    succeeded(train(tea, plan, "--lr", "3e-2", scratch=BYTES, out="sft", steps=2))
+    return tea / "sft" / "checkpoint-2"
+
+
+def tuned(tea, adapter, *flags, loss="dpo", out="out", steps=4):
+    """Run a loss from the adapter; return the result and the lines of its evaluations."""
+    words = ("--train", "lora:r=4", "--loss", loss, *(("--micro-batch", 4) if "kto" in loss else ()))
+    plan = plan_in(tea, *words, model="base/checkpoint-2", name=f"{loss[:3]}.json")
+    options = ("--eval-data", tea / "held-out.jsonl", "--eval-every", 2, "--save-every", 2, *BYTES, *flags)
+    result = train(tea, plan, *options, *(() if adapter is None else ("--adapter", adapter)), scratch=[], out=out, steps=steps)
+    return result, [line for line in lines_of(tea, out) if "eval_loss" in line] if result.exit_code == 0 else []
+
+
+@mostly_slow(
+    ("loss", "first"),
+    [
+        ("dpo", math.log(2)),
+        ("robust", math.log(2)),
+        ("hinge", 1.0),
+        ("ipo:beta=0.2", 1 / (4 * 0.2**2)),
+        ("kto:beta=0.5,group=2", 0.5),
+    ],
+    fast=(0, 3),
+)
+def test_a_run_from_an_adapter_begins_at_its_reference(sft, tea, loss, first):
+    """The reference is the model with the adapter, as in TRL. With the base alone the loss has another first value."""
+    if "kto" in loss:
+        rows = [{"prompt": f"tea {n}? ", "completion": f"yes, {n}", "label": n % 3 > 0} for n in range(8)]
+        write_lines(tea / "data" / "pairs.jsonl", rows)
+        write_lines(tea / "held-out.jsonl", rows)
+    result, (begun, *_) = tuned(tea, sft, loss=loss, steps=2)
+    assert begun["eval_loss"] == pytest.approx(first, abs=1e-12)
+    assert f"reference: the model with the adapter that the run begins with, {sft} (SHA-256 " in succeeded(result).stderr
+    base, (begun, *_) = tuned(tea, sft, "--reference", "base", loss=loss, out="on-base", steps=2)
+    assert "reference: the model without an adapter" in base.stderr
+    assert begun["eval_loss"] != pytest.approx(first, abs=1e-4)
+    if loss == "dpo":
+        alone, (begun, *_) = tuned(tea, None, out="alone", steps=2)
+        assert (begun["eval_loss"], "reference: the model without an adapter" in alone.stderr) == (math.log(2), True)
+
+
+def test_the_reference_of_a_run_stays_what_it_began_with(sft, tea):
+    succeeded(tuned(tea, sft)[0])
+    wanted = (tea / "out" / "checkpoint-4" / "adapter_model.safetensors").read_bytes()
+    for out, lost, flags in (("a", False, ()), ("b", True, ()), ("c", True, ("--adapter", sft, "--reference", "start"))):
+        shutil.copytree(tea / "out", tea / out)
+        shutil.rmtree(tea / out / "checkpoint-4")
+        if lost:
+            (tea / out / "reference.safetensors").unlink()
+        result, _ = tuned(tea, None, "--resume", *flags, out=out)
+        assert f"reference: the model with the adapter that the run begins with, {sft}" in succeeded(result).stderr
+        assert (tea / out / "checkpoint-4" / "adapter_model.safetensors").read_bytes() == wanted
+    shutil.rmtree(tea / "a" / "checkpoint-4")
+    result, _ = tuned(tea, sft, "--resume", "--reference", "base", out="a")
+    one_line(result, 2, "its reference is the model with the adapter", "and --reference base is the model without an adapter")
+    (tea / "a" / "reference.safetensors").unlink()
+    moved = sft.rename(sft.with_name("moved"))
+    one_line(tuned(tea, None, "--resume", out="a")[0], 2, "adapter_config.json: cannot be read")
+    shutil.copytree(moved, sft)
+    (sft / "adapter_model.safetensors").write_bytes((sft / "adapter_model.safetensors").read_bytes()[:-1] + b"\1")
+    one_line(tuned(tea, None, "--resume", out="a")[0], 2, "reference.safetensors: is gone, and", "no longer the adapter")
+
+
+def test_a_reference_file_is_of_the_adapter_or_of_the_merged_model(sft, tea):
+    succeeded(tuned(tea, sft, steps=2)[0])
+    files = ("--data", tea / "data", "--eval-data", tea / "held-out.jsonl", *BYTES)
+    succeeded(command("forward", tea / "dpo.json", *files, "--adapter", sft, "--out", tea / "ref"))
+    assert (tea / "ref").read_bytes() == (tea / "out" / "reference.safetensors").read_bytes()
+    losses = [line["loss"] for line in lines_of(tea, "out") if "loss" in line]
+    assert "reference: the file " in succeeded(tuned(tea, sft, "--reference", tea / "ref", out="file", steps=2)[0]).stderr
+    assert [line["loss"] for line in lines_of(tea, "file") if "loss" in line] == losses
+    one_line(
+        tuned(tea, None, "--reference", tea / "ref", out="x")[0], 2, "a reference of another adapter", "the run has no --adapter"
+    )
+    one_line(tuned(tea, tea / "out" / "checkpoint-2", "--reference", tea / "ref", out="x")[0], 2, "a reference of another adapter")
+    succeeded(command("merge", tea / "base" / "checkpoint-2", sft, "--out", tea / "merged"))
+    whole = ("forward", tea / "dpo.json", *files, "--model", tea / "merged", "--out", tea / "whole")
+    succeeded(command(*whole))
+    result, (begun, *_) = tuned(tea, sft, "--reference", tea / "whole", out="merged-ref", steps=2)
+    assert "of the model merged with the adapter" in succeeded(result).stderr
+    assert begun["eval_loss"] == pytest.approx(math.log(2), abs=2e-2)  # merged weights are rounded to bf16
+    for adapter in (None, tea / "out" / "checkpoint-2"):
+        one_line(tuned(tea, adapter, "--reference", tea / "whole", out="x")[0], 2, "a reference of another weights")
 
 
 USER_LOSSES = """

@@ -72,8 +72,8 @@ LOOP = """
 import sys
 import penstock
 
-out, plan, data, held_out = sys.argv[1:]
-settings = {"tokenizer": "bytes", "evaluation.data": held_out}
+out, plan, data, held_out, *adapter = sys.argv[1:]
+settings = {"tokenizer": "bytes", "evaluation.data": held_out} | {"adapter": path for path in adapter}
 for turn in penstock.stream(plan, data, out=out, every=2, steps=9, lr=1e-2, from_scratch=True, device="cpu", settings=settings):
     norm = sum(float(weight.double().square().sum()) for _, weight in turn.weights())
     print(turn.step, turn.lr, norm, turn.evaluate()["eval_loss"], sorted(turn.gradient_norms().items()), flush=True)
@@ -87,24 +87,29 @@ print("the loop is over")
 
 @mostly_slow("train", ["all", "lora:r=4"], fast=(1,))
 def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
-    """Pairs, with a reference computed by rank 0 from all ranks' weights; and a loop that abandons its run."""
+    """Pairs, with a reference computed by rank 0 from all ranks' weights, adapters included if they are the start; and a loop that
+    abandons its run."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
     write_lines(home / "held-out.jsonl", rows[8:])
     options = ("--loss", "dpo", "--train", train, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
-    program, outputs = [sys.executable, "-c", LOOP], []
-    for n in (1, 2):
-        plan = plan_in(home, *options, "--gpus", n, name=f"{n}.json")
-        words = [str(word) for word in (home / str(n), plan, home / "data", home / "held-out.jsonl")]
-        outcomes = by_hand([words] * n, commands=[program] * n)
-        assert [code for _, code in outcomes] == [0] * n, outcomes
-        assert not any(out for (out, _), _ in outcomes[1:])
-        outputs.append(outcomes[0][0][0])
-    assert outputs[0] == outputs[1]
-    assert outputs[0].splitlines()[-1] == "the loop is over"
-    assert contents(home / "1" / "checkpoint-6") == contents(home / "2" / "checkpoint-6")
-    assert len({(home / n / "reference.safetensors").read_bytes() for n in ("1", "2")}) == 1
+    program, references = [sys.executable, "-c", LOOP], set[bytes]()
+    for adapter in ([], [home / "1" / "checkpoint-6"])[: 1 + (train != "all")]:
+        outputs, folders = [], [home / f"{n}{'-on' * len(adapter)}" for n in (1, 2)]
+        for n, folder in enumerate(folders, start=1):
+            plan = plan_in(home, *options, "--gpus", n, name=f"{n}.json")
+            words = [str(word) for word in (folder, plan, home / "data", home / "held-out.jsonl", *adapter)]
+            outcomes = by_hand([words] * n, commands=[program] * n)
+            assert [code for _, code in outcomes] == [0] * n, outcomes
+            assert not any(out for (out, _), _ in outcomes[1:])
+            outputs.append(outcomes[0][0][0])
+        assert outputs[0] == outputs[1]
+        assert outputs[0].splitlines()[-1] == "the loop is over"
+        assert contents(folders[0] / "checkpoint-6") == contents(folders[1] / "checkpoint-6")
+        files = {(folder / "reference.safetensors").read_bytes() for folder in folders}
+        assert len(files - references) == len(files) == 1, "the reference with an adapter is another"
+        references |= files
     alone = Forked([*program, *words], env=os.environ | rank_runs.QUIET, stderr=subprocess.PIPE)
     assert "or a program with torchrun --nproc-per-node 2" in alone.communicate(timeout=60)[1]
 

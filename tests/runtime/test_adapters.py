@@ -290,7 +290,7 @@ def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved 
 def peft_of(config: dict[str, Any], semantics: Semantics, begun: dict[str, torch.Tensor], lora: Lora) -> Any:
     """Return transformers' model with PEFT's fp32 adapters and the same weights."""
     model = hf_model(config, dtype=DTYPES[semantics.compute_dtype], attn_implementation=semantics.attention)
-    of_peft = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=[*lora.targets], lora_dropout=0.0)
+    of_peft = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", lora_dropout=0.0)
     model = get_peft_model(model, of_peft, autocast_adapter_dtype=True).train()
     named = {penstock_name(name): p for name, p in model.named_parameters()}
     assert named.keys() == begun.keys()
