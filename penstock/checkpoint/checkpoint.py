@@ -206,11 +206,13 @@ class CheckpointWriter:
         self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
         self._write(CONFIG_FILE, config_bytes(lora, factors, base))
 
-    def copy_tokenizer(self, folder: Path) -> None:
-        """Copy the tokenizer files that exist in a model's folder."""
-        for file in TOKENIZER_FILES:
-            if (folder / file).is_file():
-                self._write(file, (folder / file).read_bytes())
+    def copy_tokenizer(self, folder: Path, chat_template: str | None = None) -> None:
+        """Copy the tokenizer files that exist in a model's folder, with another chat template if one is given."""
+        contents = {file: (folder / file).read_bytes() for file in TOKENIZER_FILES if (folder / file).is_file()}
+        if chat_template is not None:
+            contents["chat_template.jinja"] = chat_template.encode()  # has priority over the one in tokenizer_config.json
+        for file, content in contents.items():
+            self._write(file, content)
 
     def finish(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the manifest. `state`: further fields for resuming."""

@@ -45,6 +45,7 @@ class Contents:
 
     fields: Callable[[int], Mapping[str, Any]]  # JSON part of the state after a step
     tokenizer_from: Path | None  # folder to copy from
+    chat_template: str | None  # a user's, instead of the model's
     towers_from: Path | None
     head_config: dict[str, Any]  # fields of config.json for a trained head
 
@@ -192,7 +193,7 @@ class Saver:
                     files.copy_towers(contents.towers_from, plan.model.config)
                 files.write_config(plan.model.config | contents.head_config, DTYPE[plan.semantics.compute_dtype])
             if contents.tokenizer_from is not None:
-                files.copy_tokenizer(contents.tokenizer_from)
+                files.copy_tokenizer(contents.tokenizer_from, contents.chat_template)
             with self._changed:  # wait until the step is logged
                 self._changed.wait_for(lambda: snapshot.step in self._logged or self.snapshots.is_over)
                 if snapshot.step not in self._logged:

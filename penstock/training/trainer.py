@@ -26,7 +26,7 @@ from penstock.runtime.plan.timeline import Timeline
 from .monitors import Monitors
 from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
-from .validation import Validation, held_out_loss, validations_of
+from .validation import Validation, held_out_loss, report_ratio, validations_of
 
 LOST_TIMES = 10  # x the first loss
 LEAST_LOSS = 1.0  # minimum of the first loss, in nats per token: a lower one may be an easy batch
@@ -137,6 +137,9 @@ class Trainer:
         self._leave_what_followed()
         saver = self.saver() if session.saves else None
         with device_memory_named(), self.monitors, nullcontext() if saver is None else saver.at_work():
+            if n_done == 0:
+                with suppress(Abandoned):
+                    report_ratio(session)
             self._validate(n_done)
             while n_done < session.n_steps and not session.stop.is_requested:
                 self.rests_after = None
@@ -247,7 +250,7 @@ class Trainer:
         def fields(step: int) -> dict[str, Any]:
             return {**identity, "data_position": inputs.data.position(step)}
 
-        contents = Contents(fields, inputs.tokenizer_from, inputs.towers_from, inputs.head_config)
+        contents = Contents(fields, inputs.tokenizer_from, inputs.chat_template, inputs.towers_from, inputs.head_config)
         state, settings = session.store.host, session.checkpoint
         return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
 

@@ -213,7 +213,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
         (pairs_of, {"chosen": [PROMPT, YES], "rejected": [YES, NO]}, "share no prompt"),
         (pairs_of, {**PAIR, "rejected": [NO]}, 'no string under "rejected"'),
         (pairs_of, {**PAIR, "system": "be brief"}, '"system" next to a text "prompt"'),
-        (pairs_of, {"question": "tea?", "chosen": "a yes", "rejected": "a no"}, "name it with --columns prompt=question"),
+        (pairs_of, {"question": " ", "chosen": "a yes", "rejected": "a no"}, "an empty question"),
         (pairs_of, {"chosen": "tea? yes", "rejected": "tea? yes, please"}, "one of chosen and rejected begins with the other"),
         (pairs_of, {"text": "tea"}, "a loss of pairs needs chosen and rejected"),
         (partial(pairs_of, packing="joined"), PAIR, "each answer is apart"),
