@@ -51,13 +51,13 @@ class ChatTemplate:
         self._ends = tuple(token for i in tokenizer.answer_ends if (token := library.convert_ids_to_tokens(i)))
         self._special = tuple(str(token) for token in library.added_tokens_decoder.values() if token.special)
 
-    def with_arguments(self, chat: Chat) -> Chat:
+    def with_arguments(self, chat: Chat, where: str) -> Chat:
         """Return the conversation with arguments of tool calls as objects instead of JSON in strings, or the reverse, if the
         template rejects them, encodes strings once more, or writes objects in Python's notation."""
         text = None
         for variant in (chat, _with_arguments(chat, False), _with_arguments(chat, True)) if [*_arguments(chat)] else ():
             with suppress(DataError):
-                text, earlier = self._text(variant.messages, variant.tools, "")[0], text
+                text, earlier = self._text(variant.messages, variant.tools, where)[0], text
                 if text != earlier and all(_is_kept(value, text) for value in _arguments(variant)):
                     return variant
         return chat
@@ -152,6 +152,8 @@ class ChatTemplate:
             (text,), spans = rendered
             if len(text) > self.watch.most_bytes:
                 raise TooLargeError
+        except TooLargeError:
+            raise TooLargeError(where) from None
         except Exception as error:  # templates can raise any exception
             raise DataError(f"{where}: the model's chat template rejects it ({reason_of(error)})") from None
         return text, spans[0] if marks else None

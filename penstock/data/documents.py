@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.iterable_dataset import ExamplesIterable
 from datasets.utils import tqdm
 
-from penstock.runtime.errors import DataError
+from penstock.runtime.errors import DataError, PenstockError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line, rows_of
@@ -144,7 +144,7 @@ class Reader:
         if isinstance(item, Completion):
             text = item.prompt + item.completion  # followed by the end token
             return [((text, [(len(item.prompt), len(text) + 1)] if text else []), [], (None, None), numbers)]
-        template, chat = self.template, self.template.with_arguments(item)
+        template, chat = self.template, self.template.with_arguments(item, where)
         rendered = template.render(chat, where)
         roles, parts = template.dropped_roles(chat, rendered), template.dropped_parts(chat, rendered)
         notes = [f"roles {role}" for role in roles] + [f"parts {part}" for part in parts] + ["arguments"] * (chat is not item)
@@ -208,11 +208,12 @@ class Documents:
     @property
     def problem_lines(self) -> list[str]:
         """Problems of bad rows in the order of the data, equal ones as one line with their number."""
-        places = dict[str, list[str]]()
+        rows = dict[str, list[str]]()
         for d, problem in self.problems.items():
-            places.setdefault(problem.removeprefix(f"{self.where(d)}: "), []).append(self.where(d))
-        more = (f" (and {len(rows) - 1:,} more like it, up to {rows[-1]})" * (len(rows) > 1) for rows in places.values())
-        return [f"{rows[0]}: {problem}{count}" for (problem, rows), count in zip(places.items(), more, strict=True)]
+            place, is_file = self.where(d), not self._columns[3][d].as_py()  # files are named one by one
+            rows.setdefault(problem if is_file else problem.removeprefix(f"{place}: "), []).append("" if is_file else f"{place}: ")
+        more = (f" (and {len(at) - 1:,} more like it, up to {at[-1][:-2]})" * (len(at) > 1) for at in rows.values())
+        return [f"{at[0]}{problem}{count}" for (problem, at), count in zip(rows.items(), more, strict=True)]
 
     def refuse_bad(self, share: float) -> None:
         """Raise DataError, with the first 20 problems as notes, if more than this share of the rows is bad."""
@@ -269,7 +270,7 @@ def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Cal
         return Documents(dataset, reader.files, f"{how[0]} {cache}")
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error
-        if isinstance(cause, DataError):
+        if isinstance(cause, PenstockError):
             raise cause from None
         reason = getattr(cause, "strerror", None) or reason_of(cause)
         advice = "make room, delete it, or name another in PENSTOCK_CACHE"

@@ -340,7 +340,7 @@ def _table(file: Path, kind: Kind, mapped: Collection[str] | None, most_bytes: i
     n_decoded, most_decoded = 0, max(most_bytes, MAX_EXPANSION * file.stat().st_size)
     number, advice = 0, "if that is so, allow more with --max-row-mb"
     try:
-        for batch in (_parquet if kind == "parquet" else _arrow)(file, mapped):
+        for batch in map(_without_dictionaries, (_parquet if kind == "parquet" else _arrow)(file, mapped)):
             sizes = [batch.slice(i, 1).nbytes for i in range(batch.num_rows)] if batch.nbytes > most_bytes else []
             if max(sizes, default=0) > most_bytes:
                 large = number + 1 + sizes.index(max(sizes))
@@ -373,6 +373,12 @@ def _arrow(file: Path, mapped: Collection[str] | None) -> Iterator[Any]:
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
         for batch in (batch.select(names) for batch in batches):
             yield from (batch.slice(first, ROWS_AT_ONCE) for first in range(0, batch.num_rows, ROWS_AT_ONCE))
+
+
+def _without_dictionaries(batch: Any) -> Any:
+    """Return a batch with repeated values written out, as large as its rows."""
+    columns = [column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column for column in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
 def _read_columns(file: Path, names: list[str], mapped: Collection[str] | None) -> list[str]:

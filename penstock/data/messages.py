@@ -70,14 +70,14 @@ def chat_of(messages: list[Any], row: Row, n_before: int = 0) -> Chat:
     are not learned."""
     parsed = [_message(message, i) for i, message in enumerate(messages)]
     learned = [_is_learned(message, i) for i, message in enumerate(parsed)]  # flags are not passed to templates
-    unlearned = {i for i, flag in enumerate(learned) if i < n_before or flag is False}
     if row.get("system"):
         system: Message = {"role": "system", "content": value_of(row, "system", str)}
         if parsed[:1] != [system]:
             if any(message["role"] == "system" for message in parsed):
                 raise ValueError('a "system" column and another system message; join them, or leave one out')
-            parsed, unlearned = [system, *parsed], {i + 1 for i in unlearned}
-    return Chat(tuple(parsed), _tools(row), frozenset(unlearned))
+            parsed, learned, n_before = [system, *parsed], [None, *learned], n_before + bool(n_before)
+    unlearned = frozenset(i for i, flag in enumerate(learned) if i < n_before or flag is False)
+    return Chat(tuple(parsed), _tools(row), unlearned)
 
 
 def _is_learned(message: Message, i: int) -> bool | None:

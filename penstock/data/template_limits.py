@@ -7,7 +7,7 @@ process grows, is interrupted between two bytecodes. Single operations whose res
 import ctypes
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,8 @@ from threading import Event, Lock, Thread, get_ident
 from typing import Any
 
 from transformers.utils import chat_template_utils
+
+from penstock.runtime.errors import PenstockError
 
 MOST = 10**7  # digits of a number, width, characters of a repetition
 INTERVAL_S = 0.05
@@ -25,20 +27,21 @@ _Sandbox: Any = vars(chat_template_utils)["ImmutableSandboxedEnvironment"]
 _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
-class TooLargeError(Exception):
-    """The template exceeds a limit."""
+class TooLargeError(PenstockError):
+    """A template exceeds a limit. Ends the reading: with each other row it would, too."""
 
-    def __str__(self) -> str:
-        return "it takes too long, or writes too much; for a template that should, set --max-row-seconds or --max-row-mb"
+    def __init__(self, where: str = "") -> None:
+        problem = "the chat template takes too long, or writes too much; allow more with --max-row-seconds or --max-row-mb"
+        super().__init__(f"{where}: {problem}")
 
 
-def _refuse_widths(numbers: Any, format: str = "") -> None:
+def _refuse_widths(numbers: Iterable[Any], format: str = "") -> None:
     if _WIDTH.search(format) or any(isinstance(number, int) and abs(number) > MOST for number in numbers):
         raise TooLargeError
 
 
-def _filtered(function: Any, format: bool, value: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse_widths((*args, *kwargs.values()), str(value) if format else "")
+def _filtered(function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_widths((*args, *kwargs.values()))
     return function(value, *args, **kwargs)
 
 
@@ -49,23 +52,30 @@ class LimitedSandbox(_Sandbox):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.filters |= {name: partial(_filtered, self.filters[name], name == "format") for name in ("center", "indent", "format")}
+        self.filters |= {name: partial(_filtered, self.filters[name]) for name in ("center", "indent")}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Perform an operation. TooLargeError if its result would be enormous."""
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             _refuse_widths([left.bit_length() * right])
         elif operator == "%" and isinstance(left, str):
-            _refuse_widths(right if isinstance(right, tuple) else (right,), left)
+            _refuse_widths(right if isinstance(right, tuple) and "*" in left else (), left)
         elif operator == "*":
             _refuse_widths(len(a) * b for a, b in ((left, right), (right, left)) if hasattr(a, "__len__") and isinstance(b, int))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function. TooLargeError for a method of strings with an enormous width."""
-        if isinstance(text := getattr(function, "__self__", None), str):
-            _refuse_widths((*args, *kwargs.values()), text if function.__name__ in ("format", "format_map") else "")
+        if isinstance(getattr(function, "__self__", None), str):
+            _refuse_widths((*args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """Return the sandboxed `format` of a string. TooLargeError for an enormous width."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _refuse_widths((), value.__self__)
+        return wrapped
 
 
 vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = LimitedSandbox
