@@ -174,7 +174,8 @@ def read_row(row: object, format: str, where: str) -> list[tuple[Chat | Completi
 
 def _pair(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
     """Return the chosen and the rejected half of a row. Only the answers are learned."""
-    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+    chosen = row.get("chosen")
+    prompt: Any = row.get("prompt")
     kind: Any = str if isinstance(chosen, str) else list
     chosen, rejected = value_of(row, "chosen", kind), value_of(row, "rejected", kind)
     if kind is str and _asks(row):  # like Orca: a conversation
