@@ -80,6 +80,11 @@ class DataSettings:
     too_long: Literal["cut", "split", "skip", "refuse"] = "cut"  # a document longer than a sequence; `joined` always splits
     unsupervised: Literal["refuse", "skip"] = "skip"  # a sample without a supervised token; skipped ones are counted
     shuffle: bool = True  # random order of sequences, different in each epoch
+    chat_template: Text | None = flagged(
+        None, "--chat-template", "File of a chat template, or one of Penstock's: qwen3.", "the model's own", "FILE|NAME"
+    )
+    max_row_seconds: Above0 = flagged(10.0, "--max-row-seconds", "Longest time of a chat template for a row.")
+    max_row_mb: Count = flagged(64, "--max-row-mb", "Largest row of a table, or text of a chat template, in megabytes.")
     streaming: bool = flagged(False, "--streaming", "Read data as it is needed; give --steps.")
     shuffle_buffer: Count = 10_000  # samples, when streaming
     __pydantic_config__ = LENIENT

@@ -206,12 +206,18 @@ class CheckpointWriter:
         self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
         self._write(CONFIG_FILE, config_bytes(lora, factors, model.path or model.name, others, has_towers(model.config)))
 
-    def copy_files(self, files: Mapping[str, Path], config: Mapping[str, Any], ends: Iterable[int] = ()) -> None:
-        """Copy the files of `kept_files`. Add the end tokens to those of generation."""
+    def copy_files(
+        self, files: Mapping[str, Path], config: Mapping[str, Any], ends: Iterable[int] = (), chat_template: str | None = None
+    ) -> None:
+        """Copy the files of `kept_files`, with another chat template if one is given. Add the end tokens to those of generation."""
         new, generation = with_ends(files, config, ends)
-        for name in [*files, *([GENERATION_FILE] if new and GENERATION_FILE not in files else ())]:
-            is_changed = new and name == GENERATION_FILE
-            self._write(name, _json_bytes(generation) if is_changed else files[name].read_bytes())
+        contents = {name: path.read_bytes() for name, path in files.items()}
+        if new:
+            contents[GENERATION_FILE] = _json_bytes(generation)
+        if chat_template is not None:
+            contents["chat_template.jinja"] = chat_template.encode()  # has priority over the one in tokenizer_config.json
+        for name, content in contents.items():
+            self._write(name, content)
 
     def finish(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the manifest. `state`: further fields for resuming."""

@@ -46,6 +46,7 @@ class Contents:
     fields: Callable[[int], Mapping[str, Any]]  # JSON part of the state after a step
     kept_files: Mapping[str, Path]  # tokenizer and others to copy, by name
     ends: tuple[int, ...]  # learned end tokens, added to those of generation
+    chat_template: str | None  # a user's, instead of the model's
     towers_from: Path | None
     config: dict[str, Any]  # of config.json
 
@@ -194,7 +195,7 @@ class Saver:
                 if contents.towers_from is not None:
                     files.copy_towers(contents.towers_from, plan.model.config)
                 files.write_config(contents.config, DTYPE[plan.semantics.compute_dtype])
-            files.copy_files(contents.kept_files, plan.model.config, contents.ends)
+            files.copy_files(contents.kept_files, plan.model.config, contents.ends, contents.chat_template)
             with self._changed:  # wait until the step is logged
                 self._changed.wait_for(lambda: snapshot.step in self._logged or self.snapshots.is_over)
                 if snapshot.step not in self._logged:

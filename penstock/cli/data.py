@@ -45,6 +45,9 @@ class Sample:
 @flag_of("data.split")
 @flag_of("data.packing")
 @flag_of("data.bad_rows")
+@flag_of("data.max_row_seconds")
+@flag_of("data.max_row_mb")
+@flag_of("data.chat_template")
 @AS_JSON
 def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int, as_json: bool, **flags: Any) -> None:
     """Show the first documents of PATH as the model reads them, mark the learned tokens, and count all documents.
@@ -66,7 +69,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
         packed = read_data(DataRequest(settings, model, vocab_size, seq_len, 1, 0, cache, by_document, objective=None), report)
         assert isinstance(packed, MapStyleData)
         parts, about = packed.parts, packed.words()
-        samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model), n_samples)]
+        samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model, settings.chat_template), n_samples)]
         counted = _counts(parts)
     if as_json:
         click.echo(json.dumps({"about": about, "samples": [asdict(sample) for sample in samples], "counts": counted}))

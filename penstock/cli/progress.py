@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, formatter
 REPLAN_ERROR = 0.1  # relative error of the step time above which another plan may be faster
 MEDIAN_STEPS = 20  # last steps; their median time predicts the remaining time
-LONG_S = 30.0  # without a terminal, a stage of the preparation gets a line after this time
+LONG_S = 30.0  # without a terminal, time between lines of a stage of the preparation
 
 
 class Preparing(Bar):
     """Display of the preparation of a run: its stage, such as `loading weights: 3 of 34 blocks`, and its duration.
 
-    A terminal shows one line that is redrawn. Elsewhere, a stage gets a line after LONG_S, or at once with `every_stage`. Call it
+    A terminal shows one line that is redrawn. Elsewhere, a stage gets a line every LONG_S, or at once with `every_stage`. Call it
     with the text of the current stage.
     """
 
@@ -56,7 +56,7 @@ class Preparing(Bar):
         self.update(task, description=words)
         if self.disable and time.monotonic() >= self.until_s:
             click.echo(words if self.patience_s else stage, err=True)
-            self.until_s = math.inf
+            self.until_s = time.monotonic() + (self.patience_s or math.inf)
 
 
 def show_overview(rows: Mapping[str, str]) -> None:

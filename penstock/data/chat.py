@@ -6,9 +6,11 @@ Some templates change earlier turns once later ones follow (they remove reasonin
 teach text that never occurs at inference. In this case each answer becomes a separate document, after the prompt for that answer.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, tzinfo
 from typing import Any, cast
 
@@ -16,12 +18,17 @@ from transformers.utils import chat_template_utils
 
 from penstock.runtime.errors import DataError
 
-from .formats import Chat, Message
+from .files import LIMITS, Limits
+from .messages import Chat, Message
+from .template_limits import TooLargeError, Watch
 from .tokenizer import ModelTokenizer, reason_of
 
 Span = tuple[int, int]  # (first, one past the last) character
 Rendered = tuple[str, list[Span]]  # a document: text, and its spans to learn
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one text; transformers copies it to the others
+_PARTS = (_REASONING, ("tool_calls",), ("function_call",))  # of an assistant's message
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+MARKS = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 
 
 class _FixedDay(datetime):
@@ -38,10 +45,22 @@ vars(chat_template_utils)["datetime"] = _FixedDay  # the clock of `strftime_now`
 class ChatTemplate:
     """Conversations rendered with the tokenizer's template, in the sandbox of transformers."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, limits: Limits = LIMITS) -> None:
         self.tokenizer, library = tokenizer, cast(Any, tokenizer.library)
+        self.watch = Watch(limits.row_s, limits.row_bytes)
         self._ends = tuple(token for i in tokenizer.answer_ends if (token := library.convert_ids_to_tokens(i)))
         self._special = tuple(str(token) for token in library.added_tokens_decoder.values() if token.special)
+
+    def with_arguments(self, chat: Chat, where: str) -> Chat:
+        """Return the conversation with arguments of tool calls as objects instead of JSON in strings, or the reverse, if the
+        template rejects them, encodes strings once more, or writes objects in Python's notation."""
+        text = None
+        for variant in (chat, _with_arguments(chat, False), _with_arguments(chat, True)) if [*_arguments(chat)] else ():
+            with suppress(DataError):
+                text, earlier = self._text(variant.messages, variant.tools, where)[0], text
+                if text != earlier and all(_is_kept(value, text) for value in _arguments(variant)):
+                    return variant
+        return chat
 
     def render(self, chat: Chat, where: str) -> list[Rendered]:
         """Return a conversation as one document, or one document per answer. DataError if the template rejects it."""
@@ -61,7 +80,7 @@ class ChatTemplate:
             return [self._answer(chat, i, where) for i in learned]
         return [(text, learned_spans)]
 
-    def dropped(self, chat: Chat, rendered: Sequence[Rendered]) -> list[str]:
+    def dropped_roles(self, chat: Chat, rendered: Sequence[Rendered]) -> list[str]:
         """Return roles, except the assistant's, that the template ignores: the text is equal without their messages."""
         ignored = set[str]()
         for i, message in enumerate(chat.messages):
@@ -72,9 +91,28 @@ class ChatTemplate:
                     ignored |= {message["role"]} if shortened == self._text(chat.messages, chat.tools, "") else set()
         return sorted(ignored)
 
+    def dropped_parts(self, chat: Chat, rendered: Sequence[Rendered]) -> list[str]:
+        """Return parts of the assistant's messages, and "tools", that the template ignores: the text is equal without them."""
+        ignored = {"tools"} if chat.tools and self._is_same(chat, replace(chat, tools=None)) else set[str]()
+        for i, message in enumerate(chat.messages):
+            for name, words, changed in _without_parts(message) if message["role"] == "assistant" else ():
+                if name not in ignored and not (words and any(words in text for text, _ in rendered)):
+                    n = len(chat.messages) if len(rendered) == 1 else i + 1  # else each answer is a document
+                    without = (*chat.messages[:i], changed, *chat.messages[i + 1 : n])
+                    same = self._is_same(replace(chat, messages=chat.messages[:n]), replace(chat, messages=without))
+                    ignored |= {name} if same else set()
+        return sorted(ignored)
+
+    def _is_same(self, chat: Chat, other: Chat) -> bool:
+        """True if the template writes the same text for both. False if it rejects one of them."""
+        with suppress(DataError):
+            return self._text(chat.messages, chat.tools, "") == self._text(other.messages, other.tools, "")
+        return False
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a generation prompt: the assistant's answer begins after them."""
-        text, _ = self._text(messages, None, "the prompt", prompt=True)
+        with self.watch.at_work():
+            text, _ = self._text(messages, None, "the prompt", prompt=True)
         return list(self.tokenizer.backend.encode(text, add_special_tokens=False).ids)
 
     def _answer(self, chat: Chat, i: int, where: str) -> Rendered:
@@ -102,17 +140,22 @@ class ChatTemplate:
             template = library.get_chat_template(tools=schemas)
             marks = _GENERATION.search(template) is not None
             # `apply_chat_template` calls this function, but does not return character spans.
-            rendered: Any = chat_template_utils.render_jinja_template(
-                [list(messages)],
-                schemas,
-                chat_template=template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **library.special_tokens_map,
-            )
+            with self.watch.rendering():
+                rendered: Any = chat_template_utils.render_jinja_template(
+                    [list(messages)],
+                    schemas,
+                    chat_template=template,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=prompt,
+                    **library.special_tokens_map,
+                )
+            (text,), spans = rendered
+            if len(text) > self.watch.most_bytes:
+                raise TooLargeError
+        except TooLargeError:
+            raise TooLargeError(where) from None
         except Exception as error:  # templates can raise any exception
             raise DataError(f"{where}: the model's chat template rejects it ({reason_of(error)})") from None
-        (text,), spans = rendered
         return text, spans[0] if marks else None
 
     def _with_end(self, text: str, span: Span) -> Span:
@@ -127,3 +170,47 @@ class ChatTemplate:
         first, stop = span
         end = first + len(text[first:stop].rstrip())
         return (first, end) if text.endswith(self._special, first, end) else span
+
+
+def _arguments(chat: Chat) -> Iterator[Any]:
+    """Yield the arguments of tool calls: JSON in a string, or an object."""
+    for call in (call for message in chat.messages for call in message.get("tool_calls") or ()):
+        holder = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(holder, dict) and isinstance(value := holder.get("arguments"), str | dict):
+            yield value
+
+
+def _with_arguments(chat: Chat, as_text: bool) -> Chat:
+    """Return the conversation with arguments of tool calls as JSON in strings, or as objects. Other strings are unchanged."""
+
+    def converted(value: Any) -> Any:
+        if as_text or not isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False) if as_text and isinstance(value, dict) else value
+        with suppress(ValueError, RecursionError):
+            return parsed if isinstance(parsed := json.loads(value), dict) else value
+        return value
+
+    def of_call(call: Any) -> Any:
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            return {**call, "function": of_call(call["function"])}
+        return {**call, "arguments": converted(call["arguments"])} if isinstance(call, dict) and "arguments" in call else call
+
+    calls = [{"tool_calls": list(map(of_call, m["tool_calls"]))} if m.get("tool_calls") else {} for m in chat.messages]
+    return replace(chat, messages=tuple({**m, **changed} for m, changed in zip(chat.messages, calls, strict=True)))
+
+
+def _is_kept(value: Any, text: str) -> bool:
+    """True if a template wrote these arguments as JSON, once."""
+    in_json = json.dumps(value, ensure_ascii=False)
+    return value in text and in_json not in text if isinstance(value, str) else str(value) not in text or str(value) == in_json
+
+
+def _without_parts(message: Message) -> Iterator[tuple[str, str, Message]]:
+    """Yield (name, its words, message without it) for each part of an assistant's message that a template may drop."""
+    for names in _PARTS:
+        if given := next((name for name in names if message.get(name)), None):
+            words = message[given].strip() if isinstance(message[given], str) else ""
+            yield given, words, {name: value for name, value in message.items() if name not in names}
+    opened, mark, rest = message["content"].rpartition("</think>")
+    if mark and (thought := opened.rpartition("<think>")[2]).strip():
+        yield "<think> in contents", thought.strip(), {**message, "content": opened.removesuffix(thought) + mark + rest}

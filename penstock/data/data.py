@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from penstock.settings import DataSettings
 
 from .chat import ChatTemplate
 from .documents import Reader, cached_documents
-from .files import TRAIN, WANTED, find_files
-from .formats import NEEDED, PREFERENCE, UNPAIRED, row_format
+from .files import TRAIN, WANTED, Limits, find_files
+from .formats import NEEDED, PREFERENCE, UNPAIRED, renamed, row_format, unread
 from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
@@ -67,7 +67,7 @@ def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData 
         raise DataError("several --data are not streamed: leave out --streaming, or put the files into one folder")
     weights = [part.weight for part in settings.mix] or [None]
     shares_of(weights, [1] * len(weights))  # reject bad weights before reading files
-    tokenizer, sets = read_tokenizer(request.model_folder), list[PackedSet]()
+    tokenizer, sets = read_tokenizer(request.model_folder, settings.chat_template), list[PackedSet]()
     for part in settings.parts:
         reader = reader_of(request, part, tokenizer)
         shape = _shape(request, part, reader)
@@ -107,14 +107,16 @@ def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenize
         raise DataError(f"the end token {tokenizer.end_id} is outside the model's {request.vocab_size} token ids; {advice}")
     columns = part.columns or {}
     files = find_files(Path(part.path or ""), request.run or request.cache.parent, part.split, request.preferred)
-    rows = files.first_rows(columns.values())
+    files = replace(files, limits=Limits(part.max_row_seconds, part.max_row_mb * 10**6))
+    rows = files.first_rows()
     first = next(rows, None)
     format, is_text = row_format(part.format, first, rows, columns, request.objective)
     if format != "text" and files.path.is_dir():
         files = files.rows_only()
     if first is None and not any(file.kind == "text" for file in files.files):
         raise DataError(f"{files.path}: no text in it; {WANTED}")
-    return Reader(files, columns, format, ChatTemplate(tokenizer), request.vocab_size, is_text)
+    left = tuple(unread(renamed(first[1], columns), format, is_text)) if first else ()
+    return Reader(files, columns, format, ChatTemplate(tokenizer, files.limits), request.vocab_size, is_text, left)
 
 
 def _shape(request: DataRequest, part: DataSettings, reader: Reader) -> Shape:
@@ -167,6 +169,9 @@ def _packed(
     sequences, counts = pack(documents, order, shape)
     if not len(sequences):
         wanted = f"a group has {shape.group} answers: give more, or plan with a smaller one" if shape.group > 1 else WANTED
+        if counts["cut"]:
+            longest = f"the longest document has {documents.lengths.max():,} tokens"
+            wanted = f"prompts fill the {shape.seq_len:,} tokens of a sequence, and {longest}: choose a longer --seq-len"
         raise DataError(f"{reader.about}: nothing to learn in it ({counts_text(counts)}); {wanted}")
     segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
     fingerprint = _fingerprint(content, reader.identity, shape.identity, segments)

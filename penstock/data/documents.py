@@ -3,8 +3,10 @@
 import hashlib
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
@@ -19,11 +21,12 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.iterable_dataset import ExamplesIterable
 from datasets.utils import tqdm
 
-from penstock.runtime.errors import DataError
+from penstock.runtime.errors import DataError, PenstockError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line, rows_of
-from .formats import NEEDED, ROLLOUTS, Chat, Completion, read_row, renamed, rollouts
+from .formats import NEEDED, ROLLOUTS, read_row, renamed, rollouts, shown
+from .messages import Chat, Completion
 from .tokenizer import is_tokenizer_error, reason_of
 
 Array = npt.NDArray[np.int64]
@@ -31,11 +34,12 @@ _Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, .
 Columns = dict[str, list[Any]]  # a batch of `datasets`: column name -> values
 MOST_SHOWN = 20  # bad rows
 ROWS_AT_ONCE = 32  # tokenised per call; tokens with offsets take 100 times the memory of the text
+REPORT_S = 0.5  # between progress messages
 DOCUMENTS_AT_ONCE = 100  # in memory before a write
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
-_NOTES = ("problem", "dropped")  # why a row is bad; the roles that its template drops
+_NOTES = ("problem", "dropped")  # why a row is bad; lines of what its template drops: `roles developer`, `parts tool_calls`
 LOSS_NUMBERS = "brought"  # numbers of a row for its loss: a label; or an advantage and the log-probability of each learned token
-_VERSION = 3  # of the conversion of rows; another version invalidates cached tokens
+_VERSION = 4  # of the conversion of rows; another version invalidates cached tokens
 
 tqdm.set_lock(RLock())  # the default lock is a system semaphore that a killed run leaks
 
@@ -50,6 +54,7 @@ class Reader:
     template: ChatTemplate
     vocab_size: int
     is_text: bool  # plain text, no conversations
+    unread: tuple[str, ...] = ()  # columns of the first row that its format does not read
 
     @property
     def identity(self) -> str:
@@ -69,13 +74,15 @@ class Reader:
         how = "by the model's chat template" if self.template.tokenizer.has_template else "as <|role|> and text"
         parts = [f"{self.files.path}: {self.format}", "" if self.is_text else f"conversations {how}", self.files.about]
         left_out = f"{n:,} file{'s' * (n != 1)} left out" if (n := self.files.n_left_out) else ""
-        return ", ".join(filter(None, [*parts, left_out]))
+        unread = f"not read: {shown(self.unread)}" if self.unread else ""
+        return ", ".join(filter(None, [*parts, left_out, unread]))
 
     def stream(self, order: Iterable[int]) -> IterableDataset:
         """Yield documents lazily from the files in this order. `datasets` tracks the stream state by file and row."""
         shards = [(int(i), self.files.files[i]) for i in order]
         # `from_generator` would create a cache in the user's home.
-        rows = IterableDataset(ExamplesIterable(_rows, {"files": shards, "mapped": tuple(self.columns.values())}))
+        how = {"mapped": tuple(self.columns.values()), "most_bytes": self.files.limits.row_bytes}
+        rows = IterableDataset(ExamplesIterable(_rows, {"files": shards, **how}))
         return rows.map(self, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=["file", "row", "value"])
 
     def __call__(self, rows: Columns) -> Columns:
@@ -86,7 +93,9 @@ class Reader:
         if self.format == ROLLOUTS:
             tokenised = [one for place, value in zip(places, rows["value"], strict=True) for one in self._tokenised(value, *place)]
             return {name: [values[column] for values in tokenised] for column, name in enumerate(names)}
-        inputs = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
+        values = zip(places, rows["value"], strict=True)
+        with self.template.watch.at_work() if not self.is_text else nullcontext():
+            inputs = [(place, *one) for place, value in values for one in self._read(value, *place)]
         try:
             texts = [text for _, (text, _), *_ in inputs]  # only plain text gets the tokenizer's special tokens
             backend = self.template.tokenizer.backend
@@ -108,7 +117,7 @@ class Reader:
         """Return the documents of a pre-tokenised row, as tuples in the order of `features`."""
         where = self.files.where(file, row)
         try:
-            fields = renamed(parse_line(value, where) if isinstance(value, bytes) else value, self.columns)
+            fields = renamed(parse_line(value, where), self.columns)
             completions = rollouts(fields, self.vocab_size, where)
         except DataError as error:
             return [((), (), 0, 0, 0, file, row, 0, str(error), None, ())]
@@ -120,7 +129,7 @@ class Reader:
         a conversation has contents and roles."""
         where = self.files.where(file, row)
         try:
-            fields = renamed(parse_line(value, where) if isinstance(value, bytes) else value, self.columns)
+            fields = renamed(parse_line(value, where), self.columns)
             rendered = [self._rendered(*item, where) for item in read_row(fields, self.format, where)]
             if self.format in NEEDED and any(len(documents) > 1 for documents in rendered):
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
@@ -135,14 +144,17 @@ class Reader:
         if isinstance(item, Completion):
             text = item.prompt + item.completion  # followed by the end token
             return [((text, [(len(item.prompt), len(text) + 1)] if text else []), [], (None, None), numbers)]
-        rendered = self.template.render(item, where)
-        roles = self.template.dropped(item, rendered)
-        first = [message["content"] for message in item.messages if message["role"] not in roles], (None, ", ".join(roles) or None)
+        template, chat = self.template, self.template.with_arguments(item, where)
+        rendered = template.render(chat, where)
+        roles, parts = template.dropped_roles(chat, rendered), template.dropped_parts(chat, rendered)
+        notes = [f"roles {role}" for role in roles] + [f"parts {part}" for part in parts] + ["arguments"] * (chat is not item)
+        first = [message["content"] for message in chat.messages if message["role"] not in roles], (None, "\n".join(notes) or None)
         return [(one, *(([], (None, None)) if i else first), numbers) for i, one in enumerate(rendered)]
 
     def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
         """Return ids, edges of learned runs, and the counts of tokens, learned tokens and targets."""
-        ids, end_id = np.array(encoding.ids, dtype=np.int64), self.template.tokenizer.end_id
+        n_doubled = self.template.tokenizer.n_doubled(encoding.ids) if self.is_text else 0  # rendered by a template: begins already
+        ids, end_id = np.array(encoding.ids[n_doubled:], dtype=np.int64), self.template.tokenizer.end_id
         if is_ended := self.is_text and ids.size > 0:  # exactly once, even if the tokenizer adds it too
             ids = np.append(ids[: ids.size - int(ids[-1] == end_id)], end_id)
         if (largest := ids.max(initial=0)) >= self.vocab_size:
@@ -152,7 +164,8 @@ class Reader:
         if is_ended and spans == [(0, end[1])]:  # all is learned: skip the offsets, which take as long as encoding
             runs = np.array([[0, ids.size]])
         else:
-            runs = _runs_of(spans, [*encoding.offsets[: ids.size - 1], end] if is_ended else encoding.offsets)
+            offsets = encoding.offsets[n_doubled:]
+            runs = _runs_of(spans, [*offsets[: ids.size - 1], end] if is_ended else offsets)
         n_learned = int((runs[:, 1] - runs[:, 0]).sum())
         n_targets = n_learned - int((runs[:1, 0] == 0).sum())  # the first token has no context to predict it from
         return ids, runs.reshape(-1), ids.size, n_learned, n_targets
@@ -169,10 +182,10 @@ def _runs_of(spans: list[Span], offsets: list[Span]) -> Array:
     return np.array(runs, dtype=np.int64).reshape(-1, 2)
 
 
-def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...], most_bytes: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows of files with the keys that `datasets` expects."""
     for number, file in files:
-        for row, value in rows_of(file.path, file.kind, mapped):
+        for row, value in rows_of(file.path, file.kind, mapped, most_bytes):
             yield row, {"file": number, "row": row, "value": value}
 
 
@@ -189,17 +202,29 @@ class Documents:
         self.n_rows = min(1, places.shape[1]) + int(np.diff(places).any(axis=0).sum())
         problems = column("problem")
         self.problems = {i: problems[i].as_py() for i in np.flatnonzero(problems.is_valid()).tolist()}  # bad rows, by document
-        self.dropped = Counter[str](column("dropped").drop_null().to_pylist())  # number of rows by dropped roles
+        notes = column("dropped").drop_null().to_pylist()
+        self.dropped = Counter[str](line for lines in notes for line in lines.split("\n"))  # number of rows, by note
+
+    @property
+    def problem_lines(self) -> list[str]:
+        """Problems of bad rows in the order of the data, equal ones as one line with their number."""
+        rows = dict[str, list[str]]()
+        for d, problem in self.problems.items():
+            place, is_file = self.where(d), not self._columns[3][d].as_py()  # files are named one by one
+            rows.setdefault(problem if is_file else problem.removeprefix(f"{place}: "), []).append("" if is_file else f"{place}: ")
+        more = (f" (and {len(at) - 1:,} more like it, up to {at[-1][:-2]})" * (len(at) > 1) for at in rows.values())
+        return [f"{at[0]}{problem}{count}" for (problem, at), count in zip(rows.items(), more, strict=True)]
 
     def refuse_bad(self, share: float) -> None:
         """Raise DataError, with the first 20 problems as notes, if more than this share of the rows is bad."""
-        bad, n = [*self.problems.values()], len(self.problems)
+        n = len(self.problems)
         if n <= share * self.n_rows * (1 + 1e-9):
             return
         least = math.ceil(1000 * n / self.n_rows) / 10
         how = f", or skip them with --bad-rows {least:g}%" if n < self.n_rows else ""
-        error = DataError(f"{bad[0]} ({n:,} of {self.n_rows:,} rows are bad; mend them{how})")
-        for line in [*bad[1:MOST_SHOWN], f"and {n - MOST_SHOWN:,} more"][: n - 1]:
+        first, *others = self.problem_lines
+        error = DataError(f"{first} ({n:,} of {self.n_rows:,} rows are bad; mend them{how})")
+        for line in [*others[: MOST_SHOWN - 1], f"and {len(others) + 1 - MOST_SHOWN:,} other problems"][: len(others)]:
             error.add_note(line)
         raise error
 
@@ -224,13 +249,16 @@ def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Cal
     """Return all documents of a data set, from the cache if an earlier run wrote them. `datasets` stores them in the folder
     `cache`. The key is a digest of file contents, reader and library versions. Concurrent processes tokenise once. DataError for a
     rejected file or a read-only folder."""
-    how = ["found in"]
+    how, shown_s = ["found in"], time.monotonic()
 
     def examples() -> Iterator[dict[str, Any]]:
+        nonlocal shown_s
         how[0] = "made, and kept in"
+        report("tokenising: 0 documents")
         for n, example in enumerate(reader.stream(range(len(reader.files.files)))):
-            if n % 100 == 0:
-                report(f"tokenising: {n:,} documents")
+            if (now_s := time.monotonic()) > shown_s + REPORT_S:
+                shown_s = now_s
+                report(f"tokenising: {n:,} documents, up to {reader.files.where(example['file'], example['row'])}")
             yield example
 
     disable_progress_bars()
@@ -242,7 +270,7 @@ def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Cal
         return Documents(dataset, reader.files, f"{how[0]} {cache}")
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error
-        if isinstance(cause, DataError):
+        if isinstance(cause, PenstockError):
             raise cause from None
         reason = getattr(cause, "strerror", None) or reason_of(cause)
         advice = "make room, delete it, or name another in PENSTOCK_CACHE"

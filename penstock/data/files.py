@@ -4,6 +4,9 @@ Files outside the folder are never read. Splits follow the layout of the Hugging
 shard (`train_sft-00000-of-00003.parquet`), or is a word in the name of a file or folder (`data/test/a.jsonl`). A text file belongs
 to a split only if the split is its whole name (`train.txt`), because a corpus may hold a text about tests.
 
+A folder of `Dataset.save_to_disk` has the Arrow files that its `state.json` lists, and a `DatasetDict` the splits of its
+`dataset_dict.json`. Their JSON, and that of the Hub, describes the data and is never read as data.
+
 Rows are parsed here instead of by the builders of `datasets`, which infer column types: they turn the answer "2020-01-01" into a
 date, "4" into a number, and a CSV's "NA" into null. Errors name the file and line.
 """
@@ -21,25 +24,43 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 
 from penstock.runtime.errors import DataError
+from penstock.runtime.files import read_whole
 
-from .formats import COLUMNS, EXAMPLE, not_understood
+from .formats import COLUMNS, EXAMPLE, not_understood, shown
 
 TRAIN = ("train",)
 HELD_OUT = ("val", "dev", "eval", "test")  # "val" matches "validation" too
-WANTED = 'give a folder of text files, a JSONL of {"text": "..."} or of chats, a .json list, .csv or .parquet'
+WANTED = 'give a folder of text files, a JSONL of {"text": "..."} or of chats, a .json list, .csv, .parquet or .arrow'
 _SHARD = re.compile(r"(\w[\w.]*)-\d{5}-of-\d{5}\b")
 _WORD = re.compile(r"(?:^|[-._ 0-9])((?:train|test|validation|valid|val|dev|eval)(?:_[a-z]+)*)(?:[-._ 0-9]|$)")
 _EDGE_BYTES = 2**16
-Kind = Literal["lines", "list", "csv", "parquet", "text"]
+Kind = Literal["lines", "list", "object", "csv", "parquet", "arrow", "text"]
 MAX_ROW_BYTES = 2**30  # documents are tokenised in memory, at 100 times their size
-ROWS_AT_ONCE = 64  # of Parquet
+ROWS_AT_ONCE = 64  # of Parquet and Arrow
+MAX_EXPANSION = 1000  # decoded bytes of a table by those of its file; natural text compresses 2 to 10 times
+STATE, SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
+METADATA = {STATE, SPLITS, "dataset_info.json", "dataset_infos.json"}
+NOT_TEXT = {b"%PDF": "a PDF", b"{\\rtf": "RTF", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-_KINDS: dict[str, Kind] = {".jsonl": "lines", ".ndjson": "lines", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+_KINDS: dict[str, Kind] = {".jsonl": "lines", ".ndjson": "lines", ".csv": "csv", ".tsv": "csv"}
+_KINDS |= {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _LOOK_BYTES = 2**20
 _OBJECT_A_LINE = re.compile(rb"\{[^\n]*\}[ \t\r]*\n\s*\{")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a row: seconds and bytes of its rendering by a chat template, bytes of its columns in a table."""
+
+    row_s: float = 10.0
+    row_bytes: int = 64 * 10**6
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +70,7 @@ class DataFile:
     path: Path
     name: str
     kind: Kind
+    split: str | None = None  # in a `DatasetDict`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +79,9 @@ class DataFiles:
 
     path: Path
     files: tuple[DataFile, ...]
-    n_left_out: int = 0  # text files in a set of rows
+    n_left_out: int = 0  # metadata, and text files in a set of rows
     about: str = ""  # for the user: the chosen split and the omitted ones
+    limits: Limits = LIMITS
 
     def where(self, number: int, row: int) -> str:
         """Return the place of a row of file `number`, for the user. Example: `data.jsonl:3`."""
@@ -70,18 +93,18 @@ class DataFiles:
         row_files = tuple(file for file in self.files if file.kind != "text")
         return replace(self, files=row_files, n_left_out=self.n_left_out + len(self.files) - len(row_files))
 
-    def first_rows(self, mapped: Collection[str]) -> Iterator[tuple[str, Any]]:
-        """Yield (place, first readable row) of each file of rows. DataError for a file that has only unreadable ones."""
+    def first_rows(self) -> Iterator[tuple[str, Any]]:
+        """Yield (place, first readable row with all columns) of each file of rows. DataError for a file that has only unreadable
+        ones."""
         for number, file in enumerate(self.files):
             value, where = None, ""
-            for n, value in rows_of(file.path, file.kind, mapped) if file.kind != "text" else ():
+            for n, value in rows_of(file.path, file.kind, None, self.limits.row_bytes) if file.kind != "text" else ():
                 where = self.where(number, n)
                 with suppress(DataError):  # skip a bad row
-                    yield where, parse_line(value, where) if isinstance(value, bytes) else value
+                    yield where, parse_line(value, where)
                     break
             else:
-                if isinstance(value, bytes):
-                    parse_line(value, where)
+                parse_line(value, where)
 
     def content_hash(self, full: bool) -> str:
         """SHA-256 of names and contents of all files. If not `full`: of names, sizes, heads and tails."""
@@ -117,10 +140,7 @@ def find_files(path: Path, run: Path, split: str | None = None, preferred: tuple
         raise DataError(f"{path}: neither a file nor a folder; {WANTED}")
     if split is not None:
         raise DataError(f"{path}: a file, and a split is chosen among a folder's files; leave out the split {split[:40]!r}")
-    file = DataFile(path, path.suffix, kind_of(path))
-    if file.kind == "text" and ".json" in path.suffixes:
-        raise DataError(f"{path}: neither a list of objects nor objects, one a line; write it as one of them")
-    return DataFiles(path, (file,))
+    return DataFiles(path, (DataFile(path, path.suffix, kind_of(path)),))
 
 
 def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
@@ -130,22 +150,40 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
     def refuse(error: OSError) -> None:
         raise read_error(Path(error.filename), error)
 
-    files: list[DataFile] = []
+    files, splits, n_metadata = list[DataFile](), dict[Path, str](), 0
     for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and Path(os.path.realpath(Path(folder, name))) != run]
+        if SPLITS in names:
+            names.remove(SPLITS)
+            splits |= {Path(folder, split): split for split in _listed(Path(folder, SPLITS), "splits", folders)}
+        if STATE in names and "dataset_info.json" in names:  # no cached tables beside those that were saved
+            names = _listed(Path(folder, STATE), "_data_files", names)
+        n_metadata, names = n_metadata + len(METADATA.intersection(names)), [name for name in names if name not in METADATA]
         for file in (Path(folder, name) for name in (*folders, *names) if not name.startswith(".")):
             target = Path(os.path.realpath(file))
             if not target.is_relative_to(root):
                 advice = "copy its target, or give the target a --data of its own"
                 raise DataError(f"{file}: a link out of the folder, which is not followed; {advice}")
             if target.is_file():  # no sockets, pipes, broken or circular links
-                files.append(DataFile(file, str(file.relative_to(path)), kind_of(file)))
-    return DataFiles(path, tuple(sorted(files, key=lambda file: Path(file.name).parts)))
+                files.append(DataFile(file, str(file.relative_to(path)), kind_of(file), splits.get(file.parent)))
+    return DataFiles(path, tuple(sorted(files, key=lambda file: Path(file.name).parts)), n_metadata)
+
+
+def _listed(file: Path, key: str, names: Collection[str]) -> list[str]:
+    """Return the names that a metadata file of `datasets` lists under a key. DataError if one of them is missing in its folder."""
+    try:
+        listed = json.loads(read_whole(file, MAX_ROW_BYTES))[key]
+        listed = [str(entry if isinstance(entry, str) else entry["filename"]) for entry in listed]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        raise DataError(f"{file}: does not list the files of a data set; save it again with save_to_disk") from None
+    if missing := [name for name in listed if name not in names]:
+        raise DataError(f"{file}: lists {missing[0][:80]!r}, which is not in its folder; copy the folder again")
+    return listed
 
 
 def _of_split(data: DataFiles, name: str | None, preferred: tuple[str, ...]) -> DataFiles:
     """Return the files of the requested splits. `test` includes `test_sft`. By default, a folder with one split is used whole."""
-    split_of = {file: _split(file) for file in data.files}
+    split_of = {file: file.split or _split(file) for file in data.files}
     splits = sorted({split for split in split_of.values() if split is not None})
     is_one = len(splits) == 1 and all(split is not None or file.kind == "text" for file, split in split_of.items())
     if name is None and splits == ["train"] and preferred == HELD_OUT:
@@ -179,7 +217,7 @@ def _split(file: DataFile) -> str | None:
 
 
 def kind_of(file: Path) -> Kind:
-    """Return the row format of a file: by suffix, and for .json by its beginning (a single object is a text)."""
+    """Return the row format of a file: by suffix, and for .json by its beginning."""
     if _suffix(file) != ".json":
         return _KINDS.get(_suffix(file), "text")
     try:
@@ -187,24 +225,31 @@ def kind_of(file: Path) -> Kind:
             begins = stream.read(_LOOK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError as error:
         raise read_error(file, error) from None
-    return "list" if begins.startswith(b"[") else "lines" if _OBJECT_A_LINE.match(begins) else "text"
+    return "list" if begins.startswith(b"[") else "lines" if _OBJECT_A_LINE.match(begins) else "object"
 
 
-def rows_of(file: Path, kind: Kind, mapped: Collection[str] = ()) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value). The value is a dict, or an unparsed line of JSON: a resumed stream skips lines without parsing.
+def rows_of(
+    file: Path, kind: Kind, mapped: Collection[str] | None = (), most_bytes: int = LIMITS.row_bytes
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value). The value is a dict, an unparsed line of JSON (a resumed stream skips lines without parsing), or the
+    DataError of a text file that is not UTF-8.
 
-    The number is a line number or row number, starting at 1; 0 for a text file. A text file that is not UTF-8 is returned as empty.
-    Parquet: only columns of known formats and of `mapped` are read. DataError names the file, and the line or row.
+    The number is a line number or row number, starting at 1; 0 for a whole file. Tables: only columns of known formats and of
+    `mapped` are read, or all if it is None. DataError names the file, and the line or row.
     """
-    readers = {"lines": _lines, "list": _list, "csv": _csv, "text": _text}
+    readers = {"lines": _lines, "list": _list, "object": _object, "csv": _csv, "text": _text}
     try:
-        yield from _parquet(file, mapped) if kind == "parquet" else readers[kind](file)
+        yield from readers[kind](file) if kind in readers else _table(file, kind, mapped, most_bytes)
     except OSError as error:
         raise read_error(file, error) from None
 
 
-def parse_line(line: bytes, where: str) -> Any:
-    """Parse a line of JSON."""
+def parse_line(line: Any, where: str) -> Any:
+    """Parse a line of JSON. Other values of `rows_of` are returned, or raised if they are errors."""
+    if isinstance(line, DataError):
+        raise line
+    if not isinstance(line, bytes):
+        return line
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError includes endless numbers
@@ -235,11 +280,16 @@ def _read_all(file: Path) -> bytes:
     return content
 
 
-def _text(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+def _text(file: Path) -> Iterator[tuple[int, Any]]:
+    content = _read_all(file).removeprefix(b"\xef\xbb\xbf")
+    found = next((name for magic, name in NOT_TEXT.items() if content.startswith(magic)), None)
     try:
-        yield 0, {"text": _read_all(file).decode("utf-8-sig")}
-    except UnicodeDecodeError:
-        yield 0, {"text": ""}
+        if found or b"\0" in content:  # UTF-16 may be UTF-8 with NULs
+            raise ValueError
+        yield 0, {"text": content.decode()}
+    except ValueError:
+        advice = "convert it, move it away, or skip such files with --bad-rows SHARE"
+        yield 0, DataError(f"{file}: no UTF-8 text, but {found or 'another encoding or no text'}; {advice}")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -273,15 +323,80 @@ def _csv(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
             raise DataError(f"{file}:{reader.line_num}: {str(error)[:80]}; write it again as CSV, in UTF-8") from None
 
 
-def _parquet(file: Path, mapped: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _object(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the row of a file that is one JSON object. DataError if the object is no row."""
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            known = [name for name in names if name in COLUMNS or name in mapped]
-            if not known:
-                raise not_understood(str(file), names)
-            batches = table.iter_batches(ROWS_AT_ONCE, columns=known)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        row = json.loads(_read_all(file).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: {str(error)[:80]}; write its rows as a list, or one a line, in UTF-8") from None
+    if not isinstance(row, dict) or not any(name in COLUMNS for name in row):
+        keys = f"an object with the keys {shown(row)}" if isinstance(row, dict) else "no object"
+        raise DataError(f"{file}: no rows found, it is {keys}; write its rows as a list, or one a line")
+    yield 0, row
+
+
+def _table(file: Path, kind: Kind, mapped: Collection[str] | None, most_bytes: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a Parquet or Arrow file, as JSON has them."""
+    n_decoded, most_decoded = 0, max(most_bytes, MAX_EXPANSION * file.stat().st_size)
+    number, advice = 0, "if that is so, allow more with --max-row-mb"
+    try:
+        for batch in map(_without_dictionaries, (_parquet if kind == "parquet" else _arrow)(file, mapped)):
+            sizes = [batch.slice(i, 1).nbytes for i in range(batch.num_rows)] if batch.nbytes > most_bytes else []
+            if max(sizes, default=0) > most_bytes:
+                large = number + 1 + sizes.index(max(sizes))
+                raise DataError(f"{file}: row {large}: above {most_bytes / 1e6:g} MB; {advice}")
+            if (n_decoded := n_decoded + batch.nbytes) > most_decoded:
+                what = f"its rows have more than {most_decoded / 1e6:,.0f} MB, {MAX_EXPANSION:,} times the size of the file or more"
+                raise DataError(f"{file}: {what}; {advice}")
+            for row in batch.to_pylist():
+                yield (number := number + 1), {field.name: _plain(row[field.name], field.type) for field in batch.schema}
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:80]
-        raise DataError(f"{file}: not a Parquet file that can be read ({reason}); make it again") from None
+        format = {"parquet": "a Parquet", "arrow": "an Arrow"}[kind]
+        raise DataError(f"{file}: not {format} file that can be read ({reason}); make it again") from None
+
+
+def _parquet(file: Path, mapped: Collection[str] | None) -> Iterator[Any]:
+    with pyarrow.parquet.ParquetFile(file) as table:
+        groups = (table.metadata.row_group(i) for i in range(table.num_row_groups))
+        largest = max((group.column(i).total_uncompressed_size for group in groups for i in range(group.num_columns)), default=0)
+        n = max(1, min(ROWS_AT_ONCE, MAX_ROW_BYTES // max(1, largest)))  # a value has at most the size of its chunk's dictionary
+        yield from table.iter_batches(n, columns=_read_columns(file, table.schema_arrow.names, mapped))
+
+
+def _arrow(file: Path, mapped: Collection[str] | None) -> Iterator[Any]:
+    """Yield batches of an Arrow stream, as `datasets` writes it, or an Arrow file."""
+    with pyarrow.memory_map(str(file)) as source:
+        is_file, _ = source.read(6) == b"ARROW1", source.seek(0)
+        reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
+        names = _read_columns(file, reader.schema.names, mapped)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        for batch in (batch.select(names) for batch in batches):
+            yield from (batch.slice(first, ROWS_AT_ONCE) for first in range(0, batch.num_rows, ROWS_AT_ONCE))
+
+
+def _without_dictionaries(batch: Any) -> Any:
+    """Return a batch with repeated values written out, as large as its rows."""
+    columns = [column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column for column in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, batch.schema.names)
+
+
+def _read_columns(file: Path, names: list[str], mapped: Collection[str] | None) -> list[str]:
+    known = [name for name in names if mapped is None or name in COLUMNS or name in mapped]
+    if not known:
+        raise not_understood(str(file), names)
+    return known
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Convert a value of a table to JSON's. Nulls in structs are left out: a table has the keys of all rows in each row."""
+    if value is None:
+        return None
+    if isinstance(kind, getattr(pyarrow, "JsonType", ())):
+        return json.loads(value)
+    kind = getattr(kind, "storage_type", kind)  # of an extension
+    if isinstance(value, dict):
+        return {field.name: _plain(value[field.name], field.type) for field in kind if value[field.name] is not None}
+    if pyarrow.types.is_map(kind):
+        return {key: _plain(item, kind.item_type) for key, item in value if item is not None}
+    return [_plain(item, kind.value_type) for item in value] if isinstance(value, list) else value

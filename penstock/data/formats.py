@@ -3,12 +3,11 @@
 The columns of the first row select the format of a data set. Rows of any format are converted to a conversation or a text.
 """
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +15,9 @@ from penstock.runtime.errors import DataError
 from penstock.runtime.plan.objective import ADVANTAGE, LABEL, OLD, LossInput, LossUnit, Objective
 from penstock.runtime.units import on_one_line
 
-Message = dict[str, Any]
-Row = Mapping[str, Any]
+from .messages import Chat, Completion, Row, answered, chat_of, dialogue, instruction, prompted, turn_of, value_of
+
 Rollout = tuple[list[int], list[int], float, list[float]]  # prompt, completion, advantage, log-probability of each completion token
-T = TypeVar("T")
 LEAST_STD = 1e-4  # added to the standard deviation of a group's rewards, like TRL
 MOST_LABELS = 1024
 MOST_NUMBER = 1e30  # of a reward, advantage or log-probability
@@ -60,24 +58,9 @@ NEEDED = {
 }
 _OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", "rewards", "advantages")
 COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *_GROUP_COLUMNS)
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {r: r for r in ("system", "user", "assistant", "tool")}
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """Messages in the layout of chat templates: role, content, and optional fields."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] | None = None
-    unlearned: frozenset[int] = frozenset()  # indices of messages to exclude from learning
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A prompt and its completion as plain text. Only the completion is learned."""
-
-    prompt: str
-    completion: str
+# Further columns that a format reads, beside "system" and "tools" of conversations
+_ALSO_READ = {"alpaca": ("input", "history"), "question-answer": ("history",), ROLLOUTS: ("rewards", "advantages")}
+_ALSO_READ |= {PREFERENCE: ("prompt", "question", "instruction", "input", "history")}
 
 
 def required_format(objective: Objective) -> str | None:
@@ -128,7 +111,7 @@ def row_format(
                 raise DataError(f"{place}: columns of {other_format}, and those of {where} are of {format}; {advice}")
     if format in ("prompt-completion", UNPAIRED, PREFERENCE):
         text = row.get("chosen" if format == PREFERENCE else "prompt") if isinstance(row, dict) else None
-        return format, isinstance(text, str)
+        return format, isinstance(text, str) and not (format == PREFERENCE and _asks(row))
     return format, format in ("text", ROLLOUTS, LABELLED)
 
 
@@ -191,12 +174,16 @@ def read_row(row: object, format: str, where: str) -> list[tuple[Chat | Completi
 
 def _pair(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
     """Return the chosen and the rejected half of a row. Only the answers are learned."""
-    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+    chosen = row.get("chosen")
+    prompt: Any = row.get("prompt")
     kind: Any = str if isinstance(chosen, str) else list
-    chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
-    other_columns = [name for name in ("question", "instruction") if row.get(name)]
-    if kind is str and prompt is None and other_columns:
-        raise ValueError(f'no "prompt", but "{other_columns[0]}": name it with --columns prompt={other_columns[0]}')
+    chosen, rejected = value_of(row, "chosen", kind), value_of(row, "rejected", kind)
+    if kind is str and _asks(row):  # like Orca: a conversation
+        question = value_of(row, "question", str) if "question" in row else instruction(row)
+        if not question.strip():
+            raise ValueError("an empty question")
+        prompt, kind = dialogue(row, question, "")[:-1], list
+        chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in (chosen, rejected))
     if not isinstance(prompt, kind):  # the prompt is inside both, or repeated as text
         n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
         if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
@@ -207,7 +194,12 @@ def _pair(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
         raise ValueError("chosen and rejected share no prompt")
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same, which prefers nothing")
-    return _answered(row, prompt, chosen, "chosen"), _answered(row, prompt, rejected, "rejected")
+    return answered(row, prompt, chosen, "chosen"), answered(row, prompt, rejected, "rejected")
+
+
+def _asks(row: Row) -> bool:
+    """True if the prompt of a pair is a question or an instruction, not text that precedes the answers."""
+    return row.get("prompt") is None and ("question" in row or "instruction" in row)
 
 
 def _labelled_answer(row: Row) -> tuple[Chat | Completion, tuple[float]]:
@@ -217,14 +209,14 @@ def _labelled_answer(row: Row) -> tuple[Chat | Completion, tuple[float]]:
     if not (prompt.strip() if isinstance(prompt, str) else prompt):
         raise ValueError('an empty "prompt"')
     kind: Any = str if isinstance(prompt, str) else list
-    content = _answered(row, _value(row, "prompt", kind), _value(row, "completion", kind), "completion")
+    content = answered(row, value_of(row, "prompt", kind), value_of(row, "completion", kind), "completion")
     if not isinstance(label, int) or label not in (0, 1):
         raise ValueError('a "label" that is neither true nor false')
     return content, (float(label),)
 
 
 def _labelled_text(row: Row) -> tuple[Completion, tuple[float]]:
-    text, label = _value(row, "text", str), row.get("label")
+    text, label = value_of(row, "text", str), row.get("label")
     label = int(label) if isinstance(label, str) and label.isdecimal() else label  # a CSV has strings
     if not isinstance(label, int) or not 0 <= label < MOST_LABELS:
         raise ValueError('a "label" that is no whole number from 0')
@@ -237,9 +229,9 @@ def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
     """Return the completions of a row: a group for one prompt. Rewards are converted to GRPO advantages. DataError for an invalid
     row."""
     with _fields_of(row, ROLLOUTS, where) as fields:
-        prompt, completions, logps = (_value(fields, name, list) for name in _GROUP_COLUMNS)
+        prompt, completions, logps = (value_of(fields, name, list) for name in _GROUP_COLUMNS)
         kind = "rewards" if fields.get("advantages") is None else "advantages"
-        numbers = _numbers(_value(fields, kind, list), kind)
+        numbers = _numbers(value_of(fields, kind, list), kind)
         if not len(completions) == len(logps) == len(numbers) > (kind == "rewards"):
             raise ValueError(f'completions, "logprobs" and "{kind}" of other numbers than each other, or a group of too few')
         if kind == "rewards":
@@ -261,6 +253,13 @@ def _numbers(values: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float6
     if not all(isinstance(number, int | float) and abs(number) < MOST_NUMBER for number in values):
         raise ValueError(f'"{name}" that are no finite numbers')
     return np.array(values, dtype=np.float64)
+
+
+def unread(columns: object, format: str, is_text: bool) -> list[str]:
+    """Return the columns of a row, after renaming, that this format does not read."""
+    needed = NEEDED[format].columns if format in NEEDED else _FORMATS[format][0]
+    read = {*needed, *_ALSO_READ.get(format, ()), *(() if is_text else ("system", "tools"))}
+    return [str(name) for name in columns if name not in read] if isinstance(columns, dict) else []
 
 
 def is_of(format: str, columns: object) -> bool:
@@ -287,105 +286,16 @@ def _read(row: Row, format: str) -> Chat | Completion:
     """Convert a row to a conversation or a text. ValueError if it is invalid."""
     match format:
         case "text":
-            return Completion("", _value(row, "text", str))
+            return Completion("", value_of(row, "text", str))
         case "prompt-completion":
             kind: Any = list if isinstance(row.get("prompt"), list) else str
-            return _prompted(row, _value(row, "prompt", kind), _value(row, "completion", kind))
+            return prompted(row, value_of(row, "prompt", kind), value_of(row, "completion", kind))
         case "messages":
-            return _chat(_value(row, "messages", list), row)
+            messages = value_of(row, "messages", list)
         case "sharegpt":
-            messages = [_turn(turn, i) for i, turn in enumerate(_value(row, "conversations", list))]
+            messages = [turn_of(turn, i) for i, turn in enumerate(value_of(row, "conversations", list))]
         case "alpaca":
-            extra = f"\n{_value(row, 'input', str)}" if row.get("input") else ""
-            messages = _dialogue(row, _value(row, "instruction", str) + extra, _value(row, "output", str))
+            messages = dialogue(row, instruction(row), value_of(row, "output", str))
         case _:
-            messages = _dialogue(row, _value(row, "question", str), _value(row, "answer", str))
-    return _chat([*_system(row), *messages], row)
-
-
-def _system(row: Row) -> list[Message]:
-    return [{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []
-
-
-def _prompted(row: Row, prompt: Any, answer: Any) -> Chat | Completion:
-    """Return a prompt and its answer, texts or lists of messages. Only the answer is learned."""
-    system = _system(row)
-    if isinstance(answer, list):
-        return _chat([*system, *prompt, *answer], row, len(system) + len(prompt))
-    if system:
-        raise ValueError('"system" next to a text "prompt"; put it at the start of the prompt')
-    return Completion(prompt, answer)
-
-
-def _answered(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
-    """Return a prompt and its answer from column `name`. ValueError if nothing is learned."""
-    match item := _prompted(row, prompt, answer):
-        case Completion():
-            is_empty = not item.completion.strip()
-        case Chat():
-            messages = [m for i, m in enumerate(item.messages) if m["role"] == "assistant" and i not in item.unlearned]
-            is_empty = not any(message["content"].strip() or message.get("tool_calls") for message in messages)
-    if is_empty:
-        raise ValueError(f'an empty answer under "{name}"')
-    return item
-
-
-def _dialogue(row: Row, question: str, answer: str) -> list[Message]:
-    """Return messages for the pairs of question and answer in "history", and for this pair."""
-    pairs = [*(_value(row, "history", list) if row.get("history") else ()), (question, answer)]
-    if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs):
-        raise ValueError('"history" is no list of pairs of question and answer')
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
-
-
-def _chat(messages: list[Any], row: Row, n_before: int = 0) -> Chat:
-    """Return a conversation. Its first `n_before` messages, and messages of weight 0, are excluded from learning."""
-    parsed = [_message(message, i) for i, message in enumerate(messages)]
-    weights = [message.pop("weight", None) for message in parsed]  # not passed to templates
-    for i, weight in enumerate(weights):
-        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-            raise ValueError(f'message {i} has a "weight" that is neither 0 nor 1')
-        if weight == 1 and parsed[i]["role"] != "assistant":
-            raise ValueError(f'message {i} has "weight" 1 and is not the assistant\'s; only those are learned')
-    return Chat(tuple(parsed), _tools(row), frozenset(i for i, weight in enumerate(weights) if i < n_before or weight == 0))
-
-
-def _turn(turn: Any, i: int) -> Message:
-    if not isinstance(turn, dict) or turn.get("from") not in list(_ROLES):
-        if isinstance(turn, dict) and turn.get("from") == "function_call":
-            raise ValueError(f'turn {i} is a "function_call": write it as "messages" with "tool_calls" of the assistant')
-        raise ValueError(f'turn {i} is not "from" one of {", ".join(_ROLES)}; if it has a "role": --columns messages=conversations')
-    return {"role": _ROLES[turn["from"]], "content": turn.get("value"), "weight": turn.get("weight")}
-
-
-def _message(message: object, i: int) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(f"message {i} is no object")
-    fields = {key: value for key, value in message.items() if value is not None}  # tables fill absent fields with None
-    role, content = fields.pop("role", None), fields.pop("content", "" if "tool_calls" in fields else None)
-    if not isinstance(role, str) or not role:
-        raise ValueError(f'message {i} has no "role"')
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = "".join(map(str, texts)) if [type(text) for text in texts] == [str] * len(content) else None
-    if not isinstance(content, str):
-        raise ValueError(f'message {i} has no string or list of texts under "content"')
-    return {"role": role, "content": content, **fields}
-
-
-def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
-    """Return a list of tool schemas. Some data sets store it as a JSON string."""
-    tools = row.get("tools")
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    except (ValueError, RecursionError):
-        raise ValueError('"tools" is no JSON') from None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError('"tools" is no list of objects')
-    return tuple(tools) if tools else None
-
-
-def _value(row: Row, name: str, kind: type[T]) -> T:
-    if not isinstance(value := row.get(name), kind):
-        raise ValueError(f'no {"string" if kind is str else "list"} under "{name}"')
-    return value
+            messages = dialogue(row, value_of(row, "question", str), value_of(row, "answer", str))
+    return chat_of(messages, row)

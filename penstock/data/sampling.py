@@ -139,22 +139,31 @@ class MapStyleData:
                 lines[f"share{suffix}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
             if n_own := part.documents.n_own:
                 n = int(part.documents.lengths.sum())
-                again = ", or earlier turns again, as it writes them differently later: mark answers with {% generation %} in it"
+                again = ", or earlier turns again, as it writes them differently later; --chat-template NAME or FILE avoids that"
                 note = again if len(part.documents.lengths) > part.documents.n_rows else ", not the messages'"
                 lines[f"template{suffix}"] = f"{(extra := max(n - n_own, 0)):,} of {n:,} tokens ({extra / n:.0%}) are its own{note}"
             lines |= {f"tokens{suffix}": part.documents.location} if part.documents.location else {}
             if part.documents.problems:
-                first = "; ".join(problem.partition("; ")[0] for problem in [*part.documents.problems.values()][:3])
+                first = "; ".join(problem.partition("; ")[0] for problem in part.documents.problem_lines[:3])
                 lines[f"bad rows{suffix}"] = f"{len(part.documents.problems):,} of {part.documents.n_rows:,}, left out: {first}"
-            if dropped := part.documents.dropped:
-                roles = ", ".join(f"{role} (in {n:,} rows)" for role, n in sorted(dropped.items()))
-                lines[f"warning, roles{suffix}"] = f"the model's chat template drops messages of {roles}; call them system or user"
+            lines |= {f"{name}{suffix}": words for name, words in _dropped_words(part.documents.dropped)}
             cut += [f"data{suffix}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
         if (n_rows := self.n_sequences * self.rows_each) < self.batch_size:
             few = f"a step of {self.batch_size:,} sequences trains on some of these {n_rows:,} more than once"
             lines["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
         problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
         return lines | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
+
+
+def _dropped_words(dropped: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield report lines on what a chat template drops or gets in another form."""
+    for kind, advice in (("roles", "call them system or user"), ("parts", "choose another with --chat-template")):
+        names = [f"{note.partition(' ')[2]} (in {n:,} rows)" for note, n in sorted(dropped.items()) if note.startswith(kind)]
+        what = "messages of " * (kind == "roles") + ", ".join(names)
+        if names:
+            yield f"warning, {kind}", f"the model's chat template drops {what}; {advice}"
+    if n := dropped.get("arguments"):
+        yield "tool calls", f"arguments of {n:,} rows are given to the chat template as it reads them, as objects or as JSON text"
 
 
 @dataclass(slots=True, eq=False)

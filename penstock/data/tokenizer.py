@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from penstock.runtime.errors import DataError
 from penstock.runtime.files import read_whole
 
 MAX_FILE_BYTES = 2**30  # of a configuration
+MAX_TEMPLATE_BYTES = 2**20
+TEMPLATES = resources.files("penstock").joinpath("data/chat_templates")  # each learned answer marked, earlier turns unchanged
 # For models without a chat template.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if tools or message.tool_calls %}"
@@ -50,15 +53,34 @@ class ModelTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a document without its end token."""
         ids = list(self.backend.encode(text).ids)
+        ids = ids[self.n_doubled(ids) :]
         return ids[:-1] if ids[-1:] == [self.end_id] else ids
+
+    def n_doubled(self, ids: Sequence[int]) -> int:
+        """Return the number of first tokens to remove from a text that already begins with the tokens put before every text."""
+        begin = [i for i in self.backend.encode("").ids if i != self.end_id]
+        return len(begin) if begin and list(ids[: 2 * len(begin)]) == 2 * begin else 0
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return text, with special tokens if `special`. Incomplete UTF-8 is shown as U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=not special))
 
 
-def read_tokenizer(folder: Path | None) -> ModelTokenizer:
-    """Read the tokenizer of a model folder, or return the byte tokenizer for None. DataError if it is missing or unusable."""
+def read_template(name: str) -> tuple[str, bool]:
+    """Return a chat template of Penstock, or of a file, and True if it is of a file. DataError if there is none."""
+    names = sorted(entry.name.removesuffix(".jinja") for entry in TEMPLATES.iterdir())
+    if name in names:
+        return TEMPLATES.joinpath(f"{name}.jinja").read_text("utf-8"), False
+    try:
+        return read_whole(Path(name), MAX_TEMPLATE_BYTES).decode("utf-8-sig"), True
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no UTF-8 text"
+        raise DataError(f"--chat-template {name}: cannot be read ({reason}); give a file, or one of {', '.join(names)}") from None
+
+
+def read_tokenizer(folder: Path | None, template: str | None = None) -> ModelTokenizer:
+    """Read the tokenizer of a model folder, or return the byte tokenizer for None. DataError if it is missing or unusable.
+    `template`: a chat template instead of the model's, by `read_template`."""
     if folder is None:
         return _bytes()
     if not (folder / "tokenizer.json").is_file():
@@ -77,6 +99,8 @@ def read_tokenizer(folder: Path | None) -> ModelTokenizer:
     if getattr(backend.model, "dropout", None):
         raise DataError(f"{folder / 'tokenizer.json'}: its BPE leaves out merges at random; set `dropout` to null")
     ends = _ends(folder, library)
+    if template is not None:
+        library.chat_template = read_template(template)[0]
     has_template = library.chat_template is not None
     if not has_template:
         library.eos_token = library.convert_ids_to_tokens(ends[0])

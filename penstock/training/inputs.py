@@ -22,10 +22,11 @@ from penstock.checkpoint.model_files import (
     weights_digest,
     with_ends,
 )
+from penstock.data.chat import MARKS
 from penstock.data.data import DataRequest, Report, RunData, learned_ends, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.sampling import MapStyleData
-from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
+from penstock.data.tokenizer import ModelTokenizer, read_template, read_tokenizer
 from penstock.model_checks.document_isolation import supports_documents
 from penstock.planner.model.config import download, without_dropout
 from penstock.planner.model.workload import read_model
@@ -113,6 +114,13 @@ class RunInputs:
         if self.tokenizer_from is None or self.folder is None:
             return {}
         return kept_files(self.folder, None if self.tokenizer_from == self.folder else self.tokenizer_from)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The user's template, to write into checkpoints, without marks of learned answers, which only transformers reads."""
+        name = self.settings.data.chat_template
+        text, is_file = ("", False) if name is None else read_template(name)
+        return MARKS.sub(r"{#\1\2#}", text) if is_file else None
 
     @property
     def towers_from(self) -> Path | None:
@@ -298,7 +306,7 @@ def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompt
     if not texts:
         return None
     request = data_request(settings, plan, folder)
-    tokenizer = read_tokenizer(request.model_folder)
+    tokenizer = read_tokenizer(request.model_folder, settings.data.chat_template)
     readers = [reader_of(request, part, tokenizer) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
     turns = [[{"role": "user", "content": text}] for text in texts]

@@ -28,7 +28,7 @@ from .device import refuse_what_does_not_fit
 from .monitors import Monitors
 from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
-from .validation import Validation, held_out_loss, validations_of
+from .validation import Validation, held_out_loss, report_ratio, validations_of
 
 LOST_TIMES = 10  # x the first loss
 LEAST_LOSS = 1.0  # minimum of the first loss, in nats per token: a lower one may be an easy batch
@@ -141,6 +141,9 @@ class Trainer:
         self._leave_what_followed()
         saver = self.saver() if session.saves else None
         with device_memory_named(), self.monitors, self._replanning, nullcontext() if saver is None else saver.at_work():
+            if n_done == 0:
+                with suppress(Abandoned):
+                    report_ratio(session)
             self._validate(n_done)
             while n_done < session.n_steps and not session.stop.is_requested:
                 self.rests_after = None
@@ -266,7 +269,9 @@ class Trainer:
             replanned = {} if named is None else {"replanned": named}
             return {**identity, "data_position": inputs.data.position(step), **reference, **replanned}
 
-        contents = Contents(fields, inputs.kept_files, inputs.ends, inputs.towers_from, inputs.saved_config)
+        contents = Contents(
+            fields, inputs.kept_files, inputs.ends, inputs.chat_template, inputs.towers_from, inputs.saved_config
+        )
         state, settings = session.store.host, session.checkpoint
         return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from penstock.data.sampling import MapStyleData
 from penstock.planner.lower.forward import forward_plan
 from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.compute.compute import LastHidden
@@ -22,7 +23,7 @@ from penstock.runtime.compute.response_sums import unpacked_order
 from penstock.runtime.errors import DataError, PenstockError, PlanError
 from penstock.runtime.executor import Stop
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan.objective import LABEL, REFERENCE, TEACHER, LossUnit
+from penstock.runtime.plan.objective import LABEL, OLD, REFERENCE, TEACHER, LossUnit
 from penstock.runtime.units import on_one_line, show_seconds
 
 from .inputs import Prompts
@@ -31,6 +32,8 @@ from .run_folder import add_lines, lines_of
 from .session import Session
 from .streamed_forward import log_probabilities, passes
 
+RATIO_SEQUENCES = 16  # of rollouts, for their mean ratio before the first step
+RATIO_ERROR = 0.02  # beyond which a cause is named; kernels of a generator differ by less
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds full texts
 LENGTH_STEP_TOKENS = 64  # sequences are padded to a multiple: fewer distinct shapes, which suit kernels
 
@@ -79,6 +82,29 @@ def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float
     if data is None:
         raise PlanError("no held-out data to evaluate on; name it in the settings, as evaluation.data")
     return evaluate(session.store, data.batch, min(limit, data.n_steps or limit), stop)
+
+
+def report_ratio(session: Session) -> None:
+    """Print the mean ratio of the probabilities of rollouts in files, of the model before the first step to those in the rows, and
+    the likely cause if it is not 1."""
+    data, machine = session.inputs.data, session.store
+    if OLD not in machine.plan.semantics.objective.inputs or not isinstance(data, MapStyleData):
+        return
+    n, found = min(RATIO_SEQUENCES, machine.plan.semantics.batch_size), list[torch.Tensor]()
+    plan, n_passes, batch = passes(machine.plan, lambda i: data.batch_of_samples([data.sample(i)]), n)
+
+    def note(last: LastHidden) -> None:
+        logps_BT = last.templates.head.target_logps(last.weights, last.hidden_BTD, last.targets_BT)
+        found.append((logps_BT - last.extras[OLD.name])[last.targets_BT != UNSUPERVISED].double().exp().cpu())
+
+    machine.forward(plan, batch, note, n_passes, session.stop)
+    ratio, words = float((ratios := torch.cat(found)).mean()), ""
+    if abs(ratio - 1) > RATIO_ERROR:
+        of_sampling = "top_p, top_k, min_p or a temperature below 1 give higher ones"
+        of_other = "a temperature above 1 gives lower ones"
+        cause = f'"logprobs" are not of this model over its whole vocabulary: {of_sampling if ratio < 1 else of_other}'
+        words = f"; warning: {cause}, and so may other weights; export them before such changes (docs/losses.md)"
+    session.say(f"rollouts before the first step: mean ratio {ratio:.4f} over {len(ratios):,} tokens{words}")
 
 
 def _in_words(values: dict[str, float]) -> str:

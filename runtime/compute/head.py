@@ -178,6 +178,10 @@ class OutputHead:
         each_BT = self._target_logps(head, normed_ND, targets_BT)
         return each_BT if TOKEN_REFERENCE in self.objective.inputs else answers.sum(each_BT), answers.n_tokens
 
+    def target_logps(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Log-probability of each target, (B, T) fp32."""
+        return self._target_logps(self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1), targets_BT)
+
     def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
         """(N, V) fp32."""
         return self._logits(self._head(weights), self._normed(weights, hidden_ND[None])[0])

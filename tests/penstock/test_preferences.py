@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 from functools import partial, wraps
@@ -183,6 +184,22 @@ def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
     assert second.extras["advantage"][:, :3].tolist() == [[3, 3, 3], [-4, -4, -4]]
 
 
+def ratio_in(stderr):
+    """Return the mean ratio that a run prints before its first step."""
+    return float(re.search(r"rollouts before the first step: mean ratio ([\d.]+) over [\d,]+ tokens", stderr)[1])
+
+
+@pytest.mark.parametrize(("logp", "cause"), [(-5.0, "top_p, top_k, min_p or a temperature"), (-6.2, "a temperature above 1")])
+def test_rollouts_of_other_probabilities_are_named_before_the_first_step(home, logp, cause):
+    """A random model of 272 ids is nearly uniform, so that the ratio is 1 / 272 by the probability in the rows."""
+    group = {"prompt_ids": [1, 2], "completion_ids": [[3, 4], [5, 6, 7]], "logprobs": [[logp] * 2, [logp] * 3], "rewards": [0, 1]}
+    shutil.rmtree(home / "data", ignore_errors=True)
+    write_lines(home / "data" / "groups.jsonl", [group] * 8)
+    stderr = succeeded(train(home, plan_in(home, "--loss", "grpo"), steps=1, out=f"ratio{logp}")).stderr
+    assert abs(ratio_in(stderr) * math.exp(logp) * 272 - 1) < 0.05
+    assert cause in stderr
+
+
 def test_a_run_of_rollouts_keeps_to_its_reference(home):
     """The reference file holds one value per token; before the first step the divergence is zero."""
     shutil.rmtree(home / "data")
@@ -192,8 +209,10 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
     rows = [logprobs | {"prompt_ids": draw(4), "completion_ids": draw(4, 6), "rewards": draw(4)} for _ in range(4)]
     write_lines(home / "data" / "groups.jsonl", rows)
     plan = plan_in(home, "--loss", "grpo:beta=0.1")
-    succeeded(train(home, plan, steps=4))
+    stderr = succeeded(train(home, plan, steps=4)).stderr
     held, _ = load_file(home / "out" / "reference.safetensors").values()
+    assert abs(ratio_in(stderr) - (held[held != 0] + 5.6).exp().mean()) < 0.01, "of the reference, which the run begins with"
+    assert "top_p" not in stderr
     assert (held.shape, held.dtype, int((held != 0).sum())) == ((6, 1, 32), torch.float32, 16 * 6)
     succeeded(command("forward", plan, "--data", home / "data", "--out", home / "ref", *SCRATCH))
     succeeded(train(home, plan, "--reference", home / "ref", out="again"))
@@ -213,7 +232,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
         (pairs_of, {"chosen": [PROMPT, YES], "rejected": [YES, NO]}, "share no prompt"),
         (pairs_of, {**PAIR, "rejected": [NO]}, 'no string under "rejected"'),
         (pairs_of, {**PAIR, "system": "be brief"}, '"system" next to a text "prompt"'),
-        (pairs_of, {"question": "tea?", "chosen": "a yes", "rejected": "a no"}, "name it with --columns prompt=question"),
+        (pairs_of, {"question": " ", "chosen": "a yes", "rejected": "a no"}, "an empty question"),
         (pairs_of, {"chosen": "tea? yes", "rejected": "tea? yes, please"}, "one of chosen and rejected begins with the other"),
         (pairs_of, {"text": "tea"}, "a loss of pairs needs chosen and rejected"),
         (partial(pairs_of, packing="joined"), PAIR, "each answer is apart"),

@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.data.chat import ChatTemplate
+from penstock.data.chat import MARKS, ChatTemplate
 from penstock.data.data import DataRequest, read_data
 from penstock.data.documents import Reader
-from penstock.data.files import DataFile, DataFiles
-from penstock.data.tokenizer import read_tokenizer
+from penstock.data.files import DataFile, DataFiles, Limits
+from penstock.data.formats import read_row
+from penstock.data.messages import Chat
+from penstock.data.template_limits import TooLargeError
+from penstock.data.tokenizer import read_template, read_tokenizer
 from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings
 from tests.bytes_of_files import write_lines
-from tests.chats import LLAMA3, QWEN3, STYLES, write_talker
+from tests.chats import CHATML, CHATML_UNMARKED, LLAMA3, QWEN3, STYLES, write_talker
 
 QUESTION, ANSWER, AGAIN, THEN = TALK = (
     {"role": "user", "content": "Hello, how are you?"},
@@ -189,6 +192,112 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_one_line(tmp_path, sourc
         talker_in(tmp_path, "chatml", source).encode(TALK)
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 300
+
+
+ENDLESS = {
+    "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}": {"row_s": 0.2},
+    "{% set r = range(100000) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}": {"row_s": 0.2},
+    "{% set ns = namespace(x='x') %}{% for a in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": {"row_bytes": 10**6},
+    "{{ messages[0].content * 1000000 }}": {"row_bytes": 10**6},
+    **{
+        f"{{{{ {code} }}}}": {}
+        for code in ("'x' * 10**10", "'x'.ljust(10**10)", "'x' | center(10**10)", "'{:>99999999}'.format(1)")
+    },
+    **{f"{{{{ {code} }}}}": {} for code in ("'%99999999d' % 1", "3 ** (10 ** 9)")},
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_without_end_is_one_line(tmp_path, source):
+    write_talker(tmp_path, "chatml", source)
+    template = ChatTemplate(read_tokenizer(tmp_path), Limits(**{"row_s": 5.0} | ENDLESS[source]))
+    with (
+        pytest.raises(TooLargeError, match=r"^here: the chat template takes too long, or writes too much"),
+        template.watch.at_work(),
+    ):
+        template.render(Chat(TALK), "here")
+    write_talker(tmp_path, "chatml")
+    with template.watch.at_work():
+        assert ChatTemplate(read_tokenizer(tmp_path)).render(Chat(TALK), "here"), "nothing of a limit is left in the thread"
+
+
+THOUGHT_OF = {name: {**ANSWER, name: "a hidden thought"} for name in ("reasoning_content", "thinking", "reasoning")}
+THOUGHT_OF["<think> in contents"] = {**ANSWER, "content": "<think>\na hidden thought\n</think>\n\nFine."}
+CUT = CHATML_UNMARKED.replace("message.content", "message.content.split('</think>')[-1]")
+CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+}
+
+
+@pytest.mark.parametrize("part", [*THOUGHT_OF, "tool_calls", "tools"])
+def test_parts_of_answers_that_a_template_drops_are_counted(tmp_path, part):
+    row = {"messages": [QUESTION, THOUGHT_OF.get(part, CALLING if part == "tool_calls" else ANSWER)]}
+    row |= {"tools": [{"name": "add"}]} if part == "tools" else {}
+    path = write_lines(tmp_path / "a.jsonl", [row, {"messages": TALK}, row])
+    for source, drops in ((CUT, True), ("{{ tools | tojson }}{{ messages | tojson }}", False)):
+        size = write_talker(tmp_path / "model", "chatml", source)
+        request = DataRequest(DataSettings(str(path), packing="one"), tmp_path / "model", size, 999, 1, 0, tmp_path / "tokens")
+        if drops:
+            assert f"drops {part} (in 2 rows); choose another" in read_data(request).words()["warning, parts"]
+        else:
+            template = ChatTemplate(read_tokenizer(tmp_path / "model"))
+            ((chat, _),) = read_row(row, "messages", "here")
+            assert template.dropped_parts(chat, [template._text(chat.messages, chat.tools, "")]) == []
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or () %}{{ WRITE }}{% endfor %}{{ m.content }}<|im_end|>{% endfor %}"
+WRITTEN = {  # how a template writes arguments, and what it writes
+    "c.function.arguments | tojson": '{"a": 2}',
+    "c.function.arguments": '{"a": 2}',
+    "'(' + c.function.arguments + ')'": '({"a": 2})',
+    "c.function | tojson": '{"name": "add", "arguments": {"a": 2}}',
+    "c.function.arguments if c.function.arguments is string else c.function.arguments | tojson": '{"a": 2}',
+    "c.function.arguments.items() | list": "[('a', 2)]",
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN)
+@pytest.mark.parametrize("arguments", [{"a": 2}, '{"a": 2}'])
+def test_arguments_of_tools_are_written_once(tmp_path, write, arguments):
+    talker = talker_in(tmp_path, "chatml", CALLS.replace("WRITE", write))
+    call = {**CALLING, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}]}
+    chat = talker.template.with_arguments(Chat((QUESTION, call)), "here")
+    text, _ = talker.template._text(chat.messages, None, "here")
+    assert text == f"{QUESTION['content']}<|im_end|>{WRITTEN[write]}<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3.5-nothink", "qwen3.6", "gpt-oss", "deepseek-v3"])
+def test_shipped_templates_mark_every_answer_of_one_document(tmp_path, name):
+    """The marks are those that transformers reads, and the last answer ends with its end token."""
+    end = {"gpt-oss": "<|return|>", "deepseek-v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}.get(name, "<|im_end|>")
+    write_talker(tmp_path, "gpt-oss" if name == "gpt-oss" else "chatml", eos_token=end)
+    tokenizer = read_tokenizer(tmp_path, name)
+    ((text, spans),) = ChatTemplate(tokenizer).render(Chat((*TALK[:3], {**THEN, "reasoning_content": "2 + 2"})), "here")
+    reference = AutoTokenizer.from_pretrained(tmp_path, chat_template=read_template(name)[0])
+    messages = [*TALK[:3], {**THEN, "reasoning_content": "2 + 2"}]
+    assert text == reference.apply_chat_template(messages, tokenize=False)
+    masks = reference.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
+    marked = [any(first < stop and a < stop and b > first for first, stop in spans) for a, b in encoding.offsets]
+    assert sum(marked) >= sum(masks) > 0
+    answers = [text[first:stop] for first, stop in spans]
+    assert len(answers) == 2
+    assert all(message["content"] in answer for message, answer in zip((ANSWER, THEN), answers, strict=True))
+    assert answers[-1].rstrip().endswith(end)
+    assert "2 + 2" in answers[-1] or name == "deepseek-v3"
+
+
+def test_a_template_of_a_user_replaces_the_models(tmp_path):
+    write_talker(tmp_path / "model", "llama 3")
+    (tmp_path / "own.jinja").write_text(CHATML)
+    assert read_tokenizer(tmp_path / "model", str(tmp_path / "own.jinja")).library.chat_template == CHATML
+    with pytest.raises(DataError, match=r"cannot be read \(No such file.*one of deepseek-v3, gpt-oss, qwen3"):
+        read_tokenizer(tmp_path / "model", "qwen4")
+    marked = CHATML.replace("{% generation %}", "{%- generation -%}\n")
+    saved = talker_in(tmp_path / "saved", "chatml", MARKS.sub(r"{#\1\2#}", marked)).template
+    assert saved._text(TALK, None, "")[0] == talker_in(tmp_path / "other", "chatml", marked).template._text(TALK, None, "")[0]
 
 
 def test_a_model_without_a_template_begins_once(tmp_path):

@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.formats import Chat, Completion, format_of, read_row
+from penstock.data.data import DataRequest, read_data
+from penstock.data.formats import PREFERENCE, format_of, read_row
+from penstock.data.messages import FLAGS, Chat, Completion
 from penstock.runtime.errors import DataError
+from penstock.settings import DataSettings
 from tests.bytes_of_files import only, read, refused, texts_of, write_lines
 
 QUESTION, ANSWER = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}
@@ -18,6 +21,7 @@ json_values = st.recursive(
 PARTS = [{"type": "text", "text": "wh"}, {"type": "text", "text": "o?"}]
 CALL = {"role": "assistant", "tool_calls": [{"id": 1}]}
 CHAT, WEIGHED = Chat((QUESTION, ANSWER)), Chat((QUESTION, ANSWER, QUESTION, ANSWER), None, frozenset({0, 1, 2}))
+ASKED = Chat((SYSTEM, QUESTION, ANSWER), None, frozenset({0, 1}))
 ROWS = [
     ("text", {"text": "one", "more": 1}, Completion("", "one")),
     ("messages", {"messages": [QUESTION, ANSWER]}, CHAT),
@@ -38,6 +42,9 @@ ROWS = [
     ("prompt-completion", {"prompt": "who? ", "completion": "me", "text": "x"}, Completion("who? ", "me")),
     ("prompt-completion", {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}, WEIGHED),
     ("question-answer", {"question": "who?", "answer": "me", "id": 3}, CHAT),
+    ("messages", {"messages": [QUESTION, SILENT], "system": "s"}, Chat((SYSTEM, QUESTION, ANSWER), None, frozenset({2}))),
+    ("messages", {"messages": [SYSTEM, QUESTION], "system": "s"}, Chat((SYSTEM, QUESTION))),
+    ("prompt-completion", {"prompt": [QUESTION], "completion": [ANSWER], "system": "s"}, ASKED),
     ("question-answer", {"question": "who?", "answer": "me", "system": "s"}, Chat((SYSTEM, QUESTION, ANSWER))),
 ]
 
@@ -84,6 +91,45 @@ def test_the_first_row_decides_and_others_must_follow(tmp_path):
     assert texts_of(read(path, format="text")) == ["x", "x"]
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": [QUESTION], "completion": [ANSWER]}]
     assert "texts and messages in one data set" in refused(write_lines(tmp_path / "b.jsonl", rows))
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_other_trainers_are_obeyed_or_refused_by_name(flag):
+    turn = {"from": "gpt", "value": "me"}
+    for value, unlearned in ((False, {0}), (0, {0}), (0.0, {0}), (True, set()), (1, set()), (None, set())):
+        expected = [(Chat((ANSWER,), None, frozenset(unlearned)), ())]
+        assert read_row({"messages": [{**ANSWER, flag: value}]}, "messages", "here") == expected
+        assert read_row({"conversations": [{**turn, flag: value}]}, "sharegpt", "here") == expected
+    contradicting = {"weight": 1, "loss": 1} | {flag: 0}
+    for message in ({**ANSWER, flag: "no"}, {**ANSWER, flag: [1, 0]}, {**QUESTION, flag: 1}, {**ANSWER, **contradicting}):
+        with pytest.raises(DataError, match=flag):
+            read_row({"messages": [message]}, "messages", "here")
+    with pytest.raises(DataError, match="train_detail"):
+        read_row({"messages": [{**ANSWER, "train_detail": [{"begin_offset": 0}]}]}, "messages", "here")
+    with pytest.raises(DataError, match="another system message"):
+        read_row({"messages": [SYSTEM, QUESTION], "system": "t"}, "messages", "here")
+
+
+def test_pairs_of_questions_are_conversations(tmp_path):
+    """Rows like Orca's are those of messages; other columns are said."""
+    answers = {"chosen": "me", "rejected": "you"}
+    of_messages = {"prompt": [SYSTEM, QUESTION]} | {name: [{**ANSWER, "content": text}] for name, text in answers.items()}
+    expected = read_row(of_messages, PREFERENCE, "here")
+    for asked in ({"question": "who?"}, {"instruction": "who?", "input": ""}, {"instruction": "wh", "input": "o?"}):
+        pair = read_row({"system": "s", **asked, **answers, "id": 1}, PREFERENCE, "here")
+        question = {**QUESTION, "content": "wh\no?"} if asked.get("input") else QUESTION
+        assert [chat.messages[1] for chat, _ in pair] == [question] * 2
+        assert pair == expected or asked.get("input")
+    rows = [{"system": "s", "question": "who?", **answers, "id": 1}, {"question": "x", **answers}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    data = read_data(DataRequest(DataSettings(str(path)), None, 300, 99, 2, 0, tmp_path / "t", objective=None))
+    assert data.words()["data"].endswith("preference, conversations as <|role|> and text, not read: id")
+
+
+def test_prompts_beyond_the_sequence_advise_a_longer_one(tmp_path):
+    rows = [{"messages": [{**QUESTION, "content": "x" * 200}, ANSWER]}] * 4
+    message = refused(write_lines(tmp_path / "a.jsonl", rows))
+    assert "prompts fill the 64 tokens of a sequence, and the longest document has 227 tokens: choose a longer --seq-len" in message
 
 
 def test_files_of_a_folder_have_the_same_columns(tmp_path):

@@ -35,7 +35,6 @@ def write_sets(folder: Path, ns: list[int]) -> Path:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{f}.parquet")
             (folder / f"{f}.jsonl").unlink()
     (folder / "note.txt").write_text("999")
-    (folder / "picture").write_bytes(b"\xff\xfe")
     return folder
 
 

@@ -44,6 +44,24 @@ def test_the_tokenizer_of_the_model_is_used_whole(tmp_path):
     assert [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts[:2]] == expected[:2]
 
 
+@pytest.mark.parametrize(
+    "row", [{"text": "TEXT"}, {"prompt": "<s> the ", "completion": "river"}, {"prompt": "<s>", "completion": "TEXT"}]
+)
+def test_a_text_that_begins_gets_no_second_beginning(tmp_path, row):
+    """Texts that a template has written get the ids of transformers without it."""
+    write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"})
+    row = {name: value.replace("TEXT", "<s> the river") for name, value in row.items()}
+    path, tokenizer = write_lines(tmp_path / "texts.jsonl", [row, {**row, next(iter(row)): "down"}]), read_tokenizer(tmp_path)
+    data = read_data(DataRequest(DataSettings(str(path), packing="one"), tmp_path, 7, 9, 1, 0, tmp_path / "run" / "tokens"))
+    if not row.get("completion", "").startswith("<s>"):
+        expected = [*AutoTokenizer.from_pretrained(tmp_path)("the river")["input_ids"], 1]
+        assert tokens_of(data)[0] == expected == [0, 3, 4, 1]
+        assert tokens_of(data)[1][0] == 0
+        runs = data.parts[0].documents.runs(0).tolist()
+        assert runs == [[2, 4]] if "prompt" in row else runs == [[0, 4]]
+    assert tokenizer.encode("<s> the river") == tokenizer.encode("the river") == [0, 3, 4]
+
+
 @given(text=st.text())
 def test_bytes_are_the_bytes_of_the_text(text):
     tokenizer = read_tokenizer(None)
