@@ -99,9 +99,9 @@ def plan(
     Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
     `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
     `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
-    `loss`: a value of `--loss`, or a function (docs/losses.md). `no_dropout`: train with the configuration's dropout off. `measured`:
-    the folder of a run of this model on this machine, which scales predicted op times. DoesNotFitError names the smallest changes
-    that would fit.
+    `loss`: a value of `--loss`, or a function (docs/losses.md). `no_dropout`: train with the configuration's dropout off.
+    `measured`: the folder of a run of this model on this machine, which scales predicted op times. DoesNotFitError names the
+    smallest changes that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import search_machine

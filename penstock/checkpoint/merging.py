@@ -55,7 +55,8 @@ def merge(
     """Write the model in `base`, merged with the adapter, to `out`, atomically. Return a summary.
 
     Files, tensors, dtypes, configuration and tokenizer equal those of `base`, unless the adapter has a tokenizer. `ends`: tokens at
-    which generation shall stop, too. `on_tensor(name, bytes written, total bytes)` is called after each tensor. A head that scores sequences replaces the model's head; then `pad_id()` returns its padding token."""
+    which generation shall stop, too. `on_tensor(name, bytes written, total bytes)` is called after each tensor. A head that scores
+    sequences replaces the model's head; then `pad_id()` returns its padding token."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
     m, kept = _Merge.of(base, adapter, pad_id), kept_files(base, adapter)

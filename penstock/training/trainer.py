@@ -269,9 +269,7 @@ class Trainer:
             replanned = {} if named is None else {"replanned": named}
             return {**identity, "data_position": inputs.data.position(step), **reference, **replanned}
 
-        contents = Contents(
-            fields, inputs.kept_files, inputs.ends, inputs.chat_template, inputs.towers_from, inputs.saved_config
-        )
+        contents = Contents(fields, inputs.kept_files, inputs.ends, inputs.chat_template, inputs.towers_from, inputs.saved_config)
         state, settings = session.store.host, session.checkpoint
         return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
 
