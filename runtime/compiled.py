@@ -1,5 +1,6 @@
 """Compilation of array functions by numba if installed; otherwise they are interpreted, with bitwise identical results."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -54,7 +55,7 @@ def compiled_kernel(function: F) -> F:
 
 
 def _announced(kernel: F, what: str) -> F:
-    """Warn if a kernel is compiled because the cache does not have it."""
+    """Warn if a kernel is compiled because the cache does not have it. Then collect the compiler's garbage."""
 
     def loaded(*args: Any) -> Any:
         overload = load(*args)
@@ -62,8 +63,13 @@ def _announced(kernel: F, what: str) -> F:
             _announce(what)
         return overload
 
+    def saved(*args: Any) -> None:
+        save(*args)
+        gc.collect()
+
     if IS_COMPILED:
-        load, vars(kernel)["_cache"].load_overload = vars(kernel)["_cache"].load_overload, loaded
+        store = vars(kernel)["_cache"]
+        load, save, store.load_overload, store.save_overload = store.load_overload, store.save_overload, loaded, saved
     return kernel
 
 

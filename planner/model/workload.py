@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.objective import CROSS_ENTROPY, SCORE
+from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.train import (
     ALL_LINEAR,
     EXPERTS,
@@ -83,7 +84,9 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, "--router-loss: no layer of this model has a router; leave it out")
     if missing := [name for name in semantics.library_kernels if name not in library_kernels(model)]:
         _fail(model, f"library_kernels: no layer of this model can use {missing[0]}; leave it out")
-    workload = _built(key_of(model), semantics)
+    # Blocks do not depend on these
+    plain: dict[str, Any] = {"optimizer": Optimizer.ADAMW, "master_dtype": "fp32", "weight_rounding": "half_up"}
+    workload = _built(key_of(model), replace(semantics, **plain))
     _refuse_untrained(model, semantics.train, workload)
     wide = _wide(_modules(model), semantics)
     if rounded := [p.name for block in workload.blocks for p in block.trained if p.name in wide]:

@@ -1,5 +1,6 @@
 """Ranking of machines for one workload, with a separate search and micro-batch for each."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -10,6 +11,7 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.predict.provenance import provenance_of
 from penstock.planner.search.claim import Certificate, Predicted
+from penstock.planner.search.evaluation import without_collection
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.remedy import Request, TooLongError
 from penstock.planner.search.search import search_machine
@@ -145,11 +147,13 @@ def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
         )
 
 
+@without_collection()
 def candidate(
     model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None = None, free: frozenset[str] = SIZES
 ) -> Candidate:
     """Search a machine, or evaluate a `fixed` policy. `free`: sizes to choose per machine; kernels are always chosen per machine.
     PlanError for illegal semantics or policy."""
+    gc.collect()  # the search of the machine before has reference cycles
     semantics = with_kernels(model, semantics, profile)
     hour, n_here = hourly(profile), semantics.ranks // profile.n_hosts
     sizes = sizes_of(model, semantics, profile, free)
