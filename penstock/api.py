@@ -21,7 +21,7 @@ from penstock.planner.check.check import summary
 from penstock.planner.model.kernels import FUSED, with_kernels
 from penstock.planner.model.workload import read_model, supported_attention
 from penstock.planner.search.claim import CUT, claimed
-from penstock.runtime.errors import PlanError, WrongPlanError
+from penstock.runtime.errors import PlanError, WrongPlanError, user_code
 from penstock.runtime.executor import Stop
 from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from penstock.runtime.plan.legality import refuse_half_pairs
@@ -311,10 +311,14 @@ def _trainer(request: TrainRequest, every: int | None = None) -> "Iterator[Train
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
+    def on_step(metrics: "Metrics") -> None:
+        with user_code(f"on_step, after step {metrics.step},"):
+            request.on_step(metrics)
+
     cache_layer_traces()
     run = _run_request(request, every)
     with joined(run) as ranks, open_session(run, ranks) as session:
-        trainer = Trainer(session, request.on_step, every=every)
+        trainer = Trainer(session, on_step, every=every)
         write_settings(run)
         yield trainer
 

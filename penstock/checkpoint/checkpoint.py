@@ -10,6 +10,7 @@ Weights and state have one file per block. Files are written to a temporary fold
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from penstock.data.data import RunData
 from penstock.runtime.errors import CheckpointError
+from penstock.runtime.files import sync
 from penstock.runtime.host.host_state import HostState
 from penstock.runtime.host.rounding import Int8Moment, group_bytes
 from penstock.runtime.plan import Plan, Semantics
@@ -32,6 +34,7 @@ from penstock.runtime.plan.train import Lora
 from penstock.runtime.plan.workload import Parameter
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
+from .disk import writing
 from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json, towers
 from .tensor_files import Shards, write_new, write_tensors
 
@@ -221,6 +224,18 @@ class CheckpointWriter:
         self._files[file] = write_new(self._folder / file, [content])
 
 
+def rewrite_fields(checkpoint: Path, changes: Mapping[str, Any]) -> None:
+    """Change fields of `state` in the manifest of a checkpoint, in one replacement of its file."""
+    path, partial = checkpoint / STATE_FILE, checkpoint / f"{STATE_FILE}.partial"
+    fields = dict(read_json(path))
+    fields["state"] |= changes
+    with writing(path):
+        partial.unlink(missing_ok=True)
+        write_new(partial, [_json_bytes(fields | {"sha256": sum_of(fields)})])
+        partial.replace(path)
+        sync(checkpoint)
+
+
 def _json_bytes(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=1) + "\n").encode()
 
@@ -317,6 +332,14 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
             difference = f"{_FIELD_NAMES.get(key, key)}{_difference(saved, value)}"
             raise CheckpointError(f"{state.path}: of another {difference}; resume as it began, {afresh}")
     return f"{state.path}: {'; '.join(notes)}" if notes else None
+
+
+def fixed_lr_of(state: State) -> float | None:
+    """Return the learning rate that a loop had set instead of the schedule, or None. CheckpointError if it is malformed."""
+    rate = state.fields.get("fixed_lr")
+    if rate is not None and (type(rate) is not float or not 0 <= rate < math.inf):
+        raise _damaged(state.path, "its fixed_lr is invalid")
+    return rate
 
 
 def put_back(state: State, host: HostState, data: RunData) -> None:

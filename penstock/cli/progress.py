@@ -68,8 +68,12 @@ def show_overview(rows: Mapping[str, str]) -> None:
 
 def overview(session: "Session") -> dict[str, str]:
     """Return the facts of a run that a user may want to check before step 1, by name."""
+    from penstock.training.inputs import repeated_samples
+
     performed, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
-    rule, semantics = session.settings.optimizer, session.plan.semantics
+    rule, semantics, rate = session.settings.optimizer, session.plan.semantics, session.fixed_lr
+    n_again = repeated_samples(session.settings, session.inputs.data)
+    repeats = f"; the last is filled up with {n_again:,} samples of the next pass" if n_again else ""
     steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "finished, evaluating"
     rows = {
         "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
@@ -77,19 +81,22 @@ def overview(session: "Session") -> dict[str, str]:
         "tokenizer": str(session.inputs.tokenizer_from or "bytes"),
         "device": _device(session),
         **session.inputs.data.words(),
-        "steps": f"{steps}, each of {performed.all_ranks.batch_size:,} sequences, {performed.tokens_per_step:,} tokens",
+        "steps": f"{steps}, each of {performed.all_ranks.batch_size:,} sequences, {performed.tokens_per_step:,} tokens{repeats}",
         **({"optimizer": f"{semantics.optimizer_in_words}, betas {rule.beta1:g}, {rule.beta2:g}"} if semantics.is_lean else {}),
-        "learning rate": f"{rule.lr:g}, {rule.schedule.kind}",
+        "learning rate": f"{rule.lr:g}, {rule.schedule.kind}" if rate is None else f"{rate:g}, set by the loop of this run before",
         "predicted": _predicted(session, n_steps - first_step),
     }
     if (beyond := beyond_positions(session.plan)) is not None:
         rows["warning, length"] = beyond
     if session.inputs.held_out is not None:
         evaluation, words = session.settings.evaluation, session.inputs.held_out.words()
-        n = min(evaluation.max_sequences, session.inputs.held_out.n_steps or evaluation.max_sequences)
+        n, n_all = len(session.inputs.evaluated), session.inputs.held_out.n_steps
+        amount = f"{n:,} sequences"
+        if n != n_all:
+            amount = f"{n:,} of {n_all:,} sequences (a sample by --seed; evaluation.max_sequences)"
         description = ", bad rows ".join(words[name] for name in ("data", "bad rows") if name in words)
         every = f" every {evaluation.every:,} steps" if evaluation.every else ""
-        rows["held out"] = f"{description}, {n:,} sequences evaluated{every}"
+        rows["held out"] = f"{description}, {amount} evaluated{every}"
     if session.saves:
         size, free = map(show_bytes, (session.inputs.checkpoint_bytes, shutil.disk_usage(session.folder).free))
         rows["checkpoints"] = f"{size} each, {free} free in {session.settings.out}"

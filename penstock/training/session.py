@@ -81,6 +81,11 @@ class Session:
         return self.store.settings
 
     @property
+    def fixed_lr(self) -> float | None:
+        """Learning rate that a loop has set instead of the schedule."""
+        return self.store.settings.fixed_lr if isinstance(self.store.settings, Rates) else None
+
+    @property
     def reader(self) -> StateReader:
         """Tensors of the state of all ranks."""
         return self.store.host if self.leader is None else self.leader
