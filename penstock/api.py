@@ -180,7 +180,8 @@ def _validated(kind: type[Fields], fields: Mapping[str, Any], label: str) -> Fie
         first = error.errors()[0]
         place = on_one_line("".join(f"{part}: " for part in first["loc"]), 120)
         problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise PlanError(f"{label}: {place}{problem}, found {reprlib.repr(first['input'])}") from None
+        value = f", found {reprlib.repr(first['input'])}" if place else ""  # not the whole object
+        raise PlanError(f"{label}: {place}{problem}{value}") from None
 
 
 def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) -> str:

@@ -18,8 +18,9 @@ else:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compiled(function: F, **options: Any) -> F:
-    """Compile to machine code, cached between processes if a folder is writable. No float operation is reordered or fused."""
+def compiled(function: F, part: str = "the planner", **options: Any) -> F:
+    """Compile to machine code, cached between processes if a folder is writable. No float operation is reordered or fused.
+    `part`: of Penstock; a warning once per process says that its compilation takes seconds."""
     if not IS_COMPILED:
         return function
     try:
@@ -28,6 +29,7 @@ def compiled(function: F, **options: Any) -> F:
         return cast(F, numba.njit(nogil=True, **options)(function))
     store = vars(kernel)["_cache"]
     store.load_overload, store.save_overload = map(_ignoring_os_errors, (store.load_overload, store.save_overload))
+    store.load_overload = _with_announcement(store.load_overload, part)
     return cast(F, kernel)
 
 
@@ -43,27 +45,23 @@ def compiled_loop(function: F) -> F:
 
 
 def compiled_kernel(function: F) -> F:
-    """Compile a kernel with IEEE division; warn once per process that compilation takes seconds."""
-    kernel = compiled(function, error_model="numpy")
-    if IS_COMPILED:
-        store = vars(kernel)["_cache"]
-        store.load_overload = _with_announcement(store.load_overload)
-    return kernel
+    """Compile a kernel of the host's optimizer, with IEEE division."""
+    return compiled(function, "the host's optimizer", error_model="numpy")
 
 
-def _with_announcement(load: Callable[..., Any]) -> Callable[..., Any]:
+def _with_announcement(load: Callable[..., Any], part: str) -> Callable[..., Any]:
     def loaded(*args: Any) -> Any:
         overload = load(*args)
         if overload is None:
-            _announce()
+            _announce(part)
         return overload
 
     return loaded
 
 
 @cache
-def _announce() -> None:
-    warnings.warn("compiling the host's optimizer: seconds, once on this machine", RuntimeWarning, stacklevel=2)
+def _announce(part: str) -> None:
+    warnings.warn(f"compiling {part}: seconds, once on this machine", RuntimeWarning, stacklevel=2)
 
 
 def _ignoring_os_errors(access: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import warnings
 
 import click
 
@@ -58,5 +59,6 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> None:
+    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT, if installed; it warns about its kernels
     cli()
