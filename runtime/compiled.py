@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def compiled(function: F, part: str = "the planner", **options: Any) -> F:
     """Compile to machine code, cached between processes if a folder is writable. No float operation is reordered or fused.
-    `part`: of Penstock; a warning once per process says that its compilation takes seconds."""
+    `part`: named in a warning, once per process, before a compilation of seconds."""
     if not IS_COMPILED:
         return function
     try:

@@ -117,7 +117,7 @@ def _device(session: "Session") -> str:
     name = session.plan.profile["name"]
     if session.device == "emulated":
         return f"{name}, emulated {session.scale:.3g} times slower on this CPU; nothing is saved"
-    device = session.store.device_name() or f"CPU, {len(os.sched_getaffinity(0))} cores"
+    device = session.device_name
     return device if session.is_comparable else f"{device}, instead of the GPU of {name}"
 
 
@@ -186,19 +186,23 @@ class Progress(Bar):
 
 
 def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float]) -> None:
-    """Print the final table (predicted, measured, error) and notes."""
+    """Print the final table (predicted, measured, error) and notes. A prediction for another kind of machine is left out."""
     from penstock.planner.show.facts import measured
 
     measurement = measured(timeline, times_s)
     assert measurement is not None, "a step was performed"
-    rows = [
-        (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
-        for name, predicted, value, show in _figures(run, measurement)
-    ]
-    show_table(("", "predicted", "measured", "error"), rows)
-    if measurement.n_steps:
-        spread = f"{show_seconds(measurement.p10_step_s)} to {show_seconds(measurement.p90_step_s)}"
-        click.echo(f"step: median of {measurement.n_steps} after warm-up, P10 to P90 {spread}")
+    figures = _figures(run, measurement)
+    if run.is_comparable:
+        rows = [
+            (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
+            for name, predicted, value, show in figures
+        ]
+        show_table(("", "predicted", "measured", "error"), rows)
+    else:
+        show_table(("", f"measured on {run.device_name}"), [(name, show(value)) for name, _, value, show in figures])
+    spread = f"{show_seconds(measurement.p10_step_s)} to {show_seconds(measurement.p90_step_s)}"
+    step = f"median of {measurement.n_steps} after warm-up, P10 to P90 {spread}" if measurement.n_steps else "a single one"
+    click.echo(f"step: {step}; measured on {run.device_name}")
     error = measurement.step_s / run.prediction.step_s - 1 if run.is_comparable and measurement.n_steps else 0.0
     for line in _notes(run, error):
         click.echo(line)

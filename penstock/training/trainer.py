@@ -47,7 +47,8 @@ class Metrics:
     tokens_per_s: float
     skipped: bool
     busy_s: Mapping[str, float]  # by lane, if measured on the host
-    predicted_step_s: float | None = None
+    predicted_step_s: float | None = None  # None: the prediction is for another kind of machine
+    device: str = ""  # that performed the step
 
     def values(self) -> dict[str, float]:
         """Return the values to plot over steps."""
@@ -253,6 +254,7 @@ class Trainer:
             skipped=step.result.skipped,
             busy_s={str(lane): s for lane, s in step.busy_s.items() if is_known or lane is Lane.CPU},
             predicted_step_s=session.predicted_step_s,
+            device=session.device_name,
         )
 
     def _keep_timeline(self) -> None:
