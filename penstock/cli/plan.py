@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from penstock import api
+from penstock.hwprofiles.instructions import plan_advice
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.model.config import WEIGHT_PATTERNS, download, hub_name, note_on_weights, shipped_models
 from penstock.results import Planned
@@ -136,7 +137,9 @@ def plan(
     if not IS_COMPILED:
         slower = "a search takes longer, and a run's host updates 10 to 60 times as long as planned"
         click.echo(f"note: without numba {slower}; install it with: pip install numba", err=True)
-    for note in filter(None, (note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan))):
+    in_bf16 = plan_advice(planned.profile) if planned.plan.semantics.compute_dtype == "bf16" else None
+    notes = in_bf16, note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan)
+    for note in filter(None, notes):
         click.echo(f"note: {on_one_line(note)}", err=True)
     if output is not None:
         written = on_one_line(str(output))

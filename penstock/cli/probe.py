@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
+from penstock.hwprofiles.instructions import plan_advice
 from penstock.hwprofiles.op_laws import ProductLaw
 from penstock.hwprofiles.probe.cliffs import without_cliffs
 from penstock.hwprofiles.quantity import Share
@@ -93,6 +94,8 @@ def remarks(profile: Profile) -> list[str]:
     counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
     details = [without_cliffs(source.detail) for source in profile.sources.values() if source.kind == "measured"]
     warnings = [f"cliff: {line}" for _, lines in details for line in lines]
+    if (advice := plan_advice(profile)) is not None:
+        warnings.append(advice)
     points = profile.device.matmul["bf16"]
     if profile.device.kind == "cuda" and not isinstance(points, ProductLaw) and points[0].clock_hz is None:
         warnings.append("no clock and no power with rates: for torch to read them, `pip install nvidia-ml-py` and probe again")

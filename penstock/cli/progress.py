@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from penstock.hwprofiles.instructions import run_advice
 from penstock.runtime.plan.footprint import host_needs, planned_device_needs
 from penstock.runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
@@ -86,6 +87,8 @@ def overview(session: "Session") -> dict[str, str]:
         "learning rate": f"{rule.lr:g}, {rule.schedule.kind}" if rate is None else f"{rate:g}, set by the loop of this run before",
         "predicted": _predicted(session, n_steps - first_step),
     }
+    if session.device == "cpu" and semantics.compute_dtype == "bf16" and (advice := run_advice()) is not None:
+        rows["warning, bf16"] = advice
     if (beyond := beyond_positions(session.plan)) is not None:
         rows["warning, length"] = beyond
     if session.inputs.held_out is not None:

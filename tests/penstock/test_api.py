@@ -153,7 +153,7 @@ def test_a_wrong_batch_is_refused_by_its_step(home: Path, batches: penstock.Batc
 
 
 class Faulty(Batches):
-    """Batches of which the one of step 3 (counted from 0) raises, or has nothing to learn."""
+    """Batches with an error at step 3 (counted from 0): an exception, or nothing to learn."""
 
     fault: str | None = None
 
