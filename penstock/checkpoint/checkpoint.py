@@ -32,6 +32,7 @@ from penstock.runtime.plan import Plan, Semantics
 from penstock.runtime.plan.optimizer import RULES, Optimizer
 from penstock.runtime.plan.train import Lora
 from penstock.runtime.plan.workload import Parameter
+from penstock.runtime.units import in_shell
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
 from .disk import writing
@@ -99,7 +100,7 @@ def load_state(checkpoint: Path) -> State:
     if manifest.state.get("weights_only"):
         raise CheckpointError(
             f"{checkpoint}: the model's weights alone (--weights-only), with nothing to resume a run from: train from them with "
-            f"--model {checkpoint} and another --out; resume from another checkpoint"
+            f"--model {in_shell(checkpoint)} and another --out; resume from another checkpoint"
         )
     _refuse_changed(checkpoint, manifest.files)
     names = sorted(name for name in manifest.files if name.startswith("optimizer-"))
@@ -308,7 +309,7 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
     None. `converts`: permit another optimizer. Its state is rounded to this run's dtypes, and another rule has other
     hyperparameters."""
     notes, is_another_rule = list[str](), False
-    afresh = f"or start a new run from its weights, with --model {state.path} and another --out"
+    afresh = f"or start a new run from its weights, with --model {in_shell(state.path)} and another --out"
     for key, value in expected.items():
         saved = state.fields.get(key)
         if key == "semantics" and isinstance(saved, dict):
@@ -321,7 +322,7 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
                 rules = [RULES[Optimizer(str(values["optimizer"])).rule] for values in (was, now)]
                 lacking = [_PARTS[part] for part in rules[1].moments if part not in rules[0].moments]
                 if not converts or lacking:
-                    how = f"convert it, with --resume-from {state.path.name}"
+                    how = f"convert it, with --resume-from {in_shell(state.path.name)}"
                     advice = f"{rules[0].name} keeps no {lacking[0]}" if converts else how
                     raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {advice}, {afresh}")
                 notes.append(f"the state of {old} becomes that of {new}: {_converted_in_words(was, now)}")

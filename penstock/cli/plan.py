@@ -20,7 +20,7 @@ from penstock.run_config import PLAN_FLAGS
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan.workload import Model
-from penstock.runtime.units import on_one_line
+from penstock.runtime.units import in_shell, on_one_line
 
 from .options import AS_JSON, BYTES, PRICES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import beyond_positions, check_output
@@ -142,10 +142,10 @@ def plan(
     for note in filter(None, notes):
         click.echo(f"note: {on_one_line(note)}", err=True)
     if output is not None:
-        written = on_one_line(str(output))
+        written = in_shell(output)
         disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
         run = f"penstock run {written} --data FOLDER{disk}{_run_flags(planned.plan.model)}"
-        click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
+        click.echo(f"wrote {on_one_line(str(output))}; next: penstock check {written}, then {run}", err=True)
 
 
 def _run_flags(model: Model) -> str:

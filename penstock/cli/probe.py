@@ -13,7 +13,7 @@ from penstock.hwprofiles.op_laws import ProductLaw
 from penstock.hwprofiles.probe.cliffs import without_cliffs
 from penstock.hwprofiles.quantity import Share
 from penstock.hwprofiles.schema import Profile
-from penstock.runtime.units import show_bytes, show_rate, show_seconds
+from penstock.runtime.units import in_shell, show_bytes, show_rate, show_seconds
 
 from .options import BYTES, PATH
 from .outputs import check_output, json_text, write_output
@@ -65,7 +65,9 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
         sys.stdout.write(json_text(profile.to_json()))
     else:
         write_output(output, json_text(profile.to_json()))
-        console.print(f"wrote {output}; plan for it with: penstock plan MODEL --machine {output}", soft_wrap=True, highlight=False)
+        console.print(
+            f"wrote {output}; plan for it with: penstock plan MODEL --machine {in_shell(output)}", soft_wrap=True, highlight=False
+        )
 
 
 def headline(profile: Profile) -> Table:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from penstock.hwprofiles.instructions import run_advice
 from penstock.runtime.plan.footprint import host_needs, planned_device_needs
-from penstock.runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
+from penstock.runtime.units import in_shell, on_one_line, show_bytes, show_count, show_duration, show_seconds
 
 from .outputs import beyond_positions, show_table
 
@@ -235,7 +235,7 @@ def _notes(run: "Session", error: float) -> Iterator[str]:
     """Yield notes on the error of the prediction, on a plan for another machine, and on the files."""
     from penstock.checkpoint.checkpoint import latest
 
-    profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
+    profile, plan, folder = run.plan.profile, in_shell(run.settings.plan), in_shell(run.folder)
     if abs(error) > REPLAN_ERROR:
         yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
         if run.device != "emulated":
@@ -252,4 +252,4 @@ def _notes(run: "Session", error: float) -> Iterator[str]:
         yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
     if run.saves:
         yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
-    yield f"log: {folder}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"
+    yield f"log: {on_one_line(str(run.folder))}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"

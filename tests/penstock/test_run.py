@@ -102,13 +102,18 @@ def test_missing_weights_or_tokenizer_are_refused(home):
     assert "RANDOM WEIGHTS" not in train(home, plan, "--resume", steps=2, scratch=SCRATCH[1:]).stderr
 
 
-def test_what_plan_says_to_do_next_can_be_done(home):
+def test_what_plan_and_run_say_to_do_next_can_be_done(home, monkeypatch):
+    """Names that a shell would take apart are quoted in the commands to copy."""
+    monkeypatch.chdir(home)
     real_model(home)
     for model in ("model", "real"):
-        stderr = penstock("plan", home / model, *SIZES, "-o", home / "p.json").stderr
+        stderr = penstock("plan", home / model, *SIZES, "-o", home / "a plan; $(echo).json").stderr
         words = shlex.split(stderr.strip().rpartition(", then penstock ")[2].replace("FOLDER", str(home / "data")))
         assert ("--from-scratch" in words) == (model == "model")
-        succeeded(penstock(*words, "--steps", 1, "--out", home / f"out-{model}"))
+        result = succeeded(penstock(*words, "--steps", 1, "--out", home / f"out & {model}"))
+        report = shlex.split(result.stdout.strip().rpartition("report: penstock ")[2])
+        assert report == ["report", str(home / "a plan; $(echo).json"), str(home / f"out & {model}"), "-o", "report.html"]
+        succeeded(penstock(*report))
 
 
 def test_mistakes_are_one_line_and_leave_nothing(home):
