@@ -31,9 +31,10 @@ def instruction_set(cpuinfo: Path = CPUINFO) -> tuple[str, float] | None:
 
 def run_advice(cpuinfo: Path = CPUINFO) -> str | None:
     """Return a line for a run in bf16 on this CPU if fp32 is faster, else None."""
-    if (here := instruction_set(cpuinfo)) is None or here[1] <= 1:
+    name, slowdown = instruction_set(cpuinfo) or ("", 1.0)
+    if slowdown <= 1:
         return None
-    return f"this CPU has {here[0]}: steps in fp32 are about {here[1]:.0f} times as fast as in bf16; {ADVICE}"
+    return f"this CPU has {name}: steps in fp32 are about {slowdown:.0f} times as fast as in bf16; {ADVICE}"
 
 
 def plan_advice(profile: Profile, cpuinfo: Path = CPUINFO) -> str | None:
