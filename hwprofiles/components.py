@@ -127,6 +127,7 @@ class Device(Part):
 
     name: Text
     kind: Literal["cuda", "cpu"]
+    instructions: Text | None = None  # instruction set of a CPU; None: a GPU, or not known
     memory_bytes: Quantity
     context_bytes: Share
     memory_bytes_per_s: Quantity

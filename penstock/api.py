@@ -22,7 +22,7 @@ from penstock.planner.model.config import without_dropout
 from penstock.planner.model.kernels import FUSED, with_kernels
 from penstock.planner.model.workload import read_model, spelled_out, supported_attention
 from penstock.planner.search.claim import CUT, claimed
-from penstock.runtime.errors import PlanError, WrongPlanError
+from penstock.runtime.errors import PlanError, WrongPlanError, user_code
 from penstock.runtime.executor import Stop
 from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from penstock.runtime.plan.legality import refuse_half_pairs
@@ -189,7 +189,8 @@ def _validated(kind: type[Fields], fields: Mapping[str, Any], label: str) -> Fie
         first = error.errors()[0]
         place = on_one_line("".join(f"{part}: " for part in first["loc"]), 120)
         problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise PlanError(f"{label}: {place}{problem}, found {reprlib.repr(first['input'])}") from None
+        value = f", found {reprlib.repr(first['input'])}" if place else ""  # not the whole object
+        raise PlanError(f"{label}: {place}{problem}{value}") from None
 
 
 def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) -> str:
@@ -327,9 +328,13 @@ def _trainer(run: RunRequest, request: TrainRequest, ranks: "Processes | None", 
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
+    def on_step(metrics: "Metrics") -> None:
+        with user_code(f"on_step, after step {metrics.step},"):
+            request.on_step(metrics)
+
     cache_layer_traces()
     with open_session(run, ranks) as session:
-        trainer = Trainer(session, request.on_step, every=every)
+        trainer = Trainer(session, on_step, every=every)
         write_settings(replace(run, file=session.inputs.request.file))
         yield trainer
 

@@ -154,8 +154,9 @@ def _checked_width(loss: LossFunction, called: str) -> int:
     except PlanError:
         raise
     except Exception as error:  # raised by user code
-        words = (str(error).splitlines() or [""])[0][:120]
-        raise PlanError(f"loss: {called} fails on a tiny call ({type(error).__name__}: {words}); correct it") from None
+        cause = error.__cause__ or error
+        words = (str(cause).splitlines() or [""])[0][:120]
+        raise PlanError(f"loss: {called} fails on a tiny call ({type(cause).__name__}: {words}); correct it") from None
     if gradient is None:
         raise PlanError(f"loss: {called} has no gradient towards its {ARGUMENTS[kind][0]}; compute it with torch, without detach")
     if not bool(losses.isfinite().all()) or not bool(gradient.isfinite().all()):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .errors import DataError, StepError, user_code
+
 UNSUPERVISED = -100  # the target that Hugging Face and torch's cross_entropy leave out
 
 
@@ -80,7 +82,8 @@ class PreparedBatches:
                 self._make_once(step)
             outcome = self._ready.pop(step)
         if isinstance(outcome, Exception):
-            raise outcome
+            with user_code(f"the batch of step {step + 1}"):
+                raise outcome if type(outcome) is not DataError else StepError(str(outcome))
         return self._move(outcome)
 
 

@@ -1,5 +1,8 @@
 """Errors that a user can fix, with their exit codes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PenstockError(ValueError):
     """Root of all errors that a user can cause. The message is one line: problem, place, remedy."""
@@ -33,6 +36,10 @@ class DataError(PenstockError):
     """Training data that is missing, empty or malformed."""
 
 
+class StepError(DataError):
+    """A batch, loss or callback of a step that failed or cannot be used. The training state is that of the last whole step."""
+
+
 class CheckpointError(PenstockError):
     """A checkpoint or output folder that cannot be read or written."""
 
@@ -59,3 +66,17 @@ class DoesNotFitError(PenstockError):
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         """Support pickling by another process."""
         return type(self), (str(self), self.short_device_bytes, self.short_host_bytes, self.smallest_change)
+
+
+@contextmanager
+def user_code(name: str) -> Iterator[None]:
+    """Report an exception of a user's code as a StepError that names the code. The message is one line; the cause is chained."""
+    try:
+        yield
+    except (PenstockError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, reported with its own advice
+            raise
+        words = (str(error).splitlines() or [""])[0][:200]
+        raise StepError(f"{name} raised {type(error).__name__}{': ' * bool(words)}{words}; correct it") from error

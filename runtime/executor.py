@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from penstock.runtime.plan import Lane, Op, Plan
 from penstock.runtime.plan.timeline import Span, Timeline, is_kept
 
-from .errors import PenstockError
+from .errors import PenstockError, StepError
 from .lane_track import LOOK_S, Bell, Entry, Track, tracks_of
 
 QUIET_S = 600.0  # without the end of an op: noted on stderr, and again after twice the time; a long op is no error
@@ -126,7 +126,8 @@ class Execution:
     """A run of a plan, performed by iteration over its completed steps; `timeline` is set at the end.
 
     The first failure of a lane or in the context stops all lanes after their current op and is raised: user errors unchanged,
-    others as OpError naming the op; StallError if all lanes wait for each other. An op that hangs looks like a long one: after
+    others as OpError naming the op; StallError if all lanes wait for each other. After a StepError the other lanes first complete
+    the steps before (`is_whole`). An op that hangs looks like a long one: after
     `quiet_s` without the end of any op, stderr lists each lane's op. After `stop.request()` all lanes end after the same step, the
     earliest possible. `on_interrupt()` runs on Ctrl-C before the lanes are joined, because one may be blocked in a collective.
     """
@@ -146,6 +147,7 @@ class Execution:
         self.news = Bell()  # rung at the end of a step in a lane or at a failure, wakes the caller's thread
         self._quiet_s, self._stop, self._on_interrupt = quiet_s, stop or Stop(), on_interrupt
         self._failure: BaseException | None = None  # the first
+        self._n_intact: int | None = None  # steps before a StepError
         self._n_begun = self._n_reported = 0  # steps begun by a lane; steps reported to the caller
         self._n_prepared = 0  # steps with a batch
         self._one_at_a_time = threading.Lock()
@@ -194,11 +196,18 @@ class Execution:
                 self.news.ring()
             return True
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, turn: int | None = None) -> None:
+        """Stop all lanes: after their current op, or before this step if the error has left the state intact."""
+        self._n_intact = turn if self._failure is None else None
         self._failure = self._failure or error
         for track in self.tracks:
-            track.stop()
+            track.stop(0 if turn is None else turn * track.n_in_step)
         self.news.ring()
+
+    @property
+    def is_whole(self) -> bool:
+        """True after a run whose state is that of the last completed step: it ended without an error, or with a StepError."""
+        return self._failure is None or self._n_intact == self.n_done
 
     def _perform(self) -> Generator[Step]:
         start_s = self._reported_s = time.perf_counter()
@@ -241,7 +250,8 @@ class Execution:
         """Yield steps; raise on a stall, in which all lanes wait; print a note if no op ends for long."""
         last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, self._quiet_s
         while True:
-            while self._n_prepared < min(self._n_begun + 1, len(numbers := self.numbers)):  # a stop may shorten `numbers`
+            while self._failure is None and self._n_prepared < min(self._n_begun + 1, len(numbers := self.numbers)):
+                # a stop may shorten `numbers`
                 self.machine.prepare(numbers[self._n_prepared])
                 self._n_prepared += 1
             yield from self._completed_steps()
@@ -294,7 +304,8 @@ class _Worker(threading.Thread):
         try:
             self.machine.on_thread(self.track.lane, self._perform_steps)
         except PenstockError as error:
-            self.execution.fail(error)
+            is_intact = isinstance(error, StepError)  # raised before any update of its step
+            self.execution.fail(error, self._step - self.execution.numbers.start if is_intact else None)
         except BaseException as error:
             failure = OpError(f"step {self._step + 1}, lane {self.track.lane}: {self._at} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error

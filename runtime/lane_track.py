@@ -4,6 +4,7 @@ A waiting lane registers with the other one and sleeps until its bell rings; a l
 microseconds, or the time to wake a thread (`benchmarks/executor.py`).
 """
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ class Track:
     n_done: int = 0
     tokens: dict[int, object] = field(default_factory=dict)  # tokens of `Machine.mark`, by position
     busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # time in ops of each unreported step
-    is_stopped: bool = False  # a lane has failed, and this one shall end
+    stops_at: float = math.inf  # position at which this lane ends, because a lane has failed
     _bell: Bell = field(default_factory=Bell)  # wakes this lane
     _waiters: dict["Track", int] = field(default_factory=dict)  # waiting lanes and the positions that they wait for
     _wants: tuple["Track", int] | None = None  # awaited lane and position
@@ -135,8 +136,13 @@ class Track:
         track._waiters.pop(self, None)
         self._wants = None
 
-    def stop(self) -> None:
-        self.is_stopped = True
+    @property
+    def is_stopped(self) -> bool:
+        return self.n_done >= self.stops_at
+
+    def stop(self, position: int = 0) -> None:
+        """End the lane before the op at a position: at once by default."""
+        self.stops_at = min(self.stops_at, position)
         self._bell.ring()
 
     def forget_tokens(self, n_steps: int, n_repetitions: int) -> None:

@@ -1,6 +1,7 @@
 """Units: parse and format bytes, counts, times and rates. Other modules use base units only (bytes, seconds, FLOP)."""
 
 import re
+import shlex
 
 from .errors import PenstockError
 
@@ -37,6 +38,11 @@ def on_one_line(text: str, longest: int = 480) -> str:
     """Return text for one line of a terminal: control characters escaped, the middle of long text cut."""
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return plain if len(plain) <= longest else f"{plain[: longest // 2]} ... {plain[-(longest // 2) :]}"
+
+
+def in_shell(path: object) -> str:
+    """Return a path for a command to copy: quoted for a POSIX shell if needed, on one line."""
+    return on_one_line(shlex.quote(str(path)))
 
 
 def show_bytes(n_bytes: float) -> str:

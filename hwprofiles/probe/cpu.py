@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from penstock.hwprofiles.instructions import instruction_set
 from penstock.runtime.errors import ProfileError
 from penstock.runtime.host.chunks import Scratch
 from penstock.runtime.host.memory import available_host_bytes
@@ -66,7 +67,7 @@ class CpuDevice(Device):
             kind="cpu", name=f"{len(self.compute_cores)} of {processor}", host=processor, nodes=memory_nodes(self.all_cores),
             driver=f"torch {torch.__version__}, {platform.system()} {platform.release()}", capability=(0, 0),
             compute_threads=len(self.compute_cores), n_cores=len(self.all_cores), n_host_cores=len(self.host_cores),
-            host_bytes=self.free_bytes - self.memory()[1],
+            host_bytes=self.free_bytes - self.memory()[1], instructions=(instruction_set() or (None,))[0],
         )  # fmt: skip
 
     def memory(self) -> tuple[int, int]:

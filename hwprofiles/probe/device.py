@@ -30,6 +30,7 @@ class Facts:
     n_host_cores: int  # cores for copies and the optimizer
     host_bytes: int  # available to new allocations
     nodes: Sequence[Sequence[int]]  # cores of each NUMA node
+    instructions: str | None = None  # of a CPU that computes
 
     @property
     def is_cpu(self) -> bool:

@@ -90,6 +90,7 @@ class _Probe:
             "device": {
                 "name": facts.name,
                 "kind": facts.kind,
+                "instructions": facts.instructions,
                 "memory_bytes": Timing(usable_bytes, 0.0).quantity("memory"),
                 "context_bytes": Timing(context_bytes, 0.0).quantity("copies" if facts.is_cpu else "memory"),
                 "workspace_bytes": Timing(0, 0.0).quantity("copies") if facts.is_cpu else workspace,

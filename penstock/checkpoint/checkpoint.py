@@ -10,6 +10,7 @@ Weights and state have one file per block. Files are written to a temporary fold
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,14 +25,17 @@ from torch import Tensor
 
 from penstock.data.data import RunData
 from penstock.runtime.errors import CheckpointError
+from penstock.runtime.files import sync
 from penstock.runtime.host.host_state import HostState
 from penstock.runtime.host.rounding import Int8Moment, group_bytes
 from penstock.runtime.plan import Plan, Semantics
 from penstock.runtime.plan.optimizer import RULES, Optimizer
 from penstock.runtime.plan.train import Lora
 from penstock.runtime.plan.workload import Model, Parameter, has_towers
+from penstock.runtime.units import in_shell
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
+from .disk import writing
 from .model_files import FILE_NAME, GENERATION_FILE, INDEX_FILE, has_weights, publish, read_json, towers, with_ends
 from .tensor_files import Shards, write_new, write_tensors
 
@@ -96,7 +100,7 @@ def load_state(checkpoint: Path) -> State:
     if manifest.state.get("weights_only"):
         raise CheckpointError(
             f"{checkpoint}: the model's weights alone (--weights-only), with nothing to resume a run from: train from them with "
-            f"--model {checkpoint} and another --out; resume from another checkpoint"
+            f"--model {in_shell(checkpoint)} and another --out; resume from another checkpoint"
         )
     _refuse_changed(checkpoint, manifest.files)
     names = sorted(name for name in manifest.files if name.startswith("optimizer-"))
@@ -229,6 +233,18 @@ class CheckpointWriter:
         self._files[file] = write_new(self._folder / file, [content])
 
 
+def rewrite_fields(checkpoint: Path, changes: Mapping[str, Any]) -> None:
+    """Change fields of `state` in the manifest of a checkpoint, in one replacement of its file."""
+    path, partial = checkpoint / STATE_FILE, checkpoint / f"{STATE_FILE}.partial"
+    fields = dict(read_json(path))
+    fields["state"] |= changes
+    with writing(path):
+        partial.unlink(missing_ok=True)
+        write_new(partial, [_json_bytes(fields | {"sha256": sum_of(fields)})])
+        partial.replace(path)
+        sync(checkpoint)
+
+
 def _json_bytes(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=1) + "\n").encode()
 
@@ -301,7 +317,7 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
     None. `converts`: permit another optimizer. Its state is rounded to this run's dtypes, and another rule has other
     hyperparameters."""
     notes, is_another_rule = list[str](), False
-    afresh = f"or start a new run from its weights, with --model {state.path} and another --out"
+    afresh = f"or start a new run from its weights, with --model {in_shell(state.path)} and another --out"
     for key, value in expected.items():
         saved = state.fields.get(key)
         if key == "semantics" and isinstance(saved, dict):
@@ -314,7 +330,7 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
                 rules = [RULES[Optimizer(str(values["optimizer"])).rule] for values in (was, now)]
                 lacking = [_PARTS[part] for part in rules[1].moments if part not in rules[0].moments]
                 if not converts or lacking:
-                    how = f"convert it, with --resume-from {state.path.name}"
+                    how = f"convert it, with --resume-from {in_shell(state.path.name)}"
                     advice = f"{rules[0].name} keeps no {lacking[0]}" if converts else how
                     raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {advice}, {afresh}")
                 notes.append(f"the state of {old} becomes that of {new}: {_converted_in_words(was, now)}")
@@ -325,6 +341,14 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
             difference = f"{_FIELD_NAMES.get(key, key)}{_difference(saved, value)}"
             raise CheckpointError(f"{state.path}: of another {difference}; resume as it began, {afresh}")
     return f"{state.path}: {'; '.join(notes)}" if notes else None
+
+
+def fixed_lr_of(state: State) -> float | None:
+    """Return the learning rate that a loop had set instead of the schedule, or None. CheckpointError if it is malformed."""
+    rate = state.fields.get("fixed_lr")
+    if rate is not None and (type(rate) is not float or not 0 <= rate < math.inf):
+        raise _damaged(state.path, "its fixed_lr is invalid")
+    return rate
 
 
 def put_back(state: State, host: HostState, data: RunData) -> None:

@@ -24,7 +24,7 @@ from penstock.runtime.host.rounding import group_bytes
 from penstock.runtime.plan.workload import Parameter
 from penstock.settings import CheckpointSettings
 
-from .checkpoint import CheckpointWriter
+from .checkpoint import CheckpointWriter, rewrite_fields
 from .disk import new_folder
 from .retention import keep_last, remove
 from .snapshot import GivenUp, Snapshot, Snapshots
@@ -143,6 +143,11 @@ class Saver:
             snapshot = self.snapshots.begun()
             assert snapshot is not None
             self._write(snapshot)
+
+    def save_again(self, step: int) -> None:
+        """Write the fields of a step again if its checkpoint is on disk: a loop has changed them."""
+        if step == self._saved and step != self._first:
+            rewrite_fields(self._folder / f"checkpoint-{step}", self._contents.fields(step))
 
     def _permit(self, step: int) -> None:
         fields = self._contents.fields(step)

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from penstock import api
+from penstock.hwprofiles.instructions import plan_advice
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.model.config import WEIGHT_PATTERNS, download, hub_name, note_on_weights, shipped_models
 from penstock.results import Planned
@@ -19,7 +20,7 @@ from penstock.run_config import PLAN_FLAGS
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan.workload import Model
-from penstock.runtime.units import on_one_line
+from penstock.runtime.units import in_shell, on_one_line
 
 from .options import (
     AS_JSON,
@@ -154,13 +155,15 @@ def plan(
     if not IS_COMPILED:
         slower = "a search takes longer, and a run's host updates 10 to 60 times as long as planned"
         click.echo(f"note: without numba {slower}; install it with: pip install numba", err=True)
-    for note in filter(None, (note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan))):
+    in_bf16 = plan_advice(planned.profile) if planned.plan.semantics.compute_dtype == "bf16" else None
+    notes = in_bf16, note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan)
+    for note in filter(None, notes):
         click.echo(f"note: {on_one_line(note)}", err=True)
     if output is not None:
-        written = on_one_line(str(output))
+        written = in_shell(output)
         disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
         run = f"penstock run {written} --data FOLDER{disk}{_run_flags(planned.plan.model)}"
-        click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
+        click.echo(f"wrote {on_one_line(str(output))}; next: penstock check {written}, then {run}", err=True)
 
 
 def _run_flags(model: Model) -> str:

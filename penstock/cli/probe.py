@@ -8,11 +8,12 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
+from penstock.hwprofiles.instructions import plan_advice
 from penstock.hwprofiles.op_laws import ProductLaw
 from penstock.hwprofiles.probe.cliffs import without_cliffs
 from penstock.hwprofiles.quantity import Share
 from penstock.hwprofiles.schema import Profile
-from penstock.runtime.units import show_bytes, show_rate, show_seconds
+from penstock.runtime.units import in_shell, show_bytes, show_rate, show_seconds
 
 from .options import BYTES, PATH
 from .outputs import check_output, json_text, write_output
@@ -64,7 +65,9 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
         sys.stdout.write(json_text(profile.to_json()))
     else:
         write_output(output, json_text(profile.to_json()))
-        console.print(f"wrote {output}; plan for it with: penstock plan MODEL --machine {output}", soft_wrap=True, highlight=False)
+        console.print(
+            f"wrote {output}; plan for it with: penstock plan MODEL --machine {in_shell(output)}", soft_wrap=True, highlight=False
+        )
 
 
 def headline(profile: Profile) -> Table:
@@ -93,6 +96,8 @@ def remarks(profile: Profile) -> list[str]:
     counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
     details = [without_cliffs(source.detail) for source in profile.sources.values() if source.kind == "measured"]
     warnings = [f"cliff: {line}" for _, lines in details for line in lines]
+    if (advice := plan_advice(profile)) is not None:
+        warnings.append(advice)
     points = profile.device.matmul["bf16"]
     if profile.device.kind == "cuda" and not isinstance(points, ProductLaw) and points[0].clock_hz is None:
         warnings.append("no clock and no power with rates: for torch to read them, `pip install nvidia-ml-py` and probe again")

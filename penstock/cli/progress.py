@@ -17,8 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from penstock.hwprofiles.instructions import run_advice
 from penstock.runtime.plan.footprint import host_needs, planned_device_needs
-from penstock.runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
+from penstock.runtime.units import in_shell, on_one_line, show_bytes, show_count, show_duration, show_seconds
 
 from .outputs import beyond_positions, show_table
 
@@ -68,8 +69,12 @@ def show_overview(rows: Mapping[str, str]) -> None:
 
 def overview(session: "Session") -> dict[str, str]:
     """Return the facts of a run that a user may want to check before step 1, by name."""
+    from penstock.training.inputs import repeated_samples
+
     performed, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
-    rule, semantics = session.settings.optimizer, session.plan.semantics
+    rule, semantics, rate = session.settings.optimizer, session.plan.semantics, session.fixed_lr
+    n_again = repeated_samples(session.settings, session.inputs.data)
+    repeats = f"; the last is filled up with {n_again:,} samples of the next pass" if n_again else ""
     steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "finished, evaluating"
     rows = {
         "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
@@ -77,19 +82,24 @@ def overview(session: "Session") -> dict[str, str]:
         "tokenizer": str(session.inputs.tokenizer_from or "bytes"),
         "device": _device(session),
         **session.inputs.data.words(),
-        "steps": f"{steps}, each of {performed.all_ranks.batch_size:,} sequences, {performed.tokens_per_step:,} tokens",
+        "steps": f"{steps}, each of {performed.all_ranks.batch_size:,} sequences, {performed.tokens_per_step:,} tokens{repeats}",
         **({"optimizer": f"{semantics.optimizer_in_words}, betas {rule.beta1:g}, {rule.beta2:g}"} if semantics.is_lean else {}),
-        "learning rate": f"{rule.lr:g}, {rule.schedule.kind}",
+        "learning rate": f"{rule.lr:g}, {rule.schedule.kind}" if rate is None else f"{rate:g}, set by the loop of this run before",
         "predicted": _predicted(session, n_steps - first_step),
     }
+    if session.device == "cpu" and semantics.compute_dtype == "bf16" and (advice := run_advice()) is not None:
+        rows["warning, bf16"] = advice
     if (beyond := beyond_positions(session.plan)) is not None:
         rows["warning, length"] = beyond
     if session.inputs.held_out is not None:
         evaluation, words = session.settings.evaluation, session.inputs.held_out.words()
-        n = min(evaluation.max_sequences, session.inputs.held_out.n_steps or evaluation.max_sequences)
+        n, n_all = len(session.inputs.evaluated), session.inputs.held_out.n_steps
+        amount = f"{n:,} sequences"
+        if n != n_all:
+            amount = f"{n:,} of {n_all:,} sequences (a sample by --seed; evaluation.max_sequences)"
         description = ", bad rows ".join(words[name] for name in ("data", "bad rows") if name in words)
         every = f" every {evaluation.every:,} steps" if evaluation.every else ""
-        rows["held out"] = f"{description}, {n:,} sequences evaluated{every}"
+        rows["held out"] = f"{description}, {amount} evaluated{every}"
     if session.saves:
         size, free = map(show_bytes, (session.inputs.checkpoint_bytes, shutil.disk_usage(session.folder).free))
         rows["checkpoints"] = f"{size} each, {free} free in {session.settings.out}"
@@ -110,7 +120,7 @@ def _device(session: "Session") -> str:
     name = session.plan.profile["name"]
     if session.device == "emulated":
         return f"{name}, emulated {session.scale:.3g} times slower on this CPU; nothing is saved"
-    device = session.store.device_name() or f"CPU, {len(os.sched_getaffinity(0))} cores"
+    device = session.device_name
     return device if session.is_comparable else f"{device}, instead of the GPU of {name}"
 
 
@@ -179,19 +189,23 @@ class Progress(Bar):
 
 
 def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float]) -> None:
-    """Print the final table (predicted, measured, error) and notes."""
+    """Print the final table (predicted, measured, error) and notes. A prediction for another kind of machine is left out."""
     from penstock.planner.show.facts import measured
 
     measurement = measured(timeline, times_s)
     assert measurement is not None, "a step was performed"
-    rows = [
-        (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
-        for name, predicted, value, show in _figures(run, measurement)
-    ]
-    show_table(("", "predicted", "measured", "error"), rows)
-    if measurement.n_steps:
-        spread = f"{show_seconds(measurement.p10_step_s)} to {show_seconds(measurement.p90_step_s)}"
-        click.echo(f"step: median of {measurement.n_steps} after warm-up, P10 to P90 {spread}")
+    figures = _figures(run, measurement)
+    if run.is_comparable:
+        rows = [
+            (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
+            for name, predicted, value, show in figures
+        ]
+        show_table(("", "predicted", "measured", "error"), rows)
+    else:
+        show_table(("", f"measured on {run.device_name}"), [(name, show(value)) for name, _, value, show in figures])
+    spread = f"{show_seconds(measurement.p10_step_s)} to {show_seconds(measurement.p90_step_s)}"
+    step = f"median of {measurement.n_steps} after warm-up, P10 to P90 {spread}" if measurement.n_steps else "a single one"
+    click.echo(f"step: {step}; measured on {run.device_name}")
     error = measurement.step_s / run.prediction.step_s - 1 if run.is_comparable and measurement.n_steps else 0.0
     for line in _notes(run, error):
         click.echo(line)
@@ -221,7 +235,7 @@ def _notes(run: "Session", error: float) -> Iterator[str]:
     """Yield notes on the error of the prediction, on a plan for another machine, and on the files."""
     from penstock.checkpoint.checkpoint import latest
 
-    profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
+    profile, plan, folder = run.plan.profile, in_shell(run.settings.plan), in_shell(run.folder)
     if abs(error) > REPLAN_ERROR:
         yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
         if run.device != "emulated":
@@ -238,4 +252,4 @@ def _notes(run: "Session", error: float) -> Iterator[str]:
         yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
     if run.saves:
         yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
-    yield f"log: {folder}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"
+    yield f"log: {on_one_line(str(run.folder))}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"

@@ -10,7 +10,7 @@ from penstock.planner.search.claim import claimed
 from penstock.run_files import refuse_another_plan
 from penstock.runtime.errors import PlanError, WrongPlanError
 from penstock.runtime.plan import PlanFile
-from penstock.runtime.units import on_one_line, show_bytes
+from penstock.runtime.units import in_shell, on_one_line, show_bytes
 from penstock.version import version_in_words
 
 from .outputs import write_output
@@ -79,7 +79,7 @@ def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     from penstock.run_files import read_logged_run
 
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
-    names = " ".join(on_one_line(str(path)) for path in (plan_file, run_dir) if path is not None)
+    names = " ".join(in_shell(path) for path in (plan_file, run_dir) if path is not None)
     where = on_one_line(plan_file.name)
     return page(Facts(file, where, run), where, f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}")
 

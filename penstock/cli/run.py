@@ -1,6 +1,5 @@
 """`penstock run`: train with a plan, in one process or in several ranks, until the last step or a signal."""
 
-import shlex
 import signal
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ import click
 from penstock.ranks import is_follower, is_rank, joined, refuse_several_hosts, start
 from penstock.run_config import RUN_FILE, RunRequest, read_run
 from penstock.runtime.plan import PlanFile
-from penstock.runtime.units import on_one_line
+from penstock.runtime.units import in_shell
 from penstock.settings import RunSettings
 from penstock.signals import handled
 
@@ -29,7 +28,7 @@ STATES = "checkpoint-*/trainer_state.json"
 
 def _refuse_to_recalibrate(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     if path is not None:
-        instead = f"plan with --measured RUN, or measure the machine with penstock probe -o {on_one_line(str(path))}"
+        instead = f"plan with --measured RUN, or measure the machine with penstock probe -o {in_shell(path)}"
         raise click.UsageError(f"--recalibrate is no longer available: rates fitted to one run predicted others worse; {instead}")
 
 
@@ -69,7 +68,9 @@ def run(
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
-            raise click.UsageError(f"no checkpoint in {settings.out}, but some next to {config}; give --out {config.parent}")
+            raise click.UsageError(
+                f"no checkpoint in {settings.out}, but some next to {config}; give --out {in_shell(config.parent)}"
+            )
         report("reading the plan")
         file = PlanFile.read(Path(settings.plan))
         if (n := file.plan.semantics.ranks) > 1 and settings.device != "emulated" and not is_rank():
@@ -134,8 +135,8 @@ def _stopped(session: "Session", n_done: int) -> str:
     if not session.saves:
         return f"{status}, and nothing is saved"
     if session.settings.checkpoint.weights_only and is_new:
-        return f"{status}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
-    again = f"penstock run --config {on_one_line(shlex.quote(f'{out}/{RUN_FILE}'))} --resume"
+        return f"{status}; its weights alone are saved: train on from them with --model {in_shell(f'{out}/checkpoint-{n_done}')}"
+    again = f"penstock run --config {in_shell(f'{out}/{RUN_FILE}')} --resume"
     return f"{status}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
 
 

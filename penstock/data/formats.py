@@ -188,7 +188,7 @@ def _pair(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
         n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
         if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
             raise ValueError('one of chosen and rejected begins with the other, so the prompt is unknown; give it as "prompt"')
-        n -= kind is str and chosen[:n].endswith(" ")  # tokenizers attach a space to the next word
+        n -= isinstance(chosen, str) and chosen[:n].endswith(" ")  # tokenizers attach a space to the next word
         prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
     if not (prompt.strip() if isinstance(prompt, str) else prompt):
         raise ValueError("chosen and rejected share no prompt")

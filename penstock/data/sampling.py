@@ -72,7 +72,7 @@ class MapStyleData:
 
     def __post_init__(self) -> None:
         self.n_sequences = sum(len(part.sequences) for part in self.parts)
-        self.n_steps = -(-self.n_sequences * self.rows_each // self.batch_size)
+        self.n_steps = -(-self.n_sequences // self.samples_per_step)
         numbers = np.concatenate([np.arange(share) for share in self.shares])
         sets = np.repeat(np.arange(len(self.shares)), self.shares)
         order = np.argsort((numbers + 0.5) / np.array(self.shares)[sets], kind="stable")
@@ -82,6 +82,10 @@ class MapStyleData:
     def rows_each(self) -> int:
         """Batch rows per sample."""
         return self.parts[0].shape.rows_each
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.batch_size // self.rows_each
 
     def sample(self, n: int) -> tuple[int, int]:
         """Return (set, sequence in it) of sample `n`, counted from 0 across all epochs."""
@@ -93,7 +97,7 @@ class MapStyleData:
 
     def batch(self, step: int) -> Batch:
         """Return the batch of `step`, counted from 0."""
-        n = self.batch_size // self.rows_each
+        n = self.samples_per_step
         return self.batch_of_samples([self.sample(step * n + b) for b in range(n)])
 
     def batch_of_samples(self, samples: Sequence[tuple[int, int]]) -> Batch:
@@ -114,7 +118,7 @@ class MapStyleData:
 
     def position(self, step: int) -> Position:
         """Return the first sample of a step."""
-        return {"sample": step * (self.batch_size // self.rows_each)}
+        return {"sample": step * self.samples_per_step}
 
     def resume(self, step: int, position: Position) -> bool:
         """Resume at a step. Return True if this data has that position."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.runtime.batch import UNSUPERVISED, Batch
-from penstock.runtime.errors import DataError
+from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective
 
 
@@ -42,7 +42,9 @@ class UserBatches:
 
     def batch(self, step: int) -> Batch:
         """Return a validated batch. DataError if it does not fit the plan."""
-        match self.program.batch(step):
+        with user_code(f"batch({step})"):
+            result = self.program.batch(step)
+        match result:
             case Batch() as batch:
                 pass
             case [torch.Tensor() as input_ids, torch.Tensor() as targets]:
@@ -57,6 +59,8 @@ class UserBatches:
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model has ids 0 to {last}")
+        if not (batch.targets != UNSUPERVISED).any():
+            raise DataError(f"batch({step}) has nothing to learn: all its targets are {UNSUPERVISED}; give one with targets")
         for row in self.objective.inputs:
             # For most inputs of a built-in loss, one number per sequence would be mistaken for one per token.
             is_broadcast = row.by_sequence or self.objective.sha256 is not None

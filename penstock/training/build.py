@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.checkpoint.adapter_files import read_adapter
-from penstock.checkpoint.checkpoint import put_back
+from penstock.checkpoint.checkpoint import fixed_lr_of, put_back
 from penstock.checkpoint.model_files import has_tensor, load_weights
 from penstock.checkpoint.packed_base import packed_base
 from penstock.data.data import Report, no_report
@@ -30,7 +30,8 @@ def build(inputs: RunInputs, ranks: Ranks | None = None) -> TorchMachine:
     host_bytes = sum(host_needs(plan, 1 if ranks is None else ranks.n_here).values())
     inputs.request.report(f"taking memory: {show_bytes(host_bytes + plan.device_arena_bytes)}")
     device = CudaDevice() if inputs.device == "cuda" else CpuDevice(pin_threads=True)
-    rates = Rates(settings.optimizer, learning_rates(settings.optimizer, inputs.n_steps))
+    fixed_lr = None if inputs.state is None else fixed_lr_of(inputs.state)
+    rates = Rates(settings.optimizer, learning_rates(settings.optimizer, inputs.n_steps), fixed_lr)
     batches, seed = inputs.data.batch, settings.seed
     store = TorchMachine(plan, batches, rates, seed, ranks=ranks, loss=inputs.loss, disk=inputs.disk, device=device)
     _load(inputs, store)

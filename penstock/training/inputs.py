@@ -25,7 +25,7 @@ from penstock.checkpoint.model_files import (
 from penstock.data.chat import MARKS
 from penstock.data.data import DataRequest, Report, RunData, learned_ends, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
-from penstock.data.sampling import MapStyleData
+from penstock.data.sampling import MapStyleData, order_of
 from penstock.data.tokenizer import ModelTokenizer, read_template, read_tokenizer
 from penstock.model_checks.document_isolation import supports_documents
 from penstock.planner.model.config import download, without_dropout
@@ -82,6 +82,12 @@ class RunInputs:
     @property
     def n_steps(self) -> int:
         return steps_of(self.settings, self.data)
+
+    @property
+    def evaluated(self) -> tuple[int, ...]:
+        """Numbers of the held-out samples to evaluate: all, or a seeded sample of `evaluation.max_sequences`, in file order."""
+        n, limit = 0 if self.held_out is None else self.held_out.n_steps or 0, self.settings.evaluation.max_sequences
+        return tuple(range(n) if n <= limit else sorted(order_of(n, self.settings.seed)[:limit].tolist()))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -179,9 +185,18 @@ def steps_of(settings: RunSettings, data: RunData) -> int:
     """Return the number of steps of the whole run."""
     if settings.steps is not None:
         return settings.steps
-    if data.n_steps is None:
+    if not isinstance(data, MapStyleData):
         raise RunConfigError("the length of streamed data is unknown: give --steps")
-    return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
+    passes = Fraction(str(settings.epochs or 1))  # exact: 0.1 of 30 is 3
+    return max(1, math.ceil(passes * data.n_sequences / data.samples_per_step))
+
+
+def repeated_samples(settings: RunSettings, data: RunData) -> int:
+    """Return the samples of the last step beyond the whole passes that the settings name."""
+    if settings.steps is not None or not isinstance(data, MapStyleData):
+        return 0
+    n_samples = math.ceil(settings.epochs or 1) * data.n_sequences
+    return max(0, steps_of(settings, data) * data.samples_per_step - n_samples)
 
 
 def plan_of_folder(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:

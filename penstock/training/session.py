@@ -1,5 +1,6 @@
 """A session: a run assembled from plan, settings, data and a machine, ready to start."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -82,6 +83,11 @@ class Session:
         return self.store.settings
 
     @property
+    def fixed_lr(self) -> float | None:
+        """Learning rate that a loop has set instead of the schedule."""
+        return self.store.settings.fixed_lr if isinstance(self.store.settings, Rates) else None
+
+    @property
     def reader(self) -> StateReader:
         """Tensors of the state of all ranks."""
         return self.store.host if self.leader is None else self.leader
@@ -96,6 +102,12 @@ class Session:
         """When and how to save. With several ranks, never in the background."""
         settings = self.settings.checkpoint
         return settings if self.leader is None else replace(settings, background=False)
+
+    @property
+    def device_name(self) -> str:
+        """Device that performs the steps."""
+        name = self.store.device_name() or f"CPU, {len(os.sched_getaffinity(0))} cores"
+        return f"{self.plan.profile['name']}, emulated on {name}" if self.device == "emulated" else name
 
     @property
     def is_comparable(self) -> bool:

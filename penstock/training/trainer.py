@@ -16,7 +16,7 @@ from penstock.checkpoint.saver import Contents, Saver
 from penstock.planner.predict.abridged import WARM_UP_STEPS
 from penstock.replanning import Replanning
 from penstock.run_config import PLAN_FILE, RunConfigError, RunRequest
-from penstock.runtime.errors import CheckpointError, PenstockError
+from penstock.runtime.errors import CheckpointError, PenstockError, StepError
 from penstock.runtime.executor import Execution, OpError, Step, Stop
 from penstock.runtime.files import write_whole
 from penstock.runtime.machines.torch_machine import Abandoned
@@ -49,7 +49,8 @@ class Metrics:
     tokens_per_s: float
     skipped: bool
     busy_s: Mapping[str, float]  # by lane, if measured on the host
-    predicted_step_s: float | None = None
+    predicted_step_s: float | None = None  # None: the prediction is for another kind of machine
+    device: str = ""  # that performed the step
 
     def values(self) -> dict[str, float]:
         """Return the values to plot over steps."""
@@ -121,6 +122,7 @@ class Trainer:
         self.following: RunRequest | None = None  # of the session that goes on, under another plan
         self._replanning = Replanning(session.inputs.request, first_step, session.is_comparable, session.say)
         self.rests_after: int | None = None  # number of steps, while no lane is busy
+        self._callback_error: Exception | None = None  # of `on_step`
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
             advice = f"ask for more than {session.n_steps} with --steps"
             raise CheckpointError(f"{session.folder}: holds step {first_step} already; {advice}")
@@ -137,38 +139,52 @@ class Trainer:
         Lanes run without a break until a validation, the end, a turn, or a foreground save. The last checkpoint is written before
         the last validation; a resumed run repeats a missing validation.
         """
-        session, n_done = self.session, self.session.first_step
         self._leave_what_followed()
-        saver = self.saver() if session.saves else None
+        saver = self.saver() if self.session.saves else None
         with device_memory_named(), self.monitors, self._replanning, nullcontext() if saver is None else saver.at_work():
-            if n_done == 0:
-                with suppress(Abandoned):
-                    report_ratio(session)
-            self._validate(n_done)
-            while n_done < session.n_steps and not session.stop.is_requested:
-                self.rests_after = None
-                saves_now = saver is not None and (saver.waits_for_pause or not session.checkpoint.background)
-                self.rests_after = n_done = self._train_until_pause(n_done, saver)
-                if saver is not None and saver.is_due(n_done):
-                    self.following = self._following(n_done) if saves_now else None
-                    saver.save(n_done)
-                    if self.following is not None:
-                        saver.wait()
-                        return
-                if n_done < session.n_steps:
-                    self._validate(n_done)
-                is_over = n_done == session.n_steps or session.stop.is_requested
-                if self._made and self.every is not None and (is_over or n_done % self.every == 0):
-                    metrics, self._made = tuple(self._made), []
-                    yield Turn(self, saver, metrics)
-            if self.watch.finding is not None and session.settings.stop_if_lost:
-                raise LostError(f"{self.watch.finding}, and begin again from a checkpoint before it")
-            if saver is not None:
-                saver.save(n_done)
+            try:
+                yield from self._turns(saver)
+            except Exception as error:
+                # Other ranks have ended after an error in their batch: nothing can be gathered from them.
+                ends_alone = error is self._callback_error or (isinstance(error, StepError) and self.session.leader is None)
+                if saver is None or not ends_alone or not self.rests_after:
+                    raise
+                saver.save(self.rests_after)
                 saver.wait()
-            if n_done > session.first_step:
-                self._keep_timeline()
+                if not isinstance(error, StepError):
+                    raise
+                raise StepError(f"{error}; the state after step {self.rests_after} is saved, to resume from") from error.__cause__
+
+    def _turns(self, saver: Saver | None) -> Iterator["Turn"]:
+        session, n_done = self.session, self.session.first_step
+        if n_done == 0:
+            with suppress(Abandoned):
+                report_ratio(session)
+        self._validate(n_done)
+        while n_done < session.n_steps and not session.stop.is_requested:
+            self.rests_after = None
+            saves_now = saver is not None and (saver.waits_for_pause or not session.checkpoint.background)
+            n_done = self._train_until_pause(n_done, saver)
+            if saver is not None and saver.is_due(n_done):
+                self.following = self._following(n_done) if saves_now else None
+                saver.save(n_done)
+                if self.following is not None:
+                    saver.wait()
+                    return
+            if n_done < session.n_steps:
                 self._validate(n_done)
+            is_over = n_done == session.n_steps or session.stop.is_requested
+            if self._made and self.every is not None and (is_over or n_done % self.every == 0):
+                metrics, self._made = tuple(self._made), []
+                yield Turn(self, saver, metrics)
+        if self.watch.finding is not None and session.settings.stop_if_lost:
+            raise LostError(f"{self.watch.finding}, and begin again from a checkpoint before it")
+        if saver is not None:
+            saver.save(n_done)
+            saver.wait()
+        if n_done > session.first_step:
+            self._keep_timeline()
+            self._validate(n_done)
 
     def _leave_what_followed(self) -> None:
         """Remove log lines after the resumed step, and incomplete checkpoints."""
@@ -183,7 +199,8 @@ class Trainer:
     # -- train, log -------------------------------------------------------------------------------------------------
 
     def _train_until_pause(self, n_done: int, saver: Saver | None) -> int:
-        """Train and log each step until a pause is due, in which lanes are drained. Return the number of finished steps."""
+        """Train and log each step until a pause is due, in which lanes are drained. Return the number of finished steps, and set
+        `rests_after` to it. An error of `on_step` makes the current step the last."""
         session, checkpoint = self.session, self.session.checkpoint
         saves_in_pauses = saver is not None and (saver.waits_for_pause or not checkpoint.background)
         validates = session.settings.evaluation.every if self.validations else None
@@ -194,12 +211,19 @@ class Trainer:
         pause = Stop(session.stop)
         stop = pause if session.leader is None else session.leader.train(n_done, until - n_done, pause, session.rates.fixed_lr)
         let_go = saver.snapshots.end if saver is not None else lambda: None
-        with Execution(session.store.plan, session.machine, until - n_done, n_done, stop=stop, on_interrupt=let_go) as steps:
-            for step in steps:
-                n_done = step.number + 1
-                self._log(step, saver)
-                if saver is not None and (saver.is_time() if saves_in_pauses else self._replanning.finds()):
-                    pause.request()
+        steps = Execution(session.store.plan, session.machine, until - n_done, n_done, stop=stop, on_interrupt=let_go)
+        try:
+            with steps:
+                for step in steps:
+                    n_done = step.number + 1
+                    self._log(step, saver)
+                    is_due = saver is not None and (saver.is_time() if saves_in_pauses else self._replanning.finds())
+                    if self._callback_error is not None or is_due:
+                        pause.request()
+        finally:
+            self.rests_after = n_done if steps.is_whole else None
+        if self._callback_error is not None:
+            raise self._callback_error
         # convert an emulated run to seconds of the plan's machine
         spans = (replace(s, start_s=s.start_s / session.scale, end_s=s.end_s / session.scale) for s in steps.timeline.spans)
         timeline = Timeline(tuple(spans))
@@ -218,7 +242,11 @@ class Trainer:
         self.monitors.log(metrics.step, metrics.values())
         if saver is not None:
             saver.is_logged(metrics.step)
-        self.on_step(metrics)
+        try:
+            if self._callback_error is None:
+                self.on_step(metrics)
+        except Exception as error:  # the step in progress shall end
+            self._callback_error = error
         self._replanning.logged(metrics.step, metrics.step_s)
         if self.every is not None:
             self._made.append(metrics)
@@ -245,6 +273,7 @@ class Trainer:
             skipped=step.result.skipped,
             busy_s={str(lane): s for lane, s in step.busy_s.items() if is_known or lane is Lane.CPU},
             predicted_step_s=session.predicted_step_s,
+            device=session.device_name,
         )
 
     def _keep_timeline(self) -> None:
@@ -265,9 +294,10 @@ class Trainer:
 
         def fields(step: int) -> dict[str, Any]:
             named = (self.following or inputs.request).replanned
-            reference = {} if inputs.reference is None else {"reference": dict(inputs.reference)}
-            replanned = {} if named is None else {"replanned": named}
-            return {**identity, "data_position": inputs.data.position(step), **reference, **replanned}
+            more: dict[str, Any] = {} if inputs.reference is None else {"reference": dict(inputs.reference)}
+            more |= {} if named is None else {"replanned": named}
+            more |= {} if session.fixed_lr is None else {"fixed_lr": session.fixed_lr}
+            return {**identity, "data_position": inputs.data.position(step), **more}
 
         contents = Contents(fields, inputs.kept_files, inputs.ends, inputs.chat_template, inputs.towers_from, inputs.saved_config)
         state, settings = session.store.host, session.checkpoint
@@ -325,7 +355,8 @@ class Turn:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step. Setting it disables the schedule. It is not stored in checkpoints."""
+        """Learning rate of the next step. Setting it disables the schedule. Checkpoints hold it, also that of this step if it is
+        already saved, and a resumed run continues with it."""
         lr = self.trainer.session.rates(self.step).lr
         assert lr is not None, "a run has one"
         return lr
@@ -334,17 +365,23 @@ class Turn:
     def lr(self, rate: float) -> None:
         if not 0 <= rate < math.inf:
             raise RunConfigError(f"lr is {rate}; a learning rate is a number from 0 up")
+        self._refuse_if_over()
         self.trainer.session.rates.fixed_lr = float(rate)
+        if self._saver is not None:
+            self._saver.save_again(self.step)
+
+    def _refuse_if_over(self) -> None:
+        if self.trainer.rests_after != self.step:
+            what = "set the rate, save, evaluate and take weights"
+            raise RunConfigError(f"the turn after step {self.step} is over; {what} before the next step")
 
     @property
     def _session(self) -> Session:
         """Return the session. RunConfigError if the run has moved on, or is emulated."""
-        session, rests_after = self.trainer.session, self.trainer.rests_after
-        if not session.saves:
+        if not self.trainer.session.saves:
             raise RunConfigError("an emulated run has the state of a stand-in, not the model's; run on another device")
-        if rests_after != self.step:
-            raise RunConfigError(f"the turn after step {self.step} is over; save, evaluate and take weights before the next step")
-        return session
+        self._refuse_if_over()
+        return self.trainer.session
 
     def evaluate(self) -> dict[str, float]:
         """Return the loss on the run's held-out data, the setting `evaluation.data`, with the names of metrics.jsonl."""

@@ -73,15 +73,18 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
     add_lines(session.folder / "metrics.jsonl", [{"step": step} | values])
     monitors.log(step, values)
     when = f"after step {step}" if step else "before the first step"
-    session.say(f"evaluation {when}: {_in_words(values)}  {show_seconds(values['eval_s'])}{base_text}")
+    n, n_all = len(session.inputs.evaluated), session.inputs.held_out and session.inputs.held_out.n_steps
+    part = "" if n == n_all else f"  {n:,} of {n_all:,} sequences"
+    session.say(f"evaluation {when}: {_in_words(values)}{part}  {show_seconds(values['eval_s'])}{base_text}")
 
 
 def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float]:
-    """Run `evaluate` on up to `evaluation.max_sequences` held-out sequences. PlanError without held-out data."""
-    data, limit = session.inputs.held_out, session.settings.evaluation.max_sequences
+    """Run `evaluate` on the held-out data, or on the sample of it. PlanError without held-out data."""
+    data = session.inputs.held_out
     if data is None:
         raise PlanError("no held-out data to evaluate on; name it in the settings, as evaluation.data")
-    return evaluate(session.store, data.batch, min(limit, data.n_steps or limit), stop)
+    samples = session.inputs.evaluated
+    return evaluate(session.store, lambda number: data.batch(samples[number]), len(samples), stop)
 
 
 def report_ratio(session: Session) -> None:

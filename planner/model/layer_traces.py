@@ -29,6 +29,7 @@ from .record import functions, record, storage_of
 from .sizes import Kernels, at_size, evaluated, fit_sizes, polynomial, window_of
 
 MOST_RECORDED = 2  # sequences; larger micro-batches are extrapolated
+MOST_RECORDED_TOKENS = 2**25  # a recording allocates the tokens and their positions
 LONGEST_RECORDED = 256  # tokens; longer sequences are extrapolated if possible
 
 
@@ -115,6 +116,8 @@ def polynomials(config: str, attention: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any]:
+    if n_sequences * seq_len > MOST_RECORDED_TOKENS:
+        raise WorkloadError(f"layers of this model are recorded with up to {MOST_RECORDED_TOKENS:,} tokens; lower --seq-len")
     split, about = split_of(config, how.attention)
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
     with _watched(config), split.parts.zero_parameters(split.norm if isinstance(split.norm, Epilogue) else None):

@@ -18,6 +18,7 @@ class Footprint:
     host: dict[str, int]
     device_memory_bytes: int
     host_memory_bytes: int
+    n_here: int = 1  # ranks of a host, with equal parts of its memory; host figures are for one of them
 
     @property
     def device_peak_bytes(self) -> int:
@@ -51,15 +52,18 @@ def footprint(plan: Setup, profile: Profile) -> Footprint:
     hardware = profile.device
     device = device_needs(plan, hardware.kind == "cuda", hardware.workspace_bytes.value if hardware.workspace_bytes else None)
     device |= {"context": round(hardware.context_bytes.value)}
-    host = host_needs(plan, max(1, plan.semantics.ranks // profile.n_hosts)) | {"runtime": round(profile.host.runtime_bytes.value)}
-    return Footprint(device, host, int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value))
+    n_here = max(1, plan.semantics.ranks // profile.n_hosts)
+    host = host_needs(plan, n_here) | {"runtime": round(profile.host.runtime_bytes.value)}
+    return Footprint(device, host, int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value), n_here)
 
 
 def short_of(needs: Footprint) -> str:
-    """Format a shortage, e.g. `host memory is 141 GB short (needs 1.64 TB, has 1.5 TB)`, for each memory that is too small."""
+    """Format a shortage, e.g. `host memory is 141 GB short (needs 1.64 TB, has 1.5 TB)`, for each memory that is too small. Host
+    memory: of all ranks on a host."""
+    n = needs.n_here
     places = (
         ("device", needs.device_peak_bytes, needs.device_memory_bytes, needs.short_device_bytes),
-        ("host", needs.host_peak_bytes, needs.host_memory_bytes, needs.short_host_bytes),
+        ("host", n * needs.host_peak_bytes, n * needs.host_memory_bytes, n * needs.short_host_bytes),
     )
     return " and ".join(
         f"{place} memory is {show_bytes(short)} short (needs {show_bytes(peak)}, has {show_bytes(has)})"

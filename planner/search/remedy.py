@@ -111,7 +111,7 @@ def does_not_fit(request: Request, needs: list[Footprint]) -> DoesNotFitError:
     smallest = ", or ".join(changes) or "no change that was tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
     message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
-    return DoesNotFitError(message, nearest.short_device_bytes, nearest.short_host_bytes, smallest)
+    return DoesNotFitError(message, nearest.short_device_bytes, nearest.n_here * nearest.short_host_bytes, smallest)
 
 
 def _nearest(needs: list[Footprint]) -> Footprint:

@@ -75,6 +75,8 @@ class Facts:
         self.model_flop_per_s = model_flop(plan) / self.step_s
         self.needs, self.hourly = footprint(plan, self.profile), hourly(self.profile)
         self.measured = None if run is None else measured(run.timeline, run.step_times_s(plan.semantics.tokens_per_step))
+        self.is_comparable = run is None or run.log.is_comparable
+        self.ran_on = None if run is None else run.log.device or (None if self.is_comparable else "another kind of machine")
 
     @cached_property
     def forward(self) -> ForwardPass | None:

@@ -47,7 +47,7 @@ def page(facts: Facts, where: str, created: str = "") -> str:
         "gloss": report_lines.GLOSS,
         "n_blocks": len(plan.workload.blocks),
         "ops": [str(op) if len(shown.ops) <= MOST_LINES_OPS else op.name for op in shown.ops],
-        "tracks": [_track(name, stretch) for name, stretch in stretches.items()],
+        "tracks": [_track(name, stretch, stretches["predicted"], facts.is_comparable) for name, stretch in stretches.items()],
         "memory": [_memory_json(one) for one in memory],
         "curves": _curves(facts),
     }
@@ -82,14 +82,16 @@ def _digest(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
 
 
-def _track(name: str, stretch: Stretch) -> dict[str, Any]:
-    """Encode a stretch. Start times are stored as differences, to keep the numbers short."""
+def _track(name: str, stretch: Stretch, predicted: Stretch, is_comparable: bool) -> dict[str, Any]:
+    """Encode a stretch. Start times are stored as differences, to keep the numbers short. `zoom`: factor to the time axis of the
+    prediction; a run that is not comparable with it is drawn at the same width."""
     tick_s = max(stretch.length_s, 1e-12) / TICKS
     pieces = sorted(stretch.within(), key=lambda s: (s.start_s, s.step, s.op))
     starts = [round(p.start_s / tick_s) for p in pieces]
     return {
         "name": name,
         "length_s": stretch.length_s,
+        "zoom": 1.0 if is_comparable else max(predicted.length_s, 1e-12) / max(stretch.length_s, 1e-12),
         "tick_s": tick_s,
         "op": [p.op for p in pieces],
         "start": [b - a for a, b in zip([0, *starts], starts, strict=False)],
@@ -138,10 +140,10 @@ def _curves(facts: Facts) -> list[dict[str, Any]]:
     held_out = line("held-out", "gradients", [loss for _, loss in log.evaluated], eval_steps, dots=True)
     loss = [line("training", "forward", log.columns["loss"]), held_out]
     speed, rate = line("measured", "weights", log.columns["tokens_per_s"]), line("learning rate", "update", log.columns["lr"])
-    level = {"name": "predicted", "value": n_tokens / facts.step_s, "colour": "ink"}
+    level = {"level": {"name": "predicted", "value": n_tokens / facts.step_s, "colour": "ink"}} if facts.is_comparable else {}
     curves: list[dict[str, Any]] = [
         {"id": "loss", "title": "Loss", "height": 260, "lines": [curve for curve in loss if curve["steps"]]},
-        {"id": "speed", "title": "Tokens per second", "height": 170, "level": level, "from_zero": True}
+        {"id": "speed", "title": "Tokens per second", "height": 170, "from_zero": True, **level}
         | {"lines": [speed] if log.has_step_size(n_tokens) else []},
         {"id": "rate", "title": "Learning rate", "height": 170, "from_zero": True, "lines": [rate]},
     ]

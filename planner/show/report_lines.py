@@ -212,16 +212,18 @@ def _certified(claim: Claim) -> tuple[str, str]:
 
 
 def _measured(f: Facts, measured: Measured) -> str:
-    """Compare the measured step with the prediction."""
+    """Compare the measured step with the prediction, if that is for the kind of machine that ran."""
     ratio, claim = measured.step_s / f.step_s, f.claim
     against = f"{ratio:.3g} times the prediction" if ratio >= FAR else f"{ratio - 1:+.1%} against the prediction"
-    if claim is not None:
+    if not f.is_comparable:
+        against = f"not comparable with the prediction, which is for {f.profile.name}"
+    elif claim is not None:
         is_inside = claim.prediction.p10_step_s <= measured.step_s <= claim.prediction.p90_step_s
         against += f", {'within' if is_inside else 'outside'} the interval"
+    step = exact(measured.step_s) if f.ran_on is None else f"{exact(measured.step_s)} on {f.ran_on}"
     if not measured.n_steps:
-        return f"{exact(measured.step_s)}, a single step; {against}"
-    middle = f"the median of {counted(measured.n_steps, 'step')} after warm-up ({p10_to_p90(measured)})"
-    return f"{exact(measured.step_s)}, {middle}; {against}"
+        return f"{step}, a single step; {against}"
+    return f"{step}, the median of {counted(measured.n_steps, 'step')} after warm-up ({p10_to_p90(measured)}); {against}"
 
 
 def _rests_on(provenance: Provenance, owner: str) -> str:
@@ -263,7 +265,7 @@ def waterfall_table(f: Facts) -> Table | None:
     spread = () if f.claim is None else (f.claim.prediction.p10_step_s, f.claim.prediction.p90_step_s)
     rows.append(("the predicted step", exact(step_s), "100%"))
     bars.append(Bar("predicted", 0.0, step_s, *spread))
-    if f.measured is not None:
+    if f.measured is not None and f.is_comparable:
         rows.append(("a measured step", exact(f.measured.step_s), f"{f.measured.step_s / step_s:.0%}"))
         bars.append(Bar("measured", 0.0, f.measured.step_s))
     return Table(("the step is", "takes", "share"), tuple(rows), tuple(bars))

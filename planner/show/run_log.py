@@ -16,6 +16,7 @@ from penstock.runtime.files import fields_of
 from penstock.runtime.plan.timeline import Timeline
 
 LONGEST_STEP_S = 1e9  # larger values in a file are ignored
+LONGEST_NAME = 120  # characters of a device
 LOSSES = frozenset({"loss", "eval_loss"})  # every line of a log has one of them
 COLUMNS = ("loss", "lr", "step_s", "tokens_per_s", "tokens")
 
@@ -28,6 +29,8 @@ class Log:
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})  # None: not finite
     evaluated: list[tuple[int, float | None]] = field(default_factory=list)  # (step, loss)
     n_damaged: int = 0  # lines
+    device: str | None = None  # of the last step; None: not logged
+    is_comparable: bool = True  # False: the last step ran on another kind of machine than the plan's
 
     def add(self, fields: dict[str, Any]) -> bool:
         """Add the fields of a line. Return False if it is not a line of a log."""
@@ -41,6 +44,9 @@ class Log:
         if is_evaluation:
             self.evaluated.append((step, number(fields["eval_loss"])))
             return True
+        device = fields.get("device")
+        self.device = device[:LONGEST_NAME] if isinstance(device, str) and device else None
+        self.is_comparable = fields.get("predicted_step_s", 0.0) is not None
         index = bisect_left(self.steps, step)
         self.steps[index:] = [step]
         for name, values in self.columns.items():

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from penstock.runtime.batch import Batch, PreparedBatches, positions_of
+from penstock.runtime.errors import StepError
 from penstock.runtime.host.memory import DTYPE, Arenas
 from penstock.runtime.layers.layer_chain import Call
 from penstock.runtime.layers.recompute import Graph, Replay
@@ -92,6 +93,8 @@ class Compute:
         if (batch := self.inputs.begin(step)) is not None and self._head is None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
             n_losses = self.plan.semantics.n_losses(batch.n_supervised, batch.n_answers)
+            if not batch.n_supervised or not n_losses:
+                raise StepError(f"the batch of step {step + 1} has nothing to learn: no token has a target; give other data")
             self.losses[step] = Losses(batch.n_supervised, n_losses, total, [])
 
     def _seed(self, step: int, op: Op) -> None:

@@ -16,6 +16,7 @@ tokens in a second pass over the tiles.
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.runtime.batch import UNSUPERVISED
-from penstock.runtime.errors import PlanError
+from penstock.runtime.errors import PlanError, user_code
 from penstock.runtime.plan.objective import REFERENCE, LossUnit, Objective
 
 from .response_sums import unpacked_order
@@ -212,7 +213,8 @@ class LossFunction:
                 by_name = (gain | {"": first, "n": second, **extras}).items()
                 arguments = {f"{name}_{half}".removeprefix("_"): x[i::2] for i, half in halves for name, x in by_name}
         known = {**arguments, **self.objective.numbers}
-        return self.function(**{name: known[name] for name in self._parameters})
+        with nullcontext() if self.objective.sha256 is None else user_code(f"the loss {self.objective.name}"):
+            return self.function(**{name: known[name] for name in self._parameters})
 
     def of_tile(self, logits_NV: Tensor, targets_N: Tensor, extras: Extras) -> Tensor:
         """Sum over the supervised positions of a tile."""

@@ -25,6 +25,7 @@ AttentionKernel = Literal["flash", "deterministic", "cudnn"]
 # Functions of other packages that transformers calls instead of torch if they are installed
 LibraryKernel = Literal["causal_conv1d.causal_conv1d_fn", "fla.chunk_gated_delta_rule"]
 MOST_LAYERS = 2**16  # more than any model has
+LONGEST, MOST_TOKENS = 2**31 - 1, 2**40  # of a sequence, and of a micro-batch: their bytes fit in 64-bit integers
 Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # saved activations of a layer in addition to its input, ascending
 LEAVE = (Saved.ATTENTION, Saved.PRODUCTS)  # saved activations that may be offloaded, ascending
@@ -65,6 +66,13 @@ class Semantics:
     objective: Loss = CROSS_ENTROPY
     router_loss: Annotated[float, Field(ge=0)] = 0.0  # weight of the routers' auxiliary loss; 0: none
     __pydantic_config__ = FILE
+
+    def __post_init__(self) -> None:
+        """Refuse a size before any tensor of it is made."""
+        if self.seq_len > LONGEST or self.micro_batch * self.seq_len > MOST_TOKENS:
+            size = f"a micro-batch of {self.micro_batch:,} x {self.seq_len:,} tokens is not planned"
+            limits = f"at most {LONGEST:,} tokens of a sequence and {MOST_TOKENS:,} in all"
+            raise PlanError(f"{size}: {limits}; lower --seq-len, --batch-size or --micro-batch")
 
     @cached_property
     def n_micro_batches(self) -> int:

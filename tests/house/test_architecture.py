@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "hwprofiles": GROUND,
     # The probe times functions of the runtime, on the cores of a run.
     "hwprofiles.probe": {
-        *(f"hwprofiles.{name}" for name in ("schema", "components", "quantity")),
+        *(f"hwprofiles.{name}" for name in ("schema", "components", "quantity", "instructions")),
         *(f"runtime.{name}" for name in ("host", "machines", "compute", "plan", "errors", "layers", "units")),
     },
     "runtime": set[str](),

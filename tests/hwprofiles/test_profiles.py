@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.cli.outputs import json_text
 from penstock.hwprofiles.components import AttentionCall
+from penstock.hwprofiles.instructions import ADVICE, instruction_set, plan_advice, run_advice
 from penstock.hwprofiles.quantity import SOURCE_KINDS
 from penstock.hwprofiles.schema import FOLDER, Profile, read_profile, shipped_profiles
 from penstock.runtime.errors import ProfileError
@@ -265,3 +266,33 @@ def test_an_unknown_machine_is_answered_with_the_nearest(tmp_path: Path) -> None
     for wrong in (str(tmp_path), "", "x\0y", "x" * 5000):
         with pytest.raises(ProfileError):
             read_profile(wrong)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("avx avx2 avx512f avx512dq avx512_vnni avx512_bf16", ("AVX-512 with bf16", 1.0)),
+        ("avx avx2 avx512f avx512dq avx512bw", ("AVX-512 without bf16", 3.0)),
+        ("avx avx2 fma avx_vnni", ("no AVX-512", 17.0)),
+        ("avx avx2 avx_vnni avx_ne_convert", ("AVX2 with bf16", 1.0)),
+        (None, None),
+    ],
+)
+def test_bf16_on_a_cpu_without_its_instructions_is_advised_against(
+    tmp_path: Path, flags: str | None, expected: tuple[str, float] | None
+) -> None:
+    """None: no flags in /proc/cpuinfo, as on Arm."""
+    cpuinfo, shipped = tmp_path / "cpuinfo", read_profile(PROBED)
+    cpuinfo.write_text("processor: 0\n" + ("" if flags is None else f"flags\t\t: fpu {flags} sse\n" * 2))
+    assert instruction_set(cpuinfo) == expected
+    in_run, in_plan = run_advice(cpuinfo), plan_advice(shipped, cpuinfo)
+    assert plan_advice(read_profile("gh200"), cpuinfo) is None
+    if expected is None or expected[1] == 1:
+        assert (in_run, in_plan) == (None, None)
+        return
+    assert in_run == f"this CPU has {expected[0]}: steps in fp32 are about {expected[1]:.0f} times as fast as in bf16; {ADVICE}"
+    assert in_plan == f"cpu-2core was measured with AVX-512 with bf16, but {in_run}"
+    fields = fields_of(PROBED)
+    fields["device"]["matmul"] = dict(zip(("fp32", "bf16"), fields["device"]["matmul"].values(), strict=True))
+    slower = plan_advice(Profile.from_json(fields), cpuinfo)
+    assert slower == f"cpu-2core: fp32 products are 2.3 times as fast as bf16 ones; {ADVICE}"

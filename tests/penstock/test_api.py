@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,64 @@ def test_a_wrong_batch_is_refused_by_its_step(home: Path, batches: penstock.Batc
         train_new(planned(home), batches, out=home / "out", steps=2)
 
 
+class Faulty(Batches):
+    """Batches with an error at step 3 (counted from 0): an exception, or nothing to learn."""
+
+    fault: str | None = None
+
+    def batch(self, step: int) -> Any:
+        if step == 3 and self.fault == "raises":
+            raise KeyError("my bug")
+        ids, targets = super().batch(2 * step + 1)
+        return ids, torch.full_like(targets, -100) if step == 3 and self.fault == "empty" else targets
+
+
+N_CALLS = list[int]()  # of `careless`: it raises in the last
+
+
+def careless(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if N_CALLS and not N_CALLS.append(N_CALLS.pop() - 1) and N_CALLS == [0]:
+        raise KeyError("my bug")
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+
+
+@mostly_slow(
+    ("fault", "message", "n_whole", "settings"),
+    [
+        ("loss", "the loss python:careless raised KeyError: 'my bug'; correct it", {2}, {}),
+        ("raises", r"batch\(3\) raised KeyError: 'my bug'; correct it", {3}, {"checkpoint.every": 1}),
+        ("empty", r"batch\(3\) has nothing to learn: all its targets are -100; give one with targets", {3}, {}),
+        ("on_step", "on_step, after step 2, raised KeyError: 'my bug'; correct it", {2, 3}, {}),
+    ],
+)
+def test_an_error_of_the_users_code_is_named_and_the_last_whole_step_saved(
+    home: Path, fault: str, message: str, n_whole: set[int], settings: dict[str, Any]
+) -> None:
+    """The resumed run has the bits of one without the error."""
+    loss = careless if fault == "loss" else None
+    plan = penstock.plan(home / "model", "cpu-2core", **SIZES, loss=loss, loss_tile_tokens=64, policy=DEFERRED)
+    options: dict[str, Any] = {"steps": 5, "lr": 1e-3, "settings": settings, "loss": loss}
+
+    def on_step(metrics: Any) -> None:
+        assert metrics.step <= 2, "it is not called after its error"
+        if metrics.step == 2:
+            raise KeyError("my bug")
+
+    faulty = Faulty()
+    N_CALLS[:] = [2 + 3 * 2] if fault == "loss" else []  # two to check it, then the second micro-batch of step 3
+    faulty.fault = fault
+    with pytest.raises(penstock.PenstockError, match=f"^{message}; the state after step . is saved, to resume from$") as caught:
+        train_new(plan, faulty, out=home / "out", **options, **({"on_step": on_step} if fault == "on_step" else {}))
+    assert isinstance(caught.value.__cause__, KeyError) or fault == "empty"
+    assert (n_logged := len(losses(home / "out"))) in n_whole
+    assert (home / "out" / f"checkpoint-{n_logged}").is_dir()
+    faulty.fault = None
+    N_CALLS.clear()
+    resumed, expected = (train_new(plan, faulty, out=home / out, resume=out == "out", **options) for out in ("out", "expected"))
+    assert weights_sha(resumed.checkpoint) == weights_sha(expected.checkpoint)
+    assert losses(home / "out") == losses(home / "expected")
+
+
 def test_settings_go_by_their_dotted_names(home: Path) -> None:
     settings = {"checkpoint.every": 1, "evaluation.data": str(home / "data"), "optimizer.weight_decay": 0.1}
     trained = train_new(planned(home), home / "data", out=home / "out", steps=2, settings=settings)
@@ -198,13 +257,15 @@ def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
                 next(by_view)
         if turn.step == 4:
             turn.lr = torch.tensor(0.0)
-            for late in (first.save, first.evaluate, first.weights().__next__):
+            for late in (first.save, first.evaluate, first.weights().__next__, partial(setattr, first, "lr", 1.0)):
                 with pytest.raises(RunConfigError, match="the turn after step 2 is over"):
                     late()
         if turn.step == 6:
             assert turn.lr == 0.0
             assert all(torch.equal(weight, weights[name]) for name, weight in turn.weights())
             assert evaluated["eval_loss"] == loss
+            turn.save()
+            turn.lr = 0.5  # after the step's checkpoint
             turn.stop()
         weights, loss = dict(turn.weights()), evaluated["eval_loss"]
     assert [line["loss"] for line in logged[:5]] == [line.loss for line in session.metrics]
@@ -212,7 +273,7 @@ def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
     assert {path.name for path in (home / "stream").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
     looks = dict(how["settings"]) | {"evaluation.every": 7}
     later = penstock.stream(plan, home / "data", out=home / "stream", steps=9, every=2, **how | {"resume": True, "settings": looks})
-    assert [(turn.step, len(turn.metrics)) for turn in later] == [(8, 2), (9, 1)]
+    assert [(turn.step, len(turn.metrics), turn.lr) for turn in later] == [(8, 2, 0.5), (9, 1, 0.5)], "the rate survives a resume"
     background = {"settings": {"checkpoint.background": True}}
     odd = {"every is 0": {"every": 0}, "every is 2.5": {"every": 2.5}, "argument 'step'": {"step": 1}, "between steps": background}
     for message, request in odd.items():

@@ -1,6 +1,7 @@
 """Commands `plan`, `check` and `report`: the interface that scripts rely on."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -92,6 +93,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
     [
         (["plan", "qwen2.5-7b", "--machine", "gh20"], "gh200"),
         ([*SMALL, "--micro-batch", "0"], "micro_batch: should be greater than 0, found 0"),
+        ([*SMALL, "--seq-len", "99999999999"], "a micro-batch of 2 x 99,999,999,999 tokens is not planned"),
+        ([*SMALL, "--batch-size", "99999999999", "--micro-batch", "99999999999"], "99,999,999,999 x 512 tokens is not planned"),
         ([*SMALL, "--train", "lora:r=0"], "rank is 0"),
         ([*SMALL, "--micro-batch", "300"], "more than the batch"),
         ([*SMALL[:-2], "--tokens-per-step", "1000"], "1024 is"),
@@ -165,3 +168,13 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     text, modules = json.loads(result.stdout)
     assert all(f"\n  {name} " in text for name in ("plan", "check", "run", "probe", "report"))
     assert not {"torch", "transformers", "scipy", "networkx", "pydantic", "rich"} & set(modules)
+
+
+@pytest.mark.slow
+def test_a_first_plan_says_that_it_compiles(tmp_path):
+    """Only the first: it compiles for some seconds, into a cache."""
+    command = [sys.executable, "-m", "penstock", *SMALL, "--policy", "zero3-offload"]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for expected in ("note: compiling the planner: seconds, once on this machine\n", ""):
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert result.stderr == expected

@@ -12,7 +12,7 @@ from tests.chats import write_talker
 from tests.forks import Forked
 from tests.lanes import mostly_slow
 from tests.real_layers import hf_model, load_model
-from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
+from tests.running import SCRATCH, SIZES, UNSEARCHED, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 from tests.tiny import tiny_config
 
 
@@ -102,13 +102,18 @@ def test_missing_weights_or_tokenizer_are_refused(home):
     assert "RANDOM WEIGHTS" not in train(home, plan, "--resume", steps=2, scratch=SCRATCH[1:]).stderr
 
 
-def test_what_plan_says_to_do_next_can_be_done(home):
+def test_what_plan_and_run_say_to_do_next_can_be_done(home, monkeypatch):
+    """Names that a shell would take apart are quoted in the commands to copy."""
+    monkeypatch.chdir(home)
     real_model(home)
     for model in ("model", "real"):
-        stderr = penstock("plan", home / model, *SIZES, "-o", home / "p.json").stderr
+        stderr = penstock("plan", home / model, *SIZES, "-o", home / "a plan; $(echo).json").stderr
         words = shlex.split(stderr.strip().rpartition(", then penstock ")[2].replace("FOLDER", str(home / "data")))
         assert ("--from-scratch" in words) == (model == "model")
-        succeeded(penstock(*words, "--steps", 1, "--out", home / f"out-{model}"))
+        result = succeeded(penstock(*words, "--steps", 1, "--out", home / f"out & {model}"))
+        report = shlex.split(result.stdout.strip().rpartition("report: penstock ")[2])
+        assert report == ["report", str(home / "a plan; $(echo).json"), str(home / f"out & {model}"), "-o", "report.html"]
+        succeeded(penstock(*report))
 
 
 def test_mistakes_are_one_line_and_leave_nothing(home):
@@ -154,3 +159,14 @@ def test_a_plan_that_needs_more_memory_exits_with_3(home):
     one_line(result, 3, "more than are free", "the CPU's memory takes the place of the GPU's (no GPU was found)")
     assert result.stderr.startswith("no GPU found: the plan for h200-pcie5 trains on this CPU\n")
     assert not (home / "o").exists()
+
+
+def test_a_plan_and_a_run_in_bf16_name_a_cpu_without_its_instructions(home, monkeypatch):
+    monkeypatch.setattr("penstock.hwprofiles.instructions.instruction_set", lambda *_: ("no AVX-512", 17.0))
+    advice = "this CPU has no AVX-512: steps in fp32 are about 17 times as fast as in bf16; plan with --compute fp32"
+    for dtype, n_lines in (("bf16", 1), ("fp32", 0)):
+        options = ["--compute", dtype, "--gradient-dtype", dtype]
+        note = succeeded(penstock("plan", home / "model", *SIZES, *UNSEARCHED, *options, "-o", home / "p.json")).stderr
+        assert note.count(f"note: cpu-2core was measured with AVX-512 with bf16, but {advice}\n") == n_lines
+        result = succeeded(train(home, home / "p.json", out=f"in-{dtype}", steps=1))
+        assert result.stderr.count(f"warning, bf16: {advice}\n") == n_lines

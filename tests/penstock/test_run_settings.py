@@ -3,7 +3,6 @@
 import json
 import sys
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock.run_config import read_run
 from penstock.runtime.plan import PlanFile
 from penstock.settings import DataSettings, EvaluationSettings, RunSettings
-from penstock.training.inputs import prompts_of, steps_of
-from tests.bytes_of_files import write_lines
+from penstock.training.inputs import prompts_of, repeated_samples, steps_of
+from tests.bytes_of_files import read, write_lines
 from tests.lanes import mostly_slow
 from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
@@ -166,8 +165,32 @@ def test_streamed_data_need_a_number_of_steps(home):
 
 
 @pytest.mark.parametrize(
-    ("epochs", "of_an_epoch", "n_steps"), [(None, 7, 7), (2.0, 7, 14), (0.07, 100, 7), (1.1, 10, 11), (0.001, 5, 1)]
+    ("epochs", "n_rows", "batch_size", "n_steps", "n_again"),
+    [
+        *((None, 7, 1, 7, 0), (2.0, 7, 1, 14, 0), (0.07, 100, 1, 7, 0), (1.1, 10, 1, 11, 0), (0.001, 5, 1, 1, 0)),
+        *((3, 17, 16, 4, 13), (3, 16, 16, 3, 0), (1, 17, 16, 2, 15), (2.5, 17, 16, 3, 0), (1, 3, 16, 1, 13), (4, 3, 16, 1, 4)),
+    ],
 )
-def test_epochs_are_rounded_up_to_steps_exactly(epochs, of_an_epoch, n_steps):
-    run = RunSettings(DataSettings("corpus"), epochs=epochs)
-    assert steps_of(run, SimpleNamespace(n_steps=of_an_epoch)) == n_steps
+def test_epochs_are_rounded_up_to_steps_once(tmp_path, epochs, n_rows, batch_size, n_steps, n_again):
+    """The right value: ceil(epochs x rows / batch size). The last step continues in the next pass."""
+    path = write_lines(tmp_path / "t.jsonl", [{"text": "a" * (1 + n)} for n in range(n_rows)])
+    run, data = RunSettings(DataSettings(str(path)), epochs=epochs), read(path, 128, batch_size, packing="one")
+    assert (steps_of(run, data), repeated_samples(run, data)) == (n_steps, n_again)
+
+
+def test_a_part_of_held_out_data_is_a_sample_of_the_whole(home):
+    """Rows sorted by length: the first six would be the shortest."""
+    rows = write_lines(home / "held-out.jsonl", [{"text": "a" * n} for n in range(1, 25)])
+    plan, n_tokens, lines = plan_in(home), {}, {}
+    for limit, seed in ((24, 0), (6, 0), (6, 1), (6, 0)):
+        (home / "few.yaml").write_text(f"evaluation: {{max_sequences: {limit}, first: false}}\ndata: {{packing: one}}\n")
+        flags = ["--eval-data", rows, "--config", home / "few.yaml", "--seed", seed]
+        out = f"out-{limit}-{seed}-{len(lines)}"
+        result = succeeded(train(home, plan, *flags, out=out, steps=1))
+        lines[out] = [line for line in result.stderr.splitlines() if line.startswith(("evaluation", "held out"))]
+        n_tokens[out] = lines_of(home, out)[-1]["eval_tokens"]
+    all_tokens, sample, other_seed, repeated = n_tokens.values()
+    assert (all_tokens, sample) == (sum(range(1, 25)), repeated)
+    assert sum(range(1, 7)) < sample != other_seed
+    assert all("6 of 24 sequences" in line for line in lines[out]), lines
+    assert not any(" of 24" in line for line in lines["out-24-0-0"])

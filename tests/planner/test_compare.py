@@ -1,7 +1,10 @@
 """Machine comparison: ranks by the plan of each machine, equal prices in all reports."""
 
+from dataclasses import replace
+
 import pytest
 
+from penstock.hwprofiles.device_parts import part_of
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.workload import read_model
 from penstock.planner.predict.scaled_profile import Group, faster
@@ -10,6 +13,7 @@ from penstock.planner.show.compare import Candidate, candidate, cheapest, notes
 from penstock.planner.show.fits import Fit
 from penstock.planner.show.price import hourly, prices_in_words
 from penstock.runtime.plan import Policy, Semantics, Update
+from penstock.runtime.units import show_bytes
 from tests.lanes import mostly_slow
 
 MODEL = read_model("qwen2.5-0.5b")
@@ -50,6 +54,16 @@ def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy):
     assert short.speed is None
     assert short.refusal.fields["short_host_bytes"] >= 1
     assert short.smallest_host_bytes >= least
+
+
+@pytest.mark.parametrize("n_gpus", [1, 8])
+def test_a_shortage_has_one_figure(n_gpus):
+    """The memory of the host plus its shortage is the least host memory, also if ranks share it."""
+    semantics, machine = replace(SEMANTICS, batch_size=8, sum_groups=8).shared_by(n_gpus), read_profile("8xh100")
+    entry = candidate(MODEL, part_of(machine.with_memory(None, 8 * 10**9), n_gpus, 1, None), semantics, None, SIZES)
+    short_bytes = entry.refusal.fields["short_host_bytes"]
+    assert short_bytes + 8 * 10**9 == entry.smallest_host_bytes
+    assert f"host memory is {show_bytes(short_bytes)} short" in entry.refusal.reason
 
 
 def test_prices_are_the_same_wherever_they_are_shown():

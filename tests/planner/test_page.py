@@ -26,7 +26,8 @@ from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, PlanFile, Semantics
 from penstock.runtime.plan.timeline import Span, Timeline
 from tests.browser import browse, chromium, run_in
-from tests.report_cases import Page, line, page_of, planned, ran, written
+from tests.lanes import mostly_slow
+from tests.report_cases import Page, line, page_of, planned, ran, ran_elsewhere, written
 from tests.running import penstock, succeeded
 from tests.strategies import plans, predicted
 
@@ -46,6 +47,22 @@ def test_the_page_has_the_numbers_of_the_claim_and_of_the_run():
     assert [curve["id"] for curve in page.data["curves"]] == ["loss", "speed", "rate"]
     training, held_out = page.data["curves"][0]["lines"]
     assert (training["values"][11], held_out["steps"]) == (None, [10, 20, 30])
+
+
+def test_a_run_on_another_kind_of_machine_is_named_and_not_compared():
+    """The prediction is for a GPU, the run was made on a CPU: no ratio, and a time axis for each."""
+    page, compared = page_of(planned(), ran_elsewhere()), page_of(planned(), ran())
+    title, on_cpu = page.text.partition(": a run of Penstock")[0], "on CPU, 2 cores <b>"
+    assert "planned for rtx4090-desktop (NVIDIA GeForce RTX 4090), measured " + on_cpu in title
+    assert page.text.count(on_cpu) >= 6, "in the title, both tiles, the verdict and beside the timeline"
+    assert "not comparable with the prediction, which is for rtx4090-desktop" in page.text
+    for ratio in ("times the prediction", "against the prediction", "the interval", "a measured step 1"):
+        assert ratio not in page.text.partition("Terms on this page")[0]
+    predicted_s, measured_s = (track["length_s"] * track["zoom"] for track in page.data["tracks"])
+    assert measured_s == pytest.approx(predicted_s)
+    assert [track["zoom"] for track in compared.data["tracks"]] == [1.0, 1.0]
+    speed, compared_speed = (data["curves"][1] for data in (page.data, compared.data))
+    assert "level" in compared_speed.keys() - speed.keys()
 
 
 def test_a_claim_is_shown_if_simulating_confirms_it():
@@ -178,9 +195,10 @@ return found;
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
-def test_in_a_browser_every_picture_is_drawn_and_answers(tmp_path):
+@mostly_slow("folder", [ran_elsewhere, ran])
+def test_in_a_browser_every_picture_is_drawn_and_answers(tmp_path, folder):
     page = tmp_path / "report.html"
-    succeeded(penstock("report", planned(), ran(), "-o", page))
+    succeeded(penstock("report", planned(), folder(), "-o", page))
     state, problems = run_in(page, USE, width=500)
     assert problems == []
     assert state["fits"]

@@ -234,6 +234,8 @@ def test_a_run_on_a_gpu_and_one_on_a_cpu_write_the_same_files(home):
     result = run(home, "on_gpu", "--save-every", 2)
     assert result.exit_code == 0, result.output
     assert "not comparable with this GPU" in result.stdout
+    assert result.stdout.startswith("\tmeasured on "), "the prediction for a CPU is left out"
+    assert "%" not in result.stdout
     assert run(home, "on_cpu", "--device", "cpu", "--save-every", 2).exit_code == 0
     for name in ("model-00002-of-00005.safetensors", "optimizer-00001.safetensors"):
         a, b = ((home / out / "checkpoint-4" / name).read_bytes() for out in ("on_gpu", "on_cpu"))

@@ -21,14 +21,16 @@ const tracks = data.tracks.map((track) => {
   let start = 0;
   track.op.forEach((op, i) => {
     start += track.start[i];
-    const piece = { op, later: track.later[i] || 0, from: start * track.tick_s, to: (start + track.length[i]) * track.tick_s };
+    const tick = track.tick_s * track.zoom;
+    const piece = { op, later: track.later[i] || 0, from: start * tick, to: (start + track.length[i]) * tick };
     const row = rows.get(ops[op].lane);
     row.starts.push(piece.from);
     row.pieces.push(piece);
     if (!times.has(op)) times.set(op, piece);
   });
-  return { ...track, rows, times };
+  return { ...track, length_s: track.length_s * track.zoom, rows, times };
 });
+const ownAxis = tracks.find((track) => track.zoom !== 1); // the run of another kind of machine: with a second time axis
 const whole = Math.max(...tracks.map((track) => track.length_s), 1e-12);
 const view = { from: 0, to: whole, cursor: null, chosen: null, marked: null };
 const canvas = document.getElementById("timeline");
@@ -72,9 +74,10 @@ function nameOf(op) {
 function drawTimeline() {
   const isNarrow = canvas.clientWidth < NARROW, isSingle = tracks.length === 1;
   const rowHeight = isSingle ? 26 : 20, laneHeight = (isNarrow ? 18 : 0) + tracks.length * (rowHeight + 2) + 12;
-  const { context, width, height } = fit(canvas, data.lanes.length * laneHeight + 26);
-  const left = gutter(width), bottom = height - 24;
+  const { context, width, height } = fit(canvas, data.lanes.length * laneHeight + (ownAxis ? 44 : 26));
+  const left = gutter(width), bottom = height - (ownAxis ? 42 : 24);
   drawTimes(context, width, bottom);
+  if (ownAxis) drawTimes(context, width, bottom, ownAxis);
   boxes = [];
   data.lanes.forEach(([lane, title], n) => {
     let top = n * laneHeight + (isNarrow ? 18 : 0);
@@ -102,17 +105,21 @@ function drawTimeline() {
   drawOver(context, left, width, bottom);
 }
 
-function drawTimes(context, width, bottom) {
-  const left = gutter(width), found = ticks(view.from, view.to, (width - left) / 90);
+/** Draw the time axis with lines, or the axis of one track below it. */
+function drawTimes(context, width, bottom, track = null) {
+  const zoom = track ? track.zoom : 1, left = gutter(width), found = ticks(view.from / zoom, view.to / zoom, (width - left) / 90);
   context.font = "12px " + FONT;
   found.values.forEach((t) => {
-    const x = xOf(t, width), label = moment(t, found.step), half = context.measureText(label).width / 2;
+    const x = xOf(t * zoom, width), label = moment(t, found.step), half = context.measureText(label).width / 2;
     context.fillStyle = colour("rule");
-    context.fillRect(Math.round(x), 0, 1, bottom);
+    if (!track) context.fillRect(Math.round(x), 0, 1, bottom);
     context.fillStyle = colour("soft");
     context.textAlign = "center";
-    context.fillText(label, Math.min(Math.max(x, left + half), width - half), bottom + 14);
+    context.fillText(label, Math.min(Math.max(x, left + half), width - half), bottom + (track ? 32 : 14));
   });
+  if (!ownAxis || !left) return;
+  context.textAlign = "right";
+  context.fillText(track ? track.name : "predicted", left - 8, bottom + (track ? 32 : 14));
 }
 
 /** Draw the pieces of one lane. Adjacent pieces that are too narrow are merged, lighter if there are gaps. */
@@ -225,7 +232,9 @@ function linesOf(found) {
   const op = ops[found.op], lines = [nameOf(op), op.line];
   for (const track of tracks) {
     const piece = track === found.track ? found : track.times.get(found.op);
-    if (piece) lines.push(track.name + ": " + seconds(piece.to - piece.from) + ", from " + seconds(piece.from) + " to " + seconds(piece.to));
+    if (!piece) continue;
+    const [from, to] = [piece.from / track.zoom, piece.to / track.zoom];
+    lines.push(track.name + ": " + seconds(to - from) + ", from " + seconds(from) + " to " + seconds(to));
   }
   if (found.later) lines.push(found.later > 0 ? "of the next step: this lane is ahead" : "of the previous step: this lane is behind");
   return lines;
