@@ -54,10 +54,10 @@ MEETINGS = tuple(_meetings())
 
 
 class Facets:
-    """Facets valid for every plan on these lanes with resource uses in `uses`. Equal uses give equal facets."""
+    """Facets valid for every plan on these lanes with resource uses in `uses`."""
 
     def __init__(self, uses: frozenset[tuple[Kind, Uses]], lanes: Sequence[Lane], cost: CostModel) -> None:
-        self.uses, priced = uses, _priced(uses, Region(tuple(cost.capacity.items())))
+        priced = _priced(uses, Region(tuple(cost.capacity.items())))
         self.keys: tuple[Key, ...] = (*lanes, *Resource, *(meeting for meeting, _ in priced))
         # Two dicts, because a lane and a direction of the link may have equal names
         self._of_lane = {lane: i for i, lane in enumerate(lanes)}

@@ -167,10 +167,10 @@ class WorkCache:
     def facets(self, plans: Sequence[Setup]) -> Facets:
         """Facets of the first plan that are valid for all of these plans of one workload and semantics. Plans need no ops."""
         uses = frozenset().union(*(self._uses_of(plan, b) for plan in plans for b in plan.blocks_alike))
-        if uses not in self._facets:
-            lanes = [lane for lane in Lane if any(lane in plan.lanes for plan in plans)]
-            self._facets[uses] = Facets(uses, lanes, self.cost)
-        return self._facets[uses]
+        lanes = tuple(lane for lane in Lane if any(lane in plan.lanes for plan in plans))  # a disk that is read once uses nothing
+        if (uses, lanes) not in self._facets:
+            self._facets[uses, lanes] = Facets(uses, lanes, self.cost)
+        return self._facets[uses, lanes]
 
     def _uses_of(self, plan: Setup, block: int) -> frozenset[tuple[Kind, Uses]]:
         key = _treated(plan, block)
@@ -179,14 +179,14 @@ class WorkCache:
         return self._uses[key]
 
     def of_block(self, plan: Setup, facets: Facets, block: int, groups: Groups) -> Work:
-        key = facets.uses, groups, _treated(plan, block)
+        key = facets, groups, _treated(plan, block)
         if key not in self._known:
             self._known[key] = work_of(plan, self, facets, block, groups)
         return self._known[key]
 
     def loads(self, plan: Setup, facets: Facets, block: int) -> Iterator[tuple[Kind, Demand, int, Array]]:
         """Yield (kind, demand, count, cost on each facet) for a block. Memoised for any group size, except the counts of loads."""
-        key = facets.uses, plan.reduced, plan.policy.square_on_device, plan.treatments[block]
+        key = facets, plan.reduced, plan.policy.square_on_device, plan.treatments[block]
         if key not in self._loads:
             ops = ops_of(plan, self.cost, block)
             self._loads[key] = [(kind, demand, count, facets.op_cost(kind, demand)) for kind, demand, count in ops]
