@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from penstock.runtime.files import read_whole
 
 MAX_FILE_BYTES = 2**30  # of a configuration
 MAX_TEMPLATE_BYTES = 2**20
-TEMPLATES = resources.files("penstock").joinpath("data/chat_templates")  # each learned answer marked, earlier turns unchanged
+# Templates of an installed TRL with marks of learned answers and unchanged earlier turns, by name
+TEMPLATES = {
+    "deepseek-v3": "deepseekv3_training",
+    "gpt-oss": "gptoss_training",
+    "qwen3": "qwen3_training",
+    "qwen3.5": "qwen3_5_think_training",
+    "qwen3.5-nothink": "qwen3_5_nothink_training",
+    "qwen3.6": "qwen3_6_training",
+}
 # For models without a chat template.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if tools or message.tool_calls %}"
@@ -67,15 +75,19 @@ class ModelTokenizer:
 
 
 def read_template(name: str) -> tuple[str, bool]:
-    """Return a chat template of Penstock, or of a file, and True if it is of a file. DataError if there is none."""
-    names = sorted(entry.name.removesuffix(".jinja") for entry in TEMPLATES.iterdir())
-    if name in names:
-        return TEMPLATES.joinpath(f"{name}.jinja").read_text("utf-8"), False
+    """Return a chat template of `TEMPLATES`, or of a file, and True if it is of a user's file. DataError if there is none."""
+    path, trl = Path(name), find_spec("trl") if name in TEMPLATES else None
+    if name in TEMPLATES and (trl is None or trl.origin is None):
+        raise DataError(f"--chat-template {name}: is a template of TRL; pip install trl, or give a file")
+    if trl is not None and trl.origin is not None:  # it is read, not imported
+        path = Path(trl.origin).parent / "chat_templates" / f"{TEMPLATES[name]}.jinja"
     try:
-        return read_whole(Path(name), MAX_TEMPLATE_BYTES).decode("utf-8-sig"), True
+        return read_whole(path, MAX_TEMPLATE_BYTES).decode("utf-8-sig"), trl is None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8 text"
-        raise DataError(f"--chat-template {name}: cannot be read ({reason}); give a file, or one of {', '.join(names)}") from None
+        raise DataError(
+            f"--chat-template {name}: {path} cannot be read ({reason}); give a file, or one of {', '.join(TEMPLATES)}"
+        ) from None
 
 
 def read_tokenizer(folder: Path | None, template: str | None = None) -> ModelTokenizer:

@@ -269,7 +269,7 @@ def test_arguments_of_tools_are_written_once(tmp_path, write, arguments):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3.5-nothink", "qwen3.6", "gpt-oss", "deepseek-v3"])
-def test_shipped_templates_mark_every_answer_of_one_document(tmp_path, name):
+def test_templates_of_trl_mark_every_answer_of_one_document(tmp_path, name):
     """The marks are those that transformers reads, and the last answer ends with its end token."""
     end = {"gpt-oss": "<|return|>", "deepseek-v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}.get(name, "<|im_end|>")
     write_talker(tmp_path, "gpt-oss" if name == "gpt-oss" else "chatml", eos_token=end)
@@ -293,7 +293,7 @@ def test_a_template_of_a_user_replaces_the_models(tmp_path):
     write_talker(tmp_path / "model", "llama 3")
     (tmp_path / "own.jinja").write_text(CHATML)
     assert read_tokenizer(tmp_path / "model", str(tmp_path / "own.jinja")).library.chat_template == CHATML
-    with pytest.raises(DataError, match=r"cannot be read \(No such file.*one of deepseek-v3, gpt-oss, qwen3"):
+    with pytest.raises(DataError, match=r"qwen4 cannot be read \(No such file.*one of deepseek-v3, gpt-oss, qwen3"):
         read_tokenizer(tmp_path / "model", "qwen4")
     marked = CHATML.replace("{% generation %}", "{%- generation -%}\n")
     saved = talker_in(tmp_path / "saved", "chatml", MARKS.sub(r"{#\1\2#}", marked)).template
