@@ -122,7 +122,8 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     if rings:
         yield Arena("saved", Place.DEVICE, tuple(_aligned(n_bytes) for n_bytes in rings for _ in range(policy.saved_slots)))
     on_device = {*policy.device_blocks}
-    layer_bytes, vocab_bytes = _largest([gradient_slot_bytes(plan, b) * (b not in on_device) for b in range(len(blocks))])
+    leaving = _per_sum(plan, lambda b: gradient_slot_bytes(plan, b) * (b not in on_device))
+    layer_bytes, vocab_bytes = _largest(leaving)
     on_device_bytes = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
     yield Arena("gradients", Place.DEVICE, (*[layer_bytes] * policy.gradient_slots, vocab_bytes, *on_device_bytes))
     if policy.device_blocks:
@@ -148,6 +149,16 @@ def _per_block(plan: Setup, function: Callable[[int], int]) -> list[int]:
     """Evaluate a function for every block, once per class of equal blocks."""
     known = {blocks[0]: function(blocks[0]) for blocks in plan.workload.classes}
     return [known[first] for first in plan.workload.first_alike]
+
+
+def _per_sum(plan: Setup, function: Callable[[int], int]) -> list[int]:
+    """Evaluate a function for every block, once per class of equal blocks with gradient sums and state in the same places."""
+    summed, staying, known = {*plan.policy.sum_blocks}, {*plan.policy.device_blocks}, dict[tuple[int, bool, bool], int]()
+    keys = [(first, b in summed, b in staying) for b, first in enumerate(plan.workload.first_alike)]
+    for b, key in enumerate(keys):
+        if key not in known:
+            known[key] = function(b)
+    return [known[key] for key in keys]
 
 
 def _largest(values: Sequence[int]) -> tuple[int, int]:
@@ -180,16 +191,19 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     yield Arena("state", Place.HOST, tuple(in_state))
     if policy.disk_blocks:
         yield Arena("frozen", Place.HOST, (max(map(plan.read_bytes, policy.disk_blocks)),) * N_READ_SLOTS)
-    sent = (plan.sent_elements(b) * ITEM_BYTES[plan.host_gradient_dtype(b)] for b in range(len(parts)))
-    gradients = [n_bytes * (b not in on_device) for b, n_bytes in enumerate(sent)]
+
+    def sent_bytes(b: int) -> int:
+        return plan.sent_elements(b) * ITEM_BYTES[plan.host_gradient_dtype(b)] * (b not in on_device)
+
+    gradients = _per_sum(plan, sent_bytes)
     if eager_ring(plan):
         layers = gradients[1:-1]
         gradients[1:-1] = [max(layers)] * min(N_EAGER_SLOTS, len(layers))
-    partial_sums = [n_bytes * (not plan.sums_on_device(b)) for b, n_bytes in enumerate(gradients)]  # in the tree of sum groups
-    n_partial = 0 if plan.reduced else plan.semantics.n_sums - 1
+    n_partial = 0 if plan.reduced else plan.semantics.n_sums - 1  # in the tree of sum groups
+    partial_sums = _per_sum(plan, lambda b: sent_bytes(b) * (not plan.sums_on_device(b))) if n_partial else []
     yield Arena("host_gradients", Place.HOST, (*gradients, *partial_sums * n_partial))
     if not plan.reduced:
-        on_device |= {*filter(plan.sums_on_device, range(len(parts)))}
+        on_device = {*on_device, *plan.policy.sum_blocks}
         layer_elements, vocab_elements = _largest_gradients(plan, excluded=on_device)
         staging = (layer_elements * ITEM_BYTES[plan.semantics.compute_dtype],) * N_STAGING_SLOTS
         yield Arena("staging", Place.HOST, (*staging, vocab_elements * ITEM_BYTES["fp32"]))
