@@ -65,7 +65,7 @@ def merge(
     keeps_packed = is_mxfp4 and not stacks  # True: experts are copied packed; experts with an adapter become bf16
     files = Shards(weight_files(base))  # one mapping of every file, because codes and scales of a weight may be in different files
     stored = files if keeps_packed else Dequantised(base, files)
-    kept = kept_files(base, adapter)
+    kept_paths = kept_files(base, adapter)
     shards = _outlines(base, stored, (*FLOATS, torch.uint8) if keeps_packed else FLOATS)
     if heads := head_of(adapter):
         _put_head(shards, config, heads)
@@ -98,7 +98,7 @@ def merge(
         _refuse_full_disk(folder, out, n_bytes)
         for source, shard in shards.items():
             write_tensors(folder / source.name, shard, merged(source))
-        CheckpointWriter(folder).copy_files(kept, config, ends)
+        CheckpointWriter(folder).copy_files(kept_paths, config, ends)
         # config.json last: without it nothing loads an incomplete folder. The index may be of files that were not read
         for name in (*([] if SINGLE_FILE in [source.name for source in shards] else [INDEX_FILE]), "config.json"):
             if (path := base / name).is_file():
@@ -106,9 +106,13 @@ def merge(
                 content = _changed(path, shards, n_bytes, head_config, keeps_packed) if changes else path.read_bytes()
                 write_new(folder / name, [content])
     suffix = ", and a head that scores sequences" if heads else ""
-    changed = [name for name in kept if not ((base / name).is_file() and filecmp.cmp(base / name, kept[name], shallow=False))]
+    changed = [
+        name for name in kept_paths if not ((base / name).is_file() and filecmp.cmp(base / name, kept_paths[name], shallow=False))
+    ]
     suffix += f"; not the base's: {', '.join(changed)}" if changed else ""
-    stops, was = (with_ends(files, config, more)[1]["eos_token_id"] for files, more in ((kept, ends), (kept_files(base), ())))
+    stops, was = (
+        with_ends(files, config, further)[1]["eos_token_id"] for files, further in ((kept_paths, ends), (kept_files(base), ()))
+    )
     suffix += f"; eos_token_id of generation is {stops}, the base's {was}" if stops != was else ""
     n_adapted = (len(factors) - len(heads)) // 2
     return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{suffix}"

@@ -78,11 +78,11 @@ def test_weights_are_those_that_transformers_loads_and_loads_again(tmp_path, no_
     config, dtype = tiny(model_type), getattr(torch, compute)
     kind, folder = loader(config), tmp_path / "model"
     torch.manual_seed(0)
-    made = kind.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, stored))
+    original = kind.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, stored))
     with torch.no_grad():
-        for tensor in made.state_dict().values():
+        for tensor in original.state_dict().values():
             tensor.copy_(torch.randn(tensor.shape).float() if tensor.is_floating_point() else tensor)
-    made.save_pretrained(folder)
+    original.save_pretrained(folder)
     config, reference = json.loads((folder / "config.json").read_text()), load_model(folder, kind, dtype=dtype)
     planned = Semantics(1, 1, 1, compute_dtype=NAMES[dtype], attention="eager", train=parse_train("lora"))
     model, expected = meta_model(config, planned), reference.state_dict()
