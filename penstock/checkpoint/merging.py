@@ -59,7 +59,7 @@ def merge(
     sequences replaces the model's head; then `pad_id()` returns its padding token."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
-    m, kept = _Merge.of(base, adapter, pad_id), kept_files(base, adapter)
+    m, kept_paths = _Merge.of(base, adapter, pad_id), kept_files(base, adapter)
     n_bytes, n_done_bytes = sum(outline.nbytes for shard in m.shards.values() for outline in shard.values()), 0
 
     def merged(source: Path) -> Iterator[Tensor]:
@@ -73,7 +73,7 @@ def merge(
         _refuse_full_disk(folder, out, n_bytes)
         for source, shard in m.shards.items():
             write_tensors(folder / source.name, shard, merged(source))
-        CheckpointWriter(folder).copy_files(kept, m.config, ends)
+        CheckpointWriter(folder).copy_files(kept_paths, m.config, ends)
         # config.json last: without it nothing loads an incomplete folder. The index may be of files that were not read
         for name in (*([] if SINGLE_FILE in [source.name for source in m.shards] else [INDEX_FILE]), "config.json"):
             if (path := base / name).is_file():
@@ -81,9 +81,9 @@ def merge(
                 content = _changed(path, m.shards, n_bytes, m.head_config, m.keeps_packed) if changes else path.read_bytes()
                 write_new(folder / name, [content])
     suffix = ", and a head that scores sequences" if m.heads else ""
-    changed = [name for name in kept if not ((base / name).is_file() and filecmp.cmp(base / name, kept[name], shallow=False))]
+    changed = [name for name in kept_paths if not ((base / name).is_file() and filecmp.cmp(base / name, kept_paths[name], shallow=False))]
     suffix += f"; not the base's: {', '.join(changed)}" if changed else ""
-    stops, was = (with_ends(files, m.config, more)[1]["eos_token_id"] for files, more in ((kept, ends), (kept_files(base), ())))
+    stops, was = (with_ends(files, m.config, more)[1]["eos_token_id"] for files, more in ((kept_paths, ends), (kept_files(base), ())))
     suffix += f"; eos_token_id of generation is {stops}, the base's {was}" if stops != was else ""
     n_adapted, n_tensors = (len(m.factors) - len(m.heads)) // 2, sum(map(len, m.shards.values()))
     return f"{n_tensors} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {m.lora.rank}{suffix}"

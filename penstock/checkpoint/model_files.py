@@ -71,16 +71,16 @@ def kept_files(folder: Path, adapter: Path | None = None) -> dict[str, Path]:
     """Return the files for checkpoints, by name: tokenizer, chat templates, processors and generation settings of a model's folder.
     A tokenizer in an adapter's folder replaces the model's, with its templates; a template replaces the templates."""
 
-    def found(where: Path, *kinds: re.Pattern[str]) -> dict[str, Path]:
+    def matching(where: Path, *kinds: re.Pattern[str]) -> dict[str, Path]:
         paths = {
             path.relative_to(where).as_posix(): path for part in ("*", "additional_chat_templates/*") for path in where.glob(part)
         }
         return {name: paths[name] for name in sorted(paths) if any(k.fullmatch(name) for k in kinds) and paths[name].is_file()}
 
-    if adapter is None or not (own := found(adapter, _TOKENIZER, _TEMPLATES)):
-        return found(folder, _TOKENIZER, _TEMPLATES, _OTHERS) | ({} if adapter is None else found(adapter, _OTHERS))
-    kinds = (_OTHERS,) if "tokenizer.json" in own else (_TOKENIZER, _OTHERS)
-    return found(folder, *kinds) | own | found(adapter, _OTHERS)
+    if adapter is None or not (of_adapter := matching(adapter, _TOKENIZER, _TEMPLATES)):
+        return matching(folder, _TOKENIZER, _TEMPLATES, _OTHERS) | ({} if adapter is None else matching(adapter, _OTHERS))
+    kinds = (_OTHERS,) if "tokenizer.json" in of_adapter else (_TOKENIZER, _OTHERS)
+    return matching(folder, *kinds) | of_adapter | matching(adapter, _OTHERS)
 
 
 def with_ends(files: Mapping[str, Path], config: Mapping[str, Any], ends: Iterable[int]) -> tuple[list[int], dict[str, Any]]:

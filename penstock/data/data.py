@@ -87,7 +87,7 @@ def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData 
 
 def learned_ends(data: RunData, tokenizer: ModelTokenizer) -> list[int]:
     """Return the special tokens that end learned runs of the first documents of each set, the most frequent first."""
-    found, sets = Counter[int](), data.parts if isinstance(data, MapStyleData) else ()
+    counts, sets = Counter[int](), data.parts if isinstance(data, MapStyleData) else ()
     special = {i for i, token in tokenizer.library.added_tokens_decoder.items() if token.special} | tokenizer.answer_ends
     documents = [
         (part.documents.ids(d), part.documents.runs(d)) for part in sets for d in range(len(part.documents.lengths))[:MANY]
@@ -96,8 +96,8 @@ def learned_ends(data: RunData, tokenizer: ModelTokenizer) -> list[int]:
         rows = islice(data.reader.stream(range(len(data.reader.files.files))), MANY)
         documents = [(np.array(row["ids"]), np.array(row["learned"], dtype=np.int64).reshape(-1, 2)) for row in rows]
     for ids, runs in documents:
-        found.update(ids[runs[:, 1] - 1].tolist())
-    return [end for end, n in found.most_common() if end in special and n >= LEAST_SHARE * found.total()]
+        counts.update(ids[runs[:, 1] - 1].tolist())
+    return [end for end, n in counts.most_common() if end in special and n >= LEAST_SHARE * counts.total()]
 
 
 def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenizer) -> Reader:

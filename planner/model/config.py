@@ -115,8 +115,8 @@ def download(model: Model) -> str:
 def dropouts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the positive probabilities of dropout and jitter in a configuration, nested like it."""
     inner = {key: dropouts(value) for key, value in config.items() if isinstance(value, dict)}
-    own = {key: p for key, p in config.items() if _RANDOM.search(str(key)) and isinstance(p, float | int) and p > 0}
-    return {key: value for key, value in {**inner, **own}.items() if value}
+    numbers = {key: p for key, p in config.items() if _RANDOM.search(str(key)) and isinstance(p, float | int) and p > 0}
+    return {key: value for key, value in {**inner, **numbers}.items() if value}
 
 
 def without_dropout(model: Model) -> Model:

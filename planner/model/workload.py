@@ -90,8 +90,8 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     _refuse_untrained(model, semantics.train, workload)
     wide = _wide(_modules(model), semantics)
     if rounded := [p.name for block in workload.blocks for p in block.trained if p.name in wide]:
-        kept = f"transformers keeps {len(rounded)} of the trained weights in fp32 (first: {rounded[0]})"
-        _fail(model, f"{kept}, and --compute bf16 would round them; plan with --compute fp32, or with --train lora")
+        problem = f"transformers keeps {len(rounded)} of the trained weights in fp32 (first: {rounded[0]})"
+        _fail(model, f"{problem}, and --compute bf16 would round them; plan with --compute fp32, or with --train lora")
     if (semantics.objective.n_top or 0) > (n := workload.blocks[-1].parameters[-1].shape[0]):
         _fail(model, f"--loss distill: k is {semantics.objective.n_top}, but the model has {n} token ids; choose k <= {n}")
     return workload

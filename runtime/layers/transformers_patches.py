@@ -85,8 +85,8 @@ def _kinds(part: nn.Module) -> dict[Any, str]:
 
 def _by_document(part: Any, documents: Sequence[Sequence[int]], x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
     # Documents below every limit have equal frequencies and share a table
-    own = getattr(part.config, "rope_parameters", None) or {}
-    limits = [(own if key is None else own[key]).get("original_max_position_embeddings") for key in _kinds(part)]
+    parameters = getattr(part.config, "rope_parameters", None) or {}
+    limits = [(parameters if key is None else parameters[key]).get("original_max_position_embeddings") for key in _kinds(part)]
     least = min(n for n in (part.original_max_seq_len, *limits) if n is not None)
     lengths = {n for row in documents for n in row}
     shared = max((n for n in lengths if n <= least), default=0)

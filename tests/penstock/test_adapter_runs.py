@@ -228,8 +228,8 @@ def test_what_comes_out_stops_at_the_learned_end_with_the_adapters_own_tokenizer
     plan = plan_in(home, *LORA)
     result = succeeded(train(home, plan, steps=1, scratch=()))
     assert "'<|im_end|>' ends learned answers, and is added to eos_token_id" in result.output
-    first, said = home / "out" / "checkpoint-1", {"eos_token_id": [2, end], "temperature": 0.6, "do_sample": True}
-    assert json.loads((first / "generation_config.json").read_text()) == said
+    first, generation = home / "out" / "checkpoint-1", {"eos_token_id": [2, end], "temperature": 0.6, "do_sample": True}
+    assert json.loads((first / "generation_config.json").read_text()) == generation
     (first / "chat_template.jinja").write_text("own " + CHATML_UNMARKED)
     succeeded(train(home, plan, "--adapter", first, out="second", steps=1, scratch=()))
     second = home / "second" / "checkpoint-1"

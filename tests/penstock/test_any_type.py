@@ -78,16 +78,16 @@ def test_weights_are_those_that_transformers_loads_and_loads_again(tmp_path, no_
     config, dtype = tiny(model_type), getattr(torch, compute)
     kind, folder = loader(config), tmp_path / "model"
     torch.manual_seed(0)
-    made = kind.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, stored))
+    original = kind.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, stored))
     with torch.no_grad():
-        for tensor in made.state_dict().values():
+        for tensor in original.state_dict().values():
             tensor.copy_(torch.randn(tensor.shape).float() if tensor.is_floating_point() else tensor)
-    made.save_pretrained(folder)
+    original.save_pretrained(folder)
     config, reference = json.loads((folder / "config.json").read_text()), load_model(folder, kind, dtype=dtype)
     planned = Semantics(1, 1, 1, compute_dtype=NAMES[dtype], attention="eager", train=parse_train("lora"))
     model, expected = meta_model(config, planned), reference.state_dict()
     held, weights = model.state_dict(keep_vars=True), dict(model.named_parameters())
-    assert not [name for name, p in reference.named_parameters() if name in weights and not p.requires_grad]
+    assert not [name for name, p in original.named_parameters() if name in weights and not p.requires_grad]
     constants = {name: t for name, t in held.items() if not isinstance(t, torch.nn.Parameter)}
     shapes = {name: tuple(t.shape) for name, t in {**weights, **constants}.items()}
     refuse_quantised(folder, config, weights)

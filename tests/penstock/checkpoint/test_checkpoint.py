@@ -97,7 +97,7 @@ def test_every_file_that_a_tokenizer_of_transformers_reads_is_kept(tmp_path: Pat
     """The names are taken from transformers' sources: vocabularies, templates, processors, settings of generation."""
     root = Path(transformers.__file__).parent
     texts = [path.read_text(encoding="utf-8") for path in root.glob("models/*/tokenization_*.py")]
-    tables = [found for text in texts for found in re.findall(r"VOCAB_FILES_NAMES = (\{[^{}]*\})", text)]
+    tables = [table for text in texts for table in re.findall(r"VOCAB_FILES_NAMES = (\{[^{}]*\})", text)]
     names = {file for table in tables for file in re.findall(r': "([^"]+\.[^"]+)"', table)}
     names |= {getattr(hub, name) for name in dir(hub) if name.endswith(("_TEMPLATE_FILE", "PROCESSOR_NAME", "EXTRACTOR_NAME"))}
     names |= {utils.AUDIO_TOKENIZER_NAME, utils.GENERATION_CONFIG_NAME, utils.VIDEO_PROCESSOR_NAME, utils.PROCESSOR_NAME}
