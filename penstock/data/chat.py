@@ -98,15 +98,15 @@ class ChatTemplate:
             for name, words, changed in _without_parts(message) if message["role"] == "assistant" else ():
                 if name not in ignored and not (words and any(words in text for text, _ in rendered)):
                     n = len(chat.messages) if len(rendered) == 1 else i + 1  # else each answer is a document
-                    without = (*chat.messages[:i], changed, *chat.messages[i + 1 : n])
-                    same = self._is_same(replace(chat, messages=chat.messages[:n]), replace(chat, messages=without))
+                    shortened = (*chat.messages[:i], changed, *chat.messages[i + 1 : n])
+                    same = self._is_same(replace(chat, messages=chat.messages[:n]), replace(chat, messages=shortened))
                     ignored |= {name} if same else set()
         return sorted(ignored)
 
-    def _is_same(self, chat: Chat, other: Chat) -> bool:
+    def _is_same(self, chat: Chat, shortened: Chat) -> bool:
         """True if the template writes the same text for both. False if it rejects one of them."""
         with suppress(DataError):
-            return self._text(chat.messages, chat.tools, "") == self._text(other.messages, other.tools, "")
+            return self._text(chat.messages, chat.tools, "") == self._text(shortened.messages, shortened.tools, "")
         return False
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -208,9 +208,9 @@ def _is_kept(value: Any, text: str) -> bool:
 def _without_parts(message: Message) -> Iterator[tuple[str, str, Message]]:
     """Yield (name, its words, message without it) for each part of an assistant's message that a template may drop."""
     for names in _PARTS:
-        if given := next((name for name in names if message.get(name)), None):
-            words = message[given].strip() if isinstance(message[given], str) else ""
-            yield given, words, {name: value for name, value in message.items() if name not in names}
+        if part := next((name for name in names if message.get(name)), None):
+            words = message[part].strip() if isinstance(message[part], str) else ""
+            yield part, words, {name: value for name, value in message.items() if name not in names}
     opened, mark, rest = message["content"].rpartition("</think>")
     if mark and (thought := opened.rpartition("<think>")[2]).strip():
         yield "<think> in contents", thought.strip(), {**message, "content": opened.removesuffix(thought) + mark + rest}

@@ -115,8 +115,8 @@ def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenize
         files = files.rows_only()
     if first is None and not any(file.kind == "text" for file in files.files):
         raise DataError(f"{files.path}: no text in it; {WANTED}")
-    left = tuple(unread(renamed(first[1], columns), format, is_text)) if first else ()
-    return Reader(files, columns, format, ChatTemplate(tokenizer, files.limits), request.vocab_size, is_text, left)
+    unread_columns = tuple(unread(renamed(first[1], columns), format, is_text)) if first else ()
+    return Reader(files, columns, format, ChatTemplate(tokenizer, files.limits), request.vocab_size, is_text, unread_columns)
 
 
 def _shape(request: DataRequest, part: DataSettings, reader: Reader) -> Shape:

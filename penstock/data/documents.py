@@ -37,7 +37,7 @@ ROWS_AT_ONCE = 32  # tokenised per call; tokens with offsets take 100 times the 
 REPORT_S = 0.5  # between progress messages
 DOCUMENTS_AT_ONCE = 100  # in memory before a write
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
-_NOTES = ("problem", "dropped")  # why a row is bad; lines of what its template drops: `roles developer`, `parts tool_calls`
+_NOTES = ("problem", "dropped")  # why a row is bad; dropped by its template, one a line: `roles developer`, `parts tool_calls`
 LOSS_NUMBERS = "brought"  # numbers of a row for its loss: a label; or an advantage and the log-probability of each learned token
 _VERSION = 4  # of the conversion of rows; another version invalidates cached tokens
 
@@ -212,8 +212,10 @@ class Documents:
         for d, problem in self.problems.items():
             place, is_file = self.where(d), not self._columns[3][d].as_py()  # files are named one by one
             rows.setdefault(problem if is_file else problem.removeprefix(f"{place}: "), []).append("" if is_file else f"{place}: ")
-        more = (f" (and {len(at) - 1:,} more like it, up to {at[-1][:-2]})" * (len(at) > 1) for at in rows.values())
-        return [f"{at[0]}{problem}{count}" for (problem, at), count in zip(rows.items(), more, strict=True)]
+        counts = (
+            f" (and {len(places) - 1:,} more like it, up to {places[-1][:-2]})" * (len(places) > 1) for places in rows.values()
+        )
+        return [f"{places[0]}{problem}{count}" for (problem, places), count in zip(rows.items(), counts, strict=True)]
 
     def refuse_bad(self, share: float) -> None:
         """Raise DataError, with the first 20 problems as notes, if more than this share of the rows is bad."""
@@ -222,9 +224,9 @@ class Documents:
             return
         least = math.ceil(1000 * n / self.n_rows) / 10
         how = f", or skip them with --bad-rows {least:g}%" if n < self.n_rows else ""
-        first, *others = self.problem_lines
+        first, *further = self.problem_lines
         error = DataError(f"{first} ({n:,} of {self.n_rows:,} rows are bad; mend them{how})")
-        for line in [*others[: MOST_SHOWN - 1], f"and {len(others) + 1 - MOST_SHOWN:,} other problems"][: len(others)]:
+        for line in [*further[: MOST_SHOWN - 1], f"and {len(further) + 1 - MOST_SHOWN:,} other problems"][: len(further)]:
             error.add_note(line)
         raise error
 

@@ -156,7 +156,7 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
         if SPLITS in names:
             names.remove(SPLITS)
             splits |= {Path(folder, split): split for split in _listed(Path(folder, SPLITS), "splits", folders)}
-        if STATE in names and "dataset_info.json" in names:  # no cached tables beside those that were saved
+        if STATE in names and "dataset_info.json" in names:  # without cached tables next to the saved ones
             names = _listed(Path(folder, STATE), "_data_files", names)
         n_metadata, names = n_metadata + len(METADATA.intersection(names)), [name for name in names if name not in METADATA]
         for file in (Path(folder, name) for name in (*folders, *names) if not name.startswith(".")):
@@ -282,14 +282,14 @@ def _read_all(file: Path) -> bytes:
 
 def _text(file: Path) -> Iterator[tuple[int, Any]]:
     content = _read_all(file).removeprefix(b"\xef\xbb\xbf")
-    found = next((name for magic, name in NOT_TEXT.items() if content.startswith(magic)), None)
+    format = next((name for magic, name in NOT_TEXT.items() if content.startswith(magic)), None)
     try:
-        if found or b"\0" in content:  # UTF-16 may be UTF-8 with NULs
+        if format or b"\0" in content:  # UTF-16 may be UTF-8 with NULs
             raise ValueError
         yield 0, {"text": content.decode()}
     except ValueError:
         advice = "convert it, move it away, or skip such files with --bad-rows SHARE"
-        yield 0, DataError(f"{file}: no UTF-8 text, but {found or 'another encoding or no text'}; {advice}")
+        yield 0, DataError(f"{file}: no UTF-8 text, but {format or 'another encoding or no text'}; {advice}")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -341,18 +341,16 @@ def _table(file: Path, kind: Kind, mapped: Collection[str] | None, most_bytes: i
     number, advice = 0, "if that is so, allow more with --max-row-mb"
     try:
         for batch in map(_without_dictionaries, (_parquet if kind == "parquet" else _arrow)(file, mapped)):
-            sizes = [batch.slice(i, 1).nbytes for i in range(batch.num_rows)] if batch.nbytes > most_bytes else []
-            if max(sizes, default=0) > most_bytes:
-                large = number + 1 + sizes.index(max(sizes))
-                raise DataError(f"{file}: row {large}: above {most_bytes / 1e6:g} MB; {advice}")
+            rows = range(batch.num_rows) if batch.nbytes > most_bytes else ()
+            if (large := next((i for i in rows if batch.slice(i, 1).nbytes > most_bytes), None)) is not None:
+                raise DataError(f"{file}: row {number + large + 1}: above {most_bytes / 1e6:g} MB; {advice}")
             if (n_decoded := n_decoded + batch.nbytes) > most_decoded:
-                what = f"its rows have more than {most_decoded / 1e6:,.0f} MB, {MAX_EXPANSION:,} times the size of the file or more"
-                raise DataError(f"{file}: {what}; {advice}")
+                excess = f"more than {most_decoded / 1e6:,.0f} MB, {MAX_EXPANSION:,} times the size of the file or more"
+                raise DataError(f"{file}: {excess}; {advice}")
             for row in batch.to_pylist():
                 yield (number := number + 1), {field.name: _plain(row[field.name], field.type) for field in batch.schema}
     except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:80]
-        format = {"parquet": "a Parquet", "arrow": "an Arrow"}[kind]
+        reason, format = " ".join(str(error).split())[:80], {"parquet": "a Parquet", "arrow": "an Arrow"}[kind]
         raise DataError(f"{file}: not {format} file that can be read ({reason}); make it again") from None
 
 

@@ -58,7 +58,7 @@ NEEDED = {
 }
 _OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", "rewards", "advantages")
 COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *_GROUP_COLUMNS)
-# Further columns that a format reads, beside "system" and "tools" of conversations
+# Further columns that a format reads, in addition to "system" and "tools" of conversations
 _ALSO_READ = {"alpaca": ("input", "history"), "question-answer": ("history",), ROLLOUTS: ("rewards", "advantages")}
 _ALSO_READ |= {PREFERENCE: ("prompt", "question", "instruction", "input", "history")}
 
@@ -182,7 +182,8 @@ def _pair(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
         question = value_of(row, "question", str) if "question" in row else instruction(row)
         if not question.strip():
             raise ValueError("an empty question")
-        prompt, kind = dialogue(row, question, "")[:-1], list
+        conversation: Any = dialogue(row, question, "")[:-1]
+        prompt, kind = conversation, list
         chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in (chosen, rejected))
     if not isinstance(prompt, kind):  # the prompt is inside both, or repeated as text
         n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))

@@ -101,8 +101,8 @@ def turn_of(turn: Any, i: int) -> Message:
         if isinstance(turn, dict) and turn.get("from") == "function_call":
             raise ValueError(f'turn {i} is a "function_call": write it as "messages" with "tool_calls" of the assistant')
         raise ValueError(f'turn {i} is not "from" one of {", ".join(_ROLES)}; if it has a "role": --columns messages=conversations')
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    return {**others, "role": _ROLES[turn["from"]], "content": turn.get("value")}
+    further = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {**further, "role": _ROLES[turn["from"]], "content": turn.get("value")}
 
 
 def _message(message: object, i: int) -> Message:

@@ -160,12 +160,12 @@ class MapStyleData:
 
 
 def _dropped_words(dropped: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield report lines on what a chat template drops or gets in another form."""
+    """Yield report lines on dropped or converted parts of conversations."""
     for kind, advice in (("roles", "call them system or user"), ("parts", "choose another with --chat-template")):
         names = [f"{note.partition(' ')[2]} (in {n:,} rows)" for note, n in sorted(dropped.items()) if note.startswith(kind)]
-        what = "messages of " * (kind == "roles") + ", ".join(names)
+        parts = "messages of " * (kind == "roles") + ", ".join(names)
         if names:
-            yield f"warning, {kind}", f"the model's chat template drops {what}; {advice}"
+            yield f"warning, {kind}", f"the model's chat template drops {parts}; {advice}"
     if n := dropped.get("arguments"):
         yield "tool calls", f"arguments of {n:,} rows are given to the chat template as it reads them, as objects or as JSON text"
 

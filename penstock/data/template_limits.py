@@ -1,7 +1,7 @@
 """Limits of chat templates: seconds and bytes of a rendering.
 
-The sandbox of jinja2 restricts what a template reads, not its time and memory. A rendering that takes too long, or during which the
-process grows, is interrupted between two bytecodes. Single operations whose result would be enormous are refused before they run.
+The sandbox of jinja2 restricts the access of a template, not its time and memory. A rendering that takes too long, or makes the
+process grow, is interrupted between two bytecodes. Single operations with enormous results are refused before they run.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 class TooLargeError(PenstockError):
-    """A template exceeds a limit. Ends the reading: with each other row it would, too."""
+    """A template exceeds a limit. Reading ends, because other rows would exceed it, too."""
 
     def __init__(self, where: str = "") -> None:
         problem = "the chat template takes too long, or writes too much; allow more with --max-row-seconds or --max-row-mb"
@@ -54,15 +54,19 @@ class LimitedSandbox(_Sandbox):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.filters |= {name: partial(_filtered, self.filters[name]) for name in ("center", "indent")}
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Any, operator: str, first: Any, second: Any) -> Any:
         """Perform an operation. TooLargeError if its result would be enormous."""
-        if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _refuse_widths([left.bit_length() * right])
-        elif operator == "%" and isinstance(left, str):
-            _refuse_widths(right if isinstance(right, tuple) and "*" in left else (), left)
+        if operator == "**" and isinstance(first, int) and isinstance(second, int):
+            _refuse_widths([first.bit_length() * second])
+        elif operator == "%" and isinstance(first, str):
+            _refuse_widths(second if isinstance(second, tuple) and "*" in first else (), first)
         elif operator == "*":
-            _refuse_widths(len(a) * b for a, b in ((left, right), (right, left)) if hasattr(a, "__len__") and isinstance(b, int))
-        return super().call_binop(context, operator, left, right)
+            _refuse_widths(
+                len(a) * b
+                for a, b in ((first, second), (second, first))
+                if isinstance(a, str | list | tuple) and isinstance(b, int)
+            )
+        return super().call_binop(context, operator, first, second)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function. TooLargeError for a method of strings with an enormous width."""
@@ -82,7 +86,7 @@ vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = LimitedSandbox
 
 
 class Watch:
-    """Raises TooLargeError in the thread whose rendering exceeds a limit."""
+    """Raises TooLargeError in a thread that renders beyond a limit."""
 
     def __init__(self, most_s: float, most_bytes: int) -> None:
         self.most_s, self.most_bytes, self._lock = most_s, most_bytes, Lock()

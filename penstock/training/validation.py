@@ -93,15 +93,15 @@ def report_ratio(session: Session) -> None:
     data, machine = session.inputs.data, session.store
     if OLD not in machine.plan.semantics.objective.inputs or not isinstance(data, MapStyleData):
         return
-    n, found = min(RATIO_SEQUENCES, machine.plan.semantics.batch_size), list[torch.Tensor]()
+    n, ratios_of_batches = min(RATIO_SEQUENCES, machine.plan.semantics.batch_size), list[torch.Tensor]()
     plan, n_passes, batch = passes(machine.plan, lambda i: data.batch_of_samples([data.sample(i)]), n)
 
     def note(last: LastHidden) -> None:
         logps_BT = last.templates.head.target_logps(last.weights, last.hidden_BTD, last.targets_BT)
-        found.append((logps_BT - last.extras[OLD.name])[last.targets_BT != UNSUPERVISED].double().exp().cpu())
+        ratios_of_batches.append((logps_BT - last.extras[OLD.name])[last.targets_BT != UNSUPERVISED].double().exp().cpu())
 
     machine.forward(plan, batch, note, n_passes, session.stop)
-    ratio, words = float((ratios := torch.cat(found)).mean()), ""
+    ratio, words = float((ratios := torch.cat(ratios_of_batches)).mean()), ""
     if abs(ratio - 1) > RATIO_ERROR:
         of_sampling = "top_p, top_k, min_p or a temperature below 1 give higher ones"
         of_other = "a temperature above 1 gives lower ones"

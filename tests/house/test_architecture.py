@@ -79,7 +79,7 @@ HOME = {
     "llvmlite": {"runtime/host/compiled_loops.py"},
     "transformers": {
         *("runtime/layers/transformers_patches.py", "penstock/checkpoint/conversion.py"),
-        *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents")),
+        *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents", "template_limits")),
     },
     "safetensors": {"penstock/checkpoint/tensor_files.py"},
     "tokenizers": {"penstock/data/tokenizer.py", "penstock/data/documents.py"},

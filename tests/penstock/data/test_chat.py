@@ -248,7 +248,7 @@ def test_parts_of_answers_that_a_template_drops_are_counted(tmp_path, part):
 
 
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or () %}{{ WRITE }}{% endfor %}{{ m.content }}<|im_end|>{% endfor %}"
-WRITTEN = {  # how a template writes arguments, and what it writes
+WRITTEN = {  # expression of a template -> text
     "c.function.arguments | tojson": '{"a": 2}',
     "c.function.arguments": '{"a": 2}',
     "'(' + c.function.arguments + ')'": '({"a": 2})',

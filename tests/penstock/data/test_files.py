@@ -103,7 +103,7 @@ def test_rows_of_tables_have_no_keys_of_other_rows(tmp_path, name):
 def test_a_saved_data_set_is_read_as_its_library_reads_it(tmp_path):
     parts = {"train": ROWS[:3], "test": ROWS[3:], "extra": ROWS[:1]}
     DatasetDict({name: Dataset.from_list(rows) for name, rows in parts.items()}).save_to_disk(tmp_path / "all")
-    (tmp_path / "all" / "train" / "cache-1234.arrow").write_bytes(b"of a map")  # written by `datasets` beside them
+    (tmp_path / "all" / "train" / "cache-1234.arrow").write_bytes(b"of a map")  # a cache of `datasets`
     of_train, expected = read(tmp_path / "all"), texts_of(read(write_lines(tmp_path / "train.jsonl", parts["train"])))
     assert [row["answer"] for row in load_from_disk(tmp_path / "all")["train"]] == [row["answer"] for row in ROWS[:3]]
     assert texts_of(of_train) == texts_of(read(tmp_path / "all" / "train")) == expected

@@ -111,7 +111,7 @@ def test_flags_of_other_trainers_are_obeyed_or_refused_by_name(flag):
 
 
 def test_pairs_of_questions_are_conversations(tmp_path):
-    """Rows like Orca's are those of messages; other columns are said."""
+    """Rows like Orca's are those of messages; other columns are listed."""
     answers = {"chosen": "me", "rejected": "you"}
     of_messages = {"prompt": [SYSTEM, QUESTION]} | {name: [{**ANSWER, "content": text}] for name, text in answers.items()}
     expected = read_row(of_messages, PREFERENCE, "here")
