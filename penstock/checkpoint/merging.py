@@ -81,9 +81,13 @@ def merge(
                 content = _changed(path, m.shards, n_bytes, m.head_config, m.keeps_packed) if changes else path.read_bytes()
                 write_new(folder / name, [content])
     suffix = ", and a head that scores sequences" if m.heads else ""
-    changed = [name for name in kept_paths if not ((base / name).is_file() and filecmp.cmp(base / name, kept_paths[name], shallow=False))]
+    changed = [
+        name for name in kept_paths if not ((base / name).is_file() and filecmp.cmp(base / name, kept_paths[name], shallow=False))
+    ]
     suffix += f"; not the base's: {', '.join(changed)}" if changed else ""
-    stops, was = (with_ends(files, m.config, more)[1]["eos_token_id"] for files, more in ((kept_paths, ends), (kept_files(base), ())))
+    stops, was = (
+        with_ends(files, m.config, more)[1]["eos_token_id"] for files, more in ((kept_paths, ends), (kept_files(base), ()))
+    )
     suffix += f"; eos_token_id of generation is {stops}, the base's {was}" if stops != was else ""
     n_adapted, n_tensors = (len(m.factors) - len(m.heads)) // 2, sum(map(len, m.shards.values()))
     return f"{n_tensors} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {m.lora.rank}{suffix}"

@@ -85,7 +85,7 @@ class MapStyleData:
 
     @property
     def samples_per_step(self) -> int:
-        return self.batch_size // self.rows_each
+        return max(1, self.batch_size // self.rows_each)  # `penstock data` has batches of one row
 
     def sample(self, n: int) -> tuple[int, int]:
         """Return (set, sequence in it) of sample `n`, counted from 0 across all epochs."""

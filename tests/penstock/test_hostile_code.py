@@ -26,6 +26,7 @@ ALLOWED = {
     ("penstock/cli/main.py", "importlib.import_module"),  # modules of commands, from a table of constants
     ("penstock/__init__.py", "importlib.import_module"),
     ("penstock/ranks.py", "subprocess"),
+    ("penstock/replanning.py", "subprocess"),  # this interpreter, on this module
     ("penstock/user_loss.py", "importlib.util.module_from_spec"),  # file named on the command line, not by a plan
     ("penstock/user_loss.py", "exec"),
     ("penstock/model_checks/missing_kernels.py", "importlib.import_module"),  # packages, from a table of constants
@@ -112,8 +113,9 @@ def test_a_data_set_with_a_loading_script_is_read_as_files(house):
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: ../../outside/*.jsonl\n---\n# A card\n")
     (folder / "dataset_infos.json").write_text(json.dumps({"default": {"builder_name": "evil", "download_checksums": {}}}))
     (folder / "state.pkl").write_bytes(pickle.dumps(print))
-    assert judged(house, ["data", "dataset"]) == 0
-    assert "To be" in penstock("data", "dataset", "--samples", 20).stdout
+    assert judged(house, ["data", "dataset"]) == 2  # the pickle is no text
+    assert judged(house, ["data", "dataset", "--bad-rows", "50%"]) == 0
+    assert "To be" in penstock("data", "dataset", "--samples", 20, "--bad-rows", "50%").stdout
     (folder / "link.jsonl").symlink_to(house.parent / "outside" / "secret.jsonl")
     assert judged(house, ["data", "dataset"]) == 2
 

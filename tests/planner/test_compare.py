@@ -60,9 +60,9 @@ def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy):
 def test_a_shortage_has_one_figure(n_gpus):
     """The memory of the host plus its shortage is the least host memory, also if ranks share it."""
     semantics, machine = replace(SEMANTICS, batch_size=8, sum_groups=8).shared_by(n_gpus), read_profile("8xh100")
-    entry = candidate(MODEL, part_of(machine.with_memory(None, 8 * 10**9), n_gpus, 1, None), semantics, None, SIZES)
+    entry = candidate(MODEL, part_of(machine.with_memory(None, 4 * 10**9), n_gpus, 1, None), semantics, None, SIZES)
     short_bytes = entry.refusal.fields["short_host_bytes"]
-    assert short_bytes + 8 * 10**9 == entry.smallest_host_bytes
+    assert short_bytes + 4 * 10**9 == entry.smallest_host_bytes
     assert f"host memory is {show_bytes(short_bytes)} short" in entry.refusal.reason
 
 
