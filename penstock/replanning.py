@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,10 +26,10 @@ from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import claimed
 from penstock.planner.search.search import search
 from penstock.planner.show.schedule import clauses
-from penstock.run_config import PLAN_FILE, RunRequest
+from penstock.run_config import PLAN_FILE, Replaced, RunRequest
 from penstock.run_files import MEASURED_FILE, policy_fields, read_measured, write_measured
 from penstock.runtime.errors import CheckpointError, DoesNotFitError, PenstockError
-from penstock.runtime.plan import Plan, PlanFile, Policy
+from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.timeline import Span, Timeline
 from penstock.runtime.units import on_one_line, show_seconds
 
@@ -40,22 +40,13 @@ MOST_SPANS = 2**16  # in memory; the last ones count
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl: the signal to this process when its parent ends
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """A replaced plan of a run, with the predicted and measured step times of the change."""
-
-    policy: Policy
-    former_s: float  # predicted with the measured ratios
-    step_s: float  # the same, of the new plan
-    measured_s: float  # of the former plan
-
-    def words(self, plan: Plan, step: int, measured_s: float) -> str:
-        """Describe both plans, and the predicted and the measured gain. `step`: the last one under the former plan."""
-        old, new = clauses(self.policy, plan), clauses(plan.policy, plan)
-        topics = [topic for topic in dict.fromkeys([*old, *new]) if old.get(topic) != new.get(topic)]
-        changes = "; ".join(f"{old.get(topic, 'nothing')} -> {new.get(topic, 'nothing')}" for topic in topics)
-        predicted, measured = _compared(self.former_s, self.step_s), _compared(self.measured_s, measured_s)
-        return f"replanned after step {step}: {changes or 'other blocks'}; predicted {predicted}; measured {measured}"
+def described(replaced: Replaced, plan: Plan, step: int, measured_s: float) -> str:
+    """Describe both plans, and the predicted and the measured gain. `step`: the last one under the former plan."""
+    old, new = clauses(replaced.policy, plan), clauses(plan.policy, plan)
+    topics = [topic for topic in dict.fromkeys([*old, *new]) if old.get(topic) != new.get(topic)]
+    changes = "; ".join(f"{old.get(topic, 'nothing')} -> {new.get(topic, 'nothing')}" for topic in topics)
+    predicted, measured = _compared(replaced.former_s, replaced.step_s), _compared(replaced.measured_s, measured_s)
+    return f"replanned after step {step}: {changes or 'other blocks'}; predicted {predicted}; measured {measured}"
 
 
 def _compared(before_s: float, after_s: float) -> str:
@@ -101,7 +92,7 @@ class Replanning:
             return
         self._times_s.append(step_s)
         if (replaced := self._request.replaced) is not None and len(self._times_s) == self._n_wanted:
-            self._say(replaced.words(self._request.file.plan, self._first_step, median(self._times_s)))
+            self._say(described(replaced, self._request.file.plan, self._first_step, median(self._times_s)))
 
     def paused(self, timeline: Timeline) -> None:
         """Add the timeline since `begins`, and start the search if enough steps have settled."""

@@ -22,13 +22,12 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.executor import Stop
 from penstock.runtime.files import read_whole
-from penstock.runtime.plan import PlanFile
+from penstock.runtime.plan import PlanFile, Policy
 from penstock.runtime.units import on_one_line
 from penstock.settings import DataSettings, RunSettings, settings_of
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import UserBatches
-    from penstock.replanning import Replaced
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_ADVICE = 360  # characters of advice on unknown keys; beyond that, only their names are listed
@@ -62,6 +61,16 @@ class RunConfigError(PenstockError):
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """A replaced plan of a run, with the predicted and measured step times of the change."""
+
+    policy: Policy
+    former_s: float  # predicted with the measured ratios
+    step_s: float  # the same, of the new plan
+    measured_s: float  # of the former plan
+
+
+@dataclass(frozen=True, slots=True)
 class RunRequest:
     """A run to assemble: its settings and plan, and arguments of a command or a program."""
 
@@ -75,7 +84,7 @@ class RunRequest:
     loss: Callable[..., Any] | None = None  # of a program, for a plan with a user loss
     stop: Stop = field(default_factory=Stop)
     report: Callable[[str], None] = lambda words: None  # receives progress messages
-    replaced: "Replaced | None" = None  # the plan before this one, in this process
+    replaced: Replaced | None = None  # the plan before this one, in this process
     replanned: Mapping[str, Any] | None = None  # JSON policies of the plan that began and of this one, for checkpoints
 
     @property

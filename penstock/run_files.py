@@ -89,10 +89,10 @@ class MeasuredRun:
 
     def on(self, profile: Profile, model: Model, semantics: Semantics, where: object) -> Profile:
         """Return the profile with these ratios. PlanError if they are of another model, of other kernels or of another machine."""
-        other = next((key for key, value in _kernels(semantics).items() if self.kernels.get(key) != value), None)
-        if model.fingerprint != self.model or other is not None:
-            what = f"another {other}" if model.fingerprint == self.model else "another model"
-            raise PlanError(f"--measured {where}: a run of {what} than this plan's; give a run of this model with these options")
+        kernel = next((key for key, value in _kernels(semantics).items() if self.kernels.get(key) != value), None)
+        if model.fingerprint != self.model or kernel is not None:
+            subject = f"another {kernel}" if model.fingerprint == self.model else "another model"
+            raise PlanError(f"--measured {where}: a run of {subject} than this plan's; give a run of this model with these options")
         if speeds_of(profile) != self.speeds:
             problem = "its ratios refer to another profile, or to other GPUs and hosts"
             raise PlanError(f"--measured {where}: {problem}; give the --machine with which that run was planned")

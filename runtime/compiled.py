@@ -54,13 +54,13 @@ def compiled_kernel(function: F) -> F:
     return _announced(compiled(function, error_model="numpy"), "the host's optimizer")
 
 
-def _announced(kernel: F, what: str) -> F:
+def _announced(kernel: F, part: str) -> F:
     """Warn if a kernel is compiled because the cache does not have it. Then collect the compiler's garbage."""
 
     def loaded(*args: Any) -> Any:
         overload = load(*args)
         if overload is None:
-            _announce(what)
+            _announce(part)
         return overload
 
     def saved(*args: Any) -> None:
@@ -74,8 +74,8 @@ def _announced(kernel: F, what: str) -> F:
 
 
 @cache
-def _announce(what: str) -> None:
-    warnings.warn(f"compiling {what}: seconds, once on this machine", RuntimeWarning, stacklevel=2)
+def _announce(part: str) -> None:
+    warnings.warn(f"compiling {part}: seconds, once on this machine", RuntimeWarning, stacklevel=2)
 
 
 def _ignoring_os_errors(access: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,11 +68,11 @@ def with_deltas(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Any:
 
 
 def write_adapter(
-    folder: Path, lora: Lora, factors: dict[str, Tensor], base: str | None = None, others: Collection[str] = ()
+    folder: Path, lora: Lora, factors: dict[str, Tensor], base: str | None = None, other_weights: Collection[str] = ()
 ) -> Path:
     folder.mkdir(parents=True)
     save_file({PREFIX + name: factor for name, factor in factors.items()}, folder / TENSOR_FILE)
-    (folder / CONFIG_FILE).write_bytes(config_bytes(lora, factors, base, others))
+    (folder / CONFIG_FILE).write_bytes(config_bytes(lora, factors, base, other_weights))
     return folder
 
 

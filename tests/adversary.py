@@ -348,10 +348,10 @@ def _changes(case: Cell, policy: Policy) -> Iterator[Any]:
 
     def summing(rng: random.Random) -> Policy:
         of_vocabulary = tuple(b for b in vocabulary(workload) if b in trained)
-        some = tuple(b for b in trained if b in (*of_vocabulary, *policy.device_blocks) or rng.random() < 0.5)
+        part = tuple(b for b in trained if b in (*of_vocabulary, *policy.device_blocks) or rng.random() < 0.5)
         if policy.accumulation_group == n:
             return replace(policy, sum_blocks=rng.choice((of_vocabulary, ())))
-        return replace(policy, sum_blocks=rng.choice((trained, some, of_vocabulary, ())))
+        return replace(policy, sum_blocks=rng.choice((trained, part, of_vocabulary, ())))
 
     def saving(rng: random.Random) -> Policy:
         block, way = rng.choice(layers), rng.choice(WAYS)

@@ -62,10 +62,10 @@ def ran_elsewhere() -> Path:
     spans = json.loads((ran() / "timeline.json").read_text())["spans"]
     slower = [span | {key: 10_000 * span[key] for key in ("start_s", "end_s")} for span in spans]
     (folder / "timeline.json").write_text(json.dumps({"spans": slower}))
-    here = {"device": "CPU, 2 cores <b>", "predicted_step_s": None}
+    plan = {"device": "CPU, 2 cores <b>", "predicted_step_s": None}
     lines = [json.loads(text) for text in (ran() / "metrics.jsonl").read_text().splitlines()]
     times = [{"step_s": 10_000 * f["step_s"], "tokens_per_s": f["tokens_per_s"] / 10_000} if "lr" in f else {} for f in lines]
-    (folder / "metrics.jsonl").write_text("".join(line(f | t | (here if t else {})) for f, t in zip(lines, times, strict=True)))
+    (folder / "metrics.jsonl").write_text("".join(line(f | t | (plan if t else {})) for f, t in zip(lines, times, strict=True)))
     return folder
 
 

@@ -295,12 +295,12 @@ def policies(draw: st.DrawFn, semantics: Semantics, workload: Workload) -> Polic
     may_sum = saving.get("boundary_stride", 1) == 1 and draw(st.booleans())
     group = draw(st.integers(1 if may_sum else semantics.least_group, semantics.n_micro_batches))
     one_group = group == semantics.n_micro_batches
-    apart: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
     if not trains_all:
         can_be_apart = semantics.gradient_dtype == "fp32" and {*workload.mixed} <= {*can_stay(workload, semantics)}
-        apart = workload.mixed if can_be_apart and draw(st.integers(0, 3)) else ()
-    summed = _summed(draw, semantics, workload, apart, one_group) if may_sum else ()
-    on_device, is_joined = apart, joins_tied(workload, semantics, Policy(sum_blocks=summed))
+        mixed = workload.mixed if can_be_apart and draw(st.integers(0, 3)) else ()
+    summed = _summed(draw, semantics, workload, mixed, one_group) if may_sum else ()
+    on_device, is_joined = mixed, joins_tied(workload, semantics, Policy(sum_blocks=summed))
     if trains_all and update is Update.DEFERRED:
         may_stay = [b for b in can_stay(workload, semantics) if is_joined or not workload.tied or 0 < b <= n]
         on_device = _subset(draw, [b for b in may_stay if one_group or b in summed])
@@ -327,12 +327,12 @@ def policies(draw: st.DrawFn, semantics: Semantics, workload: Workload) -> Polic
     )
 
 
-def _summed(draw: st.DrawFn, semantics: Semantics, workload: Workload, apart: Sequence[int], one_group: bool) -> tuple[int, ...]:
+def _summed(draw: st.DrawFn, semantics: Semantics, workload: Workload, mixed: Sequence[int], one_group: bool) -> tuple[int, ...]:
     """Sample blocks with sums on the device: the vocabulary's, and any layers."""
-    trained = [b for b, block in enumerate(workload.blocks) if block.trained and b not in apart]
-    of_vocabulary = [b for b in vocabulary(workload) if b not in apart]
+    trained = [b for b, block in enumerate(workload.blocks) if block.trained and b not in mixed]
+    of_vocabulary = [b for b in vocabulary(workload) if b not in mixed]
     if one_group:
-        return tuple(of_vocabulary) if workload.tied and semantics.ranks == 1 and not apart else ()
+        return tuple(of_vocabulary) if workload.tied and semantics.ranks == 1 and not mixed else ()
     if semantics.ranks > 1:
         return tuple(trained)
     return tuple(sorted({*of_vocabulary, *_subset(draw, trained)}))

@@ -54,7 +54,7 @@ _INSTEAD = "train one without it, or merge it into its model with PEFT's merge_a
 
 
 def config_bytes(
-    lora: Lora, factors: Iterable[str], base: str | None, others: Collection[str] = (), has_towers: bool = False
+    lora: Lora, factors: Iterable[str], base: str | None, other_weights: Collection[str] = (), has_towers: bool = False
 ) -> bytes:
     """Return `adapter_config.json` for an adapter of the model `base` with factors of these names. `others`: its other weights.
 
@@ -67,10 +67,10 @@ def config_bytes(
     adapted = {name.rpartition(".lora_")[0].removesuffix(".base_layer") for name in factors if name != SCORE}
     experts = next((".".join(m.split(".")[-2:]) for m in adapted if last_part(m) == EXPERTS), None)  # and their path in a layer
     modules = {module for module in adapted if last_part(module) != EXPERTS}
-    has_experts = experts is not None or any(map(STACK.search, others))
+    has_experts = experts is not None or any(map(STACK.search, other_weights))
     as_parameters = {module for module in modules if has_experts and last_part(module) in IN_EXPERTS}
     targets = _names(
-        modules - as_parameters, {name.removesuffix(".weight") for name in others} - modules | as_parameters, has_towers
+        modules - as_parameters, {name.removesuffix(".weight") for name in other_weights} - modules | as_parameters, has_towers
     )
     parameters = [f"{experts}.{stack}" for stack in STACKS] if experts is not None else []
     parameters += [f"{module}.weight" for module in sorted(as_parameters)]
@@ -159,18 +159,18 @@ def _adapted_parameters(folder: Path, config: "LoraConfig", names: Iterable[str]
     """Return the weights and stacks of `names` in `target_parameters`. CheckpointError if it has others, or one of two stacks."""
     parameters = config.target_parameters or []
     matches = {name: [t for t in parameters if f".{name}".endswith(f".{t}")] for name in names}
-    found = {name for name, of_name in matches.items() if of_name}
-    is_partial = any(STACK.search(n) for n in found) and not all(n in found for n in matches if STACK.search(n))
+    adapted = {name for name, of_name in matches.items() if of_name}
+    is_partial = any(STACK.search(n) for n in adapted) and not all(n in adapted for n in matches if STACK.search(n))
     if {t for of_name in matches.values() for t in of_name} != {*parameters} or is_partial:
-        what = f"not supported: only {' and '.join(STACKS)} of experts, and weights of linear layers"
-        raise CheckpointError(f"{folder / CONFIG_FILE}: target_parameters is {json.dumps(parameters)[:120]}, {what}; {_INSTEAD}")
-    return found
+        subject = f"not supported: only {' and '.join(STACKS)} of experts, and weights of linear layers"
+        raise CheckpointError(f"{folder / CONFIG_FILE}: target_parameters is {json.dumps(parameters)[:120]}, {subject}; {_INSTEAD}")
+    return adapted
 
 
-def _names(modules: Set[str], others: Set[str], has_towers: bool = False) -> list[str]:
+def _names(modules: Set[str], other_modules: Set[str], has_towers: bool = False) -> list[str]:
     """Return names by which PEFT and `Lora.targets` select these modules and none of the `others`."""
     ends = {last_part(module) for module in modules}
-    is_exact = not has_towers and not any(is_selected(module, end) for module in others for end in ends)
+    is_exact = not has_towers and not any(is_selected(module, end) for module in other_modules for end in ends)
     return sorted(ends if is_exact else modules)
 
 

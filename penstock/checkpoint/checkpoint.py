@@ -204,11 +204,11 @@ class CheckpointWriter:
         unquantised = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
         self._write("config.json", _json_bytes(unquantised | {"dtype": str(dtype).removeprefix("torch.")}))
 
-    def write_adapter(self, lora: Lora, model: Model, others: Collection[str]) -> None:
+    def write_adapter(self, lora: Lora, model: Model, other_weights: Collection[str]) -> None:
         """Write the factors in `adapter` as PEFT's files. The configuration names the model. `others`: its other weights."""
         factors = dict(sorted(self.adapter.items()))
         self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
-        self._write(CONFIG_FILE, config_bytes(lora, factors, model.path or model.name, others, has_towers(model.config)))
+        self._write(CONFIG_FILE, config_bytes(lora, factors, model.path or model.name, other_weights, has_towers(model.config)))
 
     def copy_files(
         self, files: Mapping[str, Path], config: Mapping[str, Any], ends: Iterable[int] = (), chat_template: str | None = None

@@ -59,7 +59,7 @@ def merge(
     sequences replaces the model's head; then `pad_id()` returns its padding token."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
-    m, kept_paths = _Merge.of(base, adapter, pad_id), kept_files(base, adapter)
+    m, kept_paths = _Merge.read(base, adapter, pad_id), kept_files(base, adapter)
     n_bytes, n_done_bytes = sum(outline.nbytes for shard in m.shards.values() for outline in shard.values()), 0
 
     def merged(source: Path) -> Iterator[Tensor]:
@@ -95,7 +95,7 @@ def merge(
 
 def merged_digest(base: Path, adapter: Path) -> str:
     """Return the `weights_digest` of the model that `merge` would write."""
-    m = _Merge.of(base, adapter, lambda: None)
+    m = _Merge.read(base, adapter, lambda: None)
     outlines = {name: outline for shard in m.shards.values() for name, outline in shard.items()}
     return digest_of((name, outlines[name], m.tensor(name, outlines[name])) for name in sorted(outlines))
 
@@ -119,7 +119,7 @@ class _Merge:
     changes_files: bool
 
     @staticmethod
-    def of(base: Path, adapter: Path, pad_id: Callable[[], int | None]) -> "_Merge":
+    def read(base: Path, adapter: Path, pad_id: Callable[[], int | None]) -> "_Merge":
         config = read_json(base / "config.json")
         if not (is_mxfp4 := published_as(config) == "mxfp4"):  # packs experts only
             refuse_quantised(base, config, ())

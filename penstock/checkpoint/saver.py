@@ -190,8 +190,8 @@ class Saver:
                 del copy, entry
                 self.snapshots.is_written(snapshot, block)
             if plan.semantics.train.lora is not None:
-                others = [p.name for block in plan.workload.blocks for p in block.parameters if p.frozen]
-                files.write_adapter(plan.semantics.train.lora, plan.model, others)
+                frozen = [p.name for block in plan.workload.blocks for p in block.parameters if p.frozen]
+                files.write_adapter(plan.semantics.train.lora, plan.model, frozen)
             else:
                 constants = dict(sorted(self._state.constants.items(), key=lambda item: -item[1].itemsize))  # for alignment
                 outlines = {name: torch.empty_like(value, device="meta") for name, value in constants.items()}

@@ -18,7 +18,7 @@ from transformers.utils import chat_template_utils
 
 from penstock.runtime.errors import PenstockError
 
-MOST = 10**7  # digits of a number, width, characters of a repetition
+LIMIT = 10**7  # digits of a number, width, characters of a repetition
 INTERVAL_S = 0.05
 GROWTH = 16  # of the process, by the most bytes of a row: for copies of its text
 _PAGE_BYTES = 4096
@@ -36,7 +36,7 @@ class TooLargeError(PenstockError):
 
 
 def _refuse_widths(numbers: Iterable[Any], format: str = "") -> None:
-    if _WIDTH.search(format) or any(isinstance(number, int) and abs(number) > MOST for number in numbers):
+    if _WIDTH.search(format) or any(isinstance(number, int) and abs(number) > LIMIT for number in numbers):
         raise TooLargeError
 
 

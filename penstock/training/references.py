@@ -71,11 +71,11 @@ def with_reference(inputs: RunInputs) -> RunInputs:
         attach_file(Path(settings.reference or ""), plan, sets)
         return inputs
     saved = {} if inputs.state is None else inputs.state.fields
-    kept = saved.get("reference", {"of": BASE})  # of a checkpoint from before there was a record: the base, or a file
-    record = kept if inputs.state is not None and settings.reference is None else _record(inputs)
+    recorded = saved.get("reference", {"of": BASE})  # of a checkpoint from before there was a record: the base, or a file
+    record = recorded if inputs.state is not None and settings.reference is None else _record(inputs)
     is_known = inputs.state is not None and ("reference" in saved or record["of"] != FROM_FILE)
-    if is_known and any(kept.get(key) != record.get(key) for key in ("adapter", "merged")):
-        problem = f"its reference is {in_words(kept)}, and --reference {settings.reference} is {in_words(record)}"
+    if is_known and any(recorded.get(key) != record.get(key) for key in ("adapter", "merged")):
+        problem = f"its reference is {in_words(recorded)}, and --reference {settings.reference} is {in_words(record)}"
         raise CheckpointError(f"{inputs.settings.out}: {problem}; leave it out, and the run keeps its own")
     if record["of"] == FROM_FILE:
         attach_file(Path(settings.reference or record["path"]), plan, sets, _weights_of(inputs, record))
@@ -108,9 +108,9 @@ def _weights_of(inputs: RunInputs, record: Mapping[str, Any]) -> dict[str, str]:
         return fields | {"weights": merged}
     if "adapter" not in record:
         return fields
-    kept = {} if inputs.state is None else inputs.state.fields.get("reference", {})
+    recorded = {} if inputs.state is None else inputs.state.fields.get("reference", {})
     adapter = None if settings.adapter is None else adapter_digest(Path(settings.adapter))
-    return fields | {"adapter": adapter or str(kept.get("adapter", "none, because the run has no --adapter"))}
+    return fields | {"adapter": adapter or str(recorded.get("adapter", "none, because the run has no --adapter"))}
 
 
 def in_words(record: Mapping[str, Any]) -> str:
@@ -121,8 +121,8 @@ def in_words(record: Mapping[str, Any]) -> str:
             return on_one_line(f"the model with the adapter that the run begins with, {record.get('path')} (SHA-256 {adapter}...)")
         case "base":
             return "the model without an adapter"
-    what = f" with adapter {adapter}..." if adapter else ", of the model merged with the adapter" if "merged" in record else ""
-    return on_one_line(f"the file {record.get('path')}{what}")
+    subject = f" with adapter {adapter}..." if adapter else ", of the model merged with the adapter" if "merged" in record else ""
+    return on_one_line(f"the file {record.get('path')}{subject}")
 
 
 def adapter_digest(folder: Path) -> str:

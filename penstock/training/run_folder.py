@@ -140,10 +140,10 @@ def state_to_resume(request: RunRequest) -> State | None:
 def with_replanned(request: RunRequest, state: State | None) -> RunRequest:
     """Return the request with the plan of the folder if the checkpoint names it as the one that replaces the given plan."""
     named = None if state is None else state.fields.get("replanned")
-    path, given = Path(request.settings.out) / PLAN_FILE, policy_fields(request.file.plan)
-    if not isinstance(named, dict) or given not in (named.get("former"), named.get("policy")):
+    path, policy = Path(request.settings.out) / PLAN_FILE, policy_fields(request.file.plan)
+    if not isinstance(named, dict) or policy not in (named.get("former"), named.get("policy")):
         return request
-    if given == named.get("policy"):
+    if policy == named.get("policy"):
         return replace(request, replanned=named)
     if not path.is_file():
         return request

@@ -146,8 +146,8 @@ def open_session(request: RunRequest, ranks: Processes | None = None) -> Iterato
         if request.resumes:
             report("reading the checkpoint")
         state = state_to_resume(request)
-        given, request = request.file, with_replanned(request, state)
-        if request.file is not given:
+        first_file, request = request.file, with_replanned(request, state)
+        if request.file is not first_file:
             checked(request.file, request.where)
         if device == "emulated" and (state is not None or request.batches is not None or settings.replan is not None):
             usual = "saves nothing, resumes nothing and keeps its plan"

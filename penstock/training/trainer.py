@@ -294,10 +294,10 @@ class Trainer:
 
         def fields(step: int) -> dict[str, Any]:
             named = (self.following or inputs.request).replanned
-            more: dict[str, Any] = {} if inputs.reference is None else {"reference": dict(inputs.reference)}
-            more |= {} if named is None else {"replanned": named}
-            more |= {} if session.fixed_lr is None else {"fixed_lr": session.fixed_lr}
-            return {**identity, "data_position": inputs.data.position(step), **more}
+            optional: dict[str, Any] = {} if inputs.reference is None else {"reference": dict(inputs.reference)}
+            optional |= {} if named is None else {"replanned": named}
+            optional |= {} if session.fixed_lr is None else {"fixed_lr": session.fixed_lr}
+            return {**identity, "data_position": inputs.data.position(step), **optional}
 
         contents = Contents(fields, inputs.kept_files, inputs.ends, inputs.chat_template, inputs.towers_from, inputs.saved_config)
         state, settings = session.store.host, session.checkpoint
@@ -306,11 +306,11 @@ class Trainer:
     def _following(self, n_done: int) -> RunRequest | None:
         """Return the run that goes on from the next checkpoint under the plan that was found, and write that plan; or None."""
         session = self.session
-        plan, device, asked = session.inputs.request.file.plan, session.device, session.settings.device
+        plan, device, device_name = session.inputs.request.file.plan, session.device, session.settings.device
         if n_done == session.n_steps or session.stop.is_requested:
             return None
         n_here = 1 if session.leader is None else session.leader.n_here
-        request = self._replanning.following(lambda new: refuse_what_does_not_fit(new, device, asked, n_here, former=plan))
+        request = self._replanning.following(lambda new: refuse_what_does_not_fit(new, device, device_name, n_here, former=plan))
         if request is not None:
             request.file.write(session.folder / PLAN_FILE)  # before the checkpoint that names it
             if session.leader is not None:
@@ -372,8 +372,8 @@ class Turn:
 
     def _refuse_if_over(self) -> None:
         if self.trainer.rests_after != self.step:
-            what = "set the rate, save, evaluate and take weights"
-            raise RunConfigError(f"the turn after step {self.step} is over; {what} before the next step")
+            actions = "set the rate, save, evaluate and take weights"
+            raise RunConfigError(f"the turn after step {self.step} is over; {actions} before the next step")
 
     @property
     def _session(self) -> Session:

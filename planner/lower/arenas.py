@@ -133,10 +133,10 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     layer_elements, vocab_elements = _largest_gradients(plan, excluded=list(filter(plan.is_apart, policy.device_blocks)))
     sums = [layer_elements * ITEM_BYTES[plan.sum_dtype(1)]] * ((n_sums - 1 + n_whole_sums(plan)) * sums_layers(plan))
     sums += [vocab_elements * ITEM_BYTES["fp32"]] * n_vocab_sums(plan)
-    own = [
+    of_blocks = [
         (plan.gradient_elements(b), n) for b in sorted({*policy.sum_blocks, *policy.device_blocks}) if (n := n_own_sums(plan, b))
     ]
-    sums += [n_elements * ITEM_BYTES["fp32"] for n_elements, n in own for _ in range(n)]
+    sums += [n_elements * ITEM_BYTES["fp32"] for n_elements, n in of_blocks for _ in range(n)]
     if sums:
         yield Arena("sums", Place.DEVICE, tuple(sums))
     if (ranks := plan.semantics.ranks) > 1:

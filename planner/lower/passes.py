@@ -306,12 +306,12 @@ def _sums(plan: Setup) -> Callable[[Column, Column], Any]:
     n_sums, n_whole, head = plan.semantics.n_sums, n_whole_sums(plan), plan.workload.n_layers + 1
     n_of_layers, n_slots = (n_sums - 1 + n_whole) * sums_layers(plan), plan.policy.gradient_slots
     in_its_own = vocab_slot_is_sum(plan)  # the gradient slot is the sum
-    own = [n_own_sums(plan, b) for b in range(head + 1)]
-    first_own = n_of_layers + n_vocab_sums(plan) + np.cumsum([0, *own[:-1]])
+    n_slots_of = [n_own_sums(plan, b) for b in range(head + 1)]
+    first_own = n_of_layers + n_vocab_sums(plan) + np.cumsum([0, *n_slots_of[:-1]])
     in_place, device_index = _places(plan, []), _places(plan, plan.policy.device_blocks)
     for b in filter(plan.sums_in_place, plan.policy.device_blocks):
         in_place[b] = n_slots + 1 + device_index[b]
-    has_own = np.array(own) + (in_place != NONE) > 0
+    has_own = np.array(n_slots_of) + (in_place != NONE) > 0
 
     def sums(block: Column, level: Column) -> Any:
         of_layers = np.where(level == 0, block % n_whole, n_whole - 1 + level)

@@ -132,8 +132,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags and not _has_zero_dropout(func, args, kwargs):
-            drawn = func.overloadpacket.__name__
-            raise WorkloadError(f"a layer draws random numbers ({drawn}); plan with --no-dropout, which trains with dropout off")
+            random_call = func.overloadpacket.__name__
+            raise WorkloadError(
+                f"a layer draws random numbers ({random_call}); plan with --no-dropout, which trains with dropout off"
+            )
         input_storages = {storage_of(t) for t in reads}
         out = func(*args, **(kwargs or {}))
         makes = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]

@@ -152,8 +152,8 @@ def _refuse_untrained(model: Model, train: Train, workload: Workload) -> None:
         modules = [name.removesuffix(".lora_A.weight") for name in trained if name.endswith(".lora_A.weight")]
         ends = {module.rpartition(".")[2] for module in modules}
         if train.lora.dropout and (renamed := ends & {*IN_EXPERTS}) and _modules(model)["has_experts"]:
-            what = f"adapters of {min(renamed)} in a model with experts need dropout 0"
-            _fail(model, f"{what}, because PEFT takes such names for experts; set it to 0 or name other targets")
+            subject = f"adapters of {min(renamed)} in a model with experts need dropout 0"
+            _fail(model, f"{subject}, because PEFT takes such names for experts; set it to 0 or name other targets")
         if train.lora.targets != TARGETS:  # of plans from before there were others: missing ones are allowed
             missing = [t for t in train.lora.targets if t not in ends and not any(is_selected(module, t) for module in modules)]
     elif train.names:
@@ -164,8 +164,8 @@ def _refuse_untrained(model: Model, train: Train, workload: Workload) -> None:
         kinds = [LayerTrace.from_json(kind) for kind in _modules(model)["kinds"]]
         names = in_order({last_part(name) for kind in kinds for name in _adaptable(model, kind)})
         where = " outside experts (target name: experts)" if any(kind.stacks for kind in kinds) else ""
-        what = "experts that support adapters" if missing[0] == EXPERTS else f"linear layer {missing[0][:80]}{where}"
-        _fail(model, f"--train: the model has no {what} that PEFT adapts; it has {', '.join(names) or 'none'}")
+        subject = "experts that support adapters" if missing[0] == EXPERTS else f"linear layer {missing[0][:80]}{where}"
+        _fail(model, f"--train: the model has no {subject} that PEFT adapts; it has {', '.join(names) or 'none'}")
     if missing or not trained:
         _fail(model, f"--train: no parameter matches {missing[0] if missing else train}; check the names of the model's weights")
 

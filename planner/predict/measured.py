@@ -94,9 +94,9 @@ def _with_others(
     plan: Plan, fitted: Mapping[Group, float], n_samples: Mapping[Group, int], measured_s: Mapping[Group, float]
 ) -> tuple[OpRatio, ...]:
     """Return the fitted ratios, and for unmeasured groups the mean over groups with the same work, weighted by predicted work."""
-    ratios, alike = dict(fitted), {kind: family for family in SAME_WORK for kind in family}
+    ratios, families = dict(fitted), {kind: family for family in SAME_WORK for kind in family}
     for kind in Kind:
-        family = alike.get(kind, (kind,))
+        family = families.get(kind, (kind,))
         for kinds in ((kind,), family):
             of_kinds = [group for group in fitted if group[0] in kinds and measured_s.get(group, 0.0) > 0]
             if of_kinds:

@@ -186,8 +186,8 @@ class Greedy:
         plan = replace(base, policy=policy)
         needs = device_needs(plan, device.kind == "cuda", device.workspace_bytes.value if device.workspace_bytes else None)
         item = ITEM_BYTES[self.semantics.compute_dtype]
-        more = {*policy.resident_blocks}.difference(base.policy.resident_blocks)
-        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in more)
+        added = {*policy.resident_blocks}.difference(base.policy.resident_blocks)
+        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in added)
         return sum(needs.values()) + resident_bytes + device.context_bytes.value <= device.memory_bytes.value
 
     def _upgrades(self, base: Policy) -> Iterator[_Upgrade]:
@@ -212,17 +212,17 @@ def resident_baseline(evaluator: Evaluator, may_split: bool) -> Resident | None:
     if policy is None:
         return resident_in_parts(evaluator.setup(Policy()), evaluator.cost)
     needs, smaller = evaluator.needs(policy), semantics.micro_batch // 2
-    whole = Resident(evaluator.step_s(policy) if needs.fits else None, needs, is_estimate=False)
+    unsplit = Resident(evaluator.step_s(policy) if needs.fits else None, needs, is_estimate=False)
     if needs.fits or not may_split or not smaller or semantics.batch_size % smaller:
-        return whole
+        return unsplit
     split = replace(semantics, micro_batch=smaller)
     if split.n_micro_batches > tuning.MOST_MICRO_BATCHES or split.n_micro_batches % split.sum_groups:
-        return whole
+        return unsplit
     workload = build_workload(evaluator.model, split)
     halved = resident_baseline(
         Evaluator(evaluator.model, workload, split, evaluator.profile, evaluator.clipped_fraction), may_split
     )
-    return whole if halved is None or halved.step_s is None else halved
+    return unsplit if halved is None or halved.step_s is None else halved
 
 
 def _on_disk(policy: Policy, may_read: Sequence[int], n: int) -> Policy:

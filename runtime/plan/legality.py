@@ -114,12 +114,12 @@ def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) 
     if policy.accumulation_group > semantics.n_micro_batches:
         raise PlanError(f"a group of {policy.accumulation_group} micro-batches, but a step has {semantics.n_micro_batches}")
     is_one_group = policy.accumulation_group == semantics.n_micro_batches
-    apart, whole = {*policy.device_blocks}.intersection(workload.mixed), "all micro-batches in one group"
-    _refuse_sums(workload, semantics, policy, is_one_group, apart)
-    if not is_one_group and {*policy.device_blocks} - apart - {*policy.sum_blocks}:
-        raise PlanError(f"device_blocks need {whole}, or the blocks in sum_blocks: else the host sums gradients")
+    mixed, one_group = {*policy.device_blocks}.intersection(workload.mixed), "all micro-batches in one group"
+    _refuse_sums(workload, semantics, policy, is_one_group, mixed)
+    if not is_one_group and {*policy.device_blocks} - mixed - {*policy.sum_blocks}:
+        raise PlanError(f"device_blocks need {one_group}, or the blocks in sum_blocks: else the host sums gradients")
     if not is_one_group and policy.square_on_device and not policy.sum_blocks:
-        raise PlanError(f"square_on_device needs {whole}, or sum_blocks: else the host sums gradients")
+        raise PlanError(f"square_on_device needs {one_group}, or sum_blocks: else the host sums gradients")
     host_adds = workload.tied and not joins_tied(workload, semantics, policy)
     on_device = {*policy.device_blocks}.intersection(vocabulary(workload))
     if workload.tied and on_device and (host_adds or len(on_device) == 1):
@@ -131,16 +131,16 @@ def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) 
         raise PlanError("device_blocks have no gradient on the host: leave them out of speculate_blocks")
 
 
-def _refuse_sums(workload: Workload, semantics: Semantics, policy: Policy, is_one_group: bool, apart: set[int]) -> None:
+def _refuse_sums(workload: Workload, semantics: Semantics, policy: Policy, is_one_group: bool, mixed: set[int]) -> None:
     """Raise PlanError for illegal `sum_blocks`. `apart`: partly trained blocks, which the device sums with or without the list."""
     if not policy.sum_blocks:
         return
     summed, both = {*policy.sum_blocks}, vocabulary(workload)
     if odd := [
-        b for b in policy.sum_blocks if b not in range(workload.n_layers + 2) or not workload.blocks[b].trained or b in apart
+        b for b in policy.sum_blocks if b not in range(workload.n_layers + 2) or not workload.blocks[b].trained or b in mixed
     ]:
         raise PlanError(f"sum_blocks: block {odd[0]} is not trained, or its sum is on the device as it is in device_blocks")
-    if not summed | apart >= {*both}:
+    if not summed | mixed >= {*both}:
         raise PlanError("sum_blocks need embedding and head, as far as they are trained: both share a gradient slot")
     if is_one_group and (policy.sum_blocks != tuple(both) or not joins_tied(workload, semantics, policy)):
         how = "may list embedding and head of a tied weight, or nothing"

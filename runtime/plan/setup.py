@@ -252,9 +252,9 @@ class Setup:
         """Blocks with their squared gradient norm computed on the device."""
         is_whole = self.policy.square_on_device and self.semantics.ranks == 1
         vocabulary_is_whole = self.joins_tied or not self.workload.tied
-        whole = [b for b in range(len(self.workload.blocks)) if is_whole and self.sums_on_device(b)]
-        kept = (b for b in whole if vocabulary_is_whole or 0 < b <= self.workload.n_layers)
-        return sorted({*kept, *self.policy.device_blocks})
+        summed = [b for b in range(len(self.workload.blocks)) if is_whole and self.sums_on_device(b)]
+        squared = (b for b in summed if vocabulary_is_whole or 0 < b <= self.workload.n_layers)
+        return sorted({*squared, *self.policy.device_blocks})
 
     def norm_numbers(self, block: int) -> int:
         """Number of square sums of a block's gradient: one per trained parameter; with several ranks, one per tile of a shard,

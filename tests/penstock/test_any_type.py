@@ -91,12 +91,12 @@ def test_weights_are_those_that_transformers_loads_and_loads_again(tmp_path, no_
     constants = {name: t for name, t in held.items() if not isinstance(t, torch.nn.Parameter)}
     shapes = {name: tuple(t.shape) for name, t in {**weights, **constants}.items()}
     refuse_quantised(folder, config, weights)
-    loaded = dict(load_weights(folder, config, shapes, shapes))
-    ours = {name: t.to(held[name].dtype) for name, t in loaded.items()}
-    assert [n for n, t in ours.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])] == []
+    stored = dict(load_weights(folder, config, shapes, shapes))
+    loaded = {name: t.to(held[name].dtype) for name, t in stored.items()}
+    assert [n for n, t in loaded.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])] == []
     (tmp_path / "saved").mkdir()
     files = CheckpointWriter(tmp_path / "saved")
-    for number, part in enumerate(({n: ours[n] for n in weights}, {n: loaded[n] for n in constants})):
+    for number, part in enumerate(({n: loaded[n] for n in weights}, {n: stored[n] for n in constants})):
         part = dict(sorted(part.items(), key=lambda item: -item[1].itemsize))
         files.write_weights(f"model-{number}.safetensors", config, part, part.__getitem__)
     if "vision_config" in config:

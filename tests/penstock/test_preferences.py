@@ -156,7 +156,7 @@ def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     actual, expected = (read(path, loss).batch(0) for path in paths)
     assert torch.equal(actual.input_ids, expected.input_ids)
     assert {name: t.tolist() for name, t in actual.extras.items()} == {name: t.tolist() for name, t in expected.extras.items()}
-    own = replace(parse_objective(loss), name="own.py:f", numbers={}, of=LossUnit.SEQUENCES, sha256="0" * 64)
+    own = replace(parse_objective(loss), name="own.py:f", numbers={}, read=LossUnit.SEQUENCES, sha256="0" * 64)
     assert required_format(own) is None
 
 
@@ -395,8 +395,8 @@ def test_a_reference_file_is_of_the_adapter_or_of_the_merged_model(sft, tea):
     )
     one_line(tuned(tea, tea / "out" / "checkpoint-2", "--reference", tea / "ref", out="x")[0], 2, "a reference of another adapter")
     succeeded(command("merge", tea / "base" / "checkpoint-2", sft, "--out", tea / "merged"))
-    whole = ("forward", tea / "dpo.json", *files, "--model", tea / "merged", "--out", tea / "whole")
-    succeeded(command(*whole))
+    merged = ("forward", tea / "dpo.json", *files, "--model", tea / "merged", "--out", tea / "whole")
+    succeeded(command(*merged))
     result, (begun, *_) = tuned(tea, sft, "--reference", tea / "whole", out="merged-ref", steps=2)
     assert "of the model merged with the adapter" in succeeded(result).stderr
     assert begun["eval_loss"] == pytest.approx(math.log(2), abs=2e-2)  # merged weights are rounded to bf16
@@ -463,7 +463,7 @@ def test_the_file_of_a_function_is_part_of_its_plan(tmp_path):
         loss = user_loss(f"{path}:f")
         digests.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
         with pytest.raises(PlanError, match="or is of another kind"):
-            planned_loss(replace(loss.objective, of=LossUnit.TOKENS), f"{path}:f")
+            planned_loss(replace(loss.objective, read=LossUnit.TOKENS), f"{path}:f")
     assert [len({one[i] for one in digests}) for i in (0, 1)] == [3, 2]
     assert len(digests) == 3
 

@@ -63,9 +63,9 @@ def test_a_search_beside_the_run_changes_its_plan_and_no_bit(home, monkeypatch):
     assert result.stderr.count(" a step (") == 2, "predicted and measured"
     succeeded(train(home, plan, "--save-every", 3, steps=24, out="plain"))
     assert bits(home / "out") == bits(home / "plain")
-    taken = PlanFile.read(home / "out" / "run-plan.json")
-    assert taken.plan.profile["op_ratios"]
-    assert "claim recomputed" in penstock.check(taken)
+    plan_file = PlanFile.read(home / "out" / "run-plan.json")
+    assert plan_file.plan.profile["op_ratios"]
+    assert "claim recomputed" in penstock.check(plan_file)
     assert not (home / "out" / REPLAN_FILE).exists()
 
 

@@ -107,9 +107,9 @@ def test_dtypes_decide_sizes_of_slots_and_never_the_ops(case: Case) -> None:
         if case.policy.device_blocks and not case.workload.trains_all:
             gradient = "fp32"  # summed on the device, legal only in fp32
         dtypes_of = {"compute_dtype": compute, "gradient_dtype": gradient, "master_dtype": master, "weight_rounding": "half_up"}
-        other = replace(case.semantics, **dtypes_of)
-        if {*case.policy.device_blocks} <= {*can_stay(case.workload, other)}:  # AdamW needs whole vector registers there
-            assert replace(case, semantics=other).plan.ops == case.plan.ops
+        changed = replace(case.semantics, **dtypes_of)
+        if {*case.policy.device_blocks} <= {*can_stay(case.workload, changed)}:  # AdamW needs whole vector registers there
+            assert replace(case, semantics=changed).plan.ops == case.plan.ops
 
 
 def walk(plan: Plan, *kinds: Kind) -> list[tuple[str, int]]:

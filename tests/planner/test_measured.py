@@ -59,8 +59,8 @@ def test_ratios_are_the_factors_by_which_a_profile_is_wrong(former, run):
 def test_ratios_of_a_plan_with_ratios_refer_to_its_bare_profile(former, run):
     profile = read_measured(run).on(PROFILE, former.plan.model, former.plan.semantics, run)
     again = op_ratios(replace(former.plan, profile=profile.to_json()), performed(former.plan, TRUE)[1])
-    for before, after in zip(read_measured(run).ratios, again, strict=True):
-        assert after.ratio == pytest.approx(before.ratio, rel=0.02), before
+    for first, second in zip(read_measured(run).ratios, again, strict=True):
+        assert second.ratio == pytest.approx(first.ratio, rel=0.02), first
 
 
 def test_few_samples_and_waits_for_ranks_give_no_ratio(former):

@@ -40,10 +40,10 @@ NOT_BESIDE = {
 }
 OUTSIDE = re.compile(r"model\.(?:altup_(?:un)?embed_projections\.\d|altup_projections\.\d|per_layer_model_projection)")
 SAMPLED = ("phi3", "deepseek_v3", "qwen3_next", "gpt2", "falcon", "llama4_text", "ctrl")
-OTHERS = [t for t in re.search(r"Accepted: (.*)\.\n", PAGE.read_text())[1].split(", ") if t not in SAMPLED]  # type: ignore[index]
+DIFFERENT = [t for t in re.search(r"Accepted: (.*)\.\n", PAGE.read_text())[1].split(", ") if t not in SAMPLED]  # type: ignore[index]
 
 
-@mostly_slow("model_type", [*SAMPLED, *OTHERS], fast=range(len(SAMPLED)))
+@mostly_slow("model_type", [*SAMPLED, *DIFFERENT], fast=range(len(SAMPLED)))
 def test_adapters_of_all_linear_layers_equal_pefts(model_type: str, tmp_path: Path) -> None:
     """Compare the names with PEFT's all-linear, then loss and gradients in fp32 with PEFT's model of the written adapter."""
     config, lora = tiny(model_type), Lora(rank=4, alpha=6.0)
@@ -65,7 +65,7 @@ def test_adapters_of_all_linear_layers_equal_pefts(model_type: str, tmp_path: Pa
     adapted = {name.rpartition(".lora_")[0] for name in factors}
     assert {last_part(name) for name in expected - adapted if not OUTSIDE.fullmatch(name)} == NOT_BESIDE.get(model_type, set())
     assert adapted <= expected
-    folder = write_adapter(tmp_path / "adapter", lora, factors, others=weights)
+    folder = write_adapter(tmp_path / "adapter", lora, factors, other_weights=weights)
     read, tensors = read_adapter(folder, {name: tuple(weight.shape) for name, weight in weights.items()})
     assert adapted <= {name for name in expected if read.adapts(name)}
     assert tensors.keys() == factors.keys()
@@ -101,8 +101,8 @@ def test_merged_models_equal_pefts(model_type: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     semantics = Semantics(16, 1, 1, attention=supported_attention(Model(config))[0], train=Train(lora=lora))  # type: ignore[arg-type]
     factors = {p.name: torch.randn(p.shape) for block in build_workload(Model(config), semantics).blocks for p in block.trained}
-    others = dict(model.named_parameters())
-    adapter = write_adapter(tmp_path / "adapter", lora, factors, others=others)
+    shapes = dict(model.named_parameters())
+    adapter = write_adapter(tmp_path / "adapter", lora, factors, other_weights=shapes)
     merge(tmp_path / "base", adapter, tmp_path / "merged")
     merged = load_model(tmp_path / "merged", dtype=torch.float32).state_dict()
     initial = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -121,11 +121,11 @@ def test_merged_models_equal_pefts(model_type: str, tmp_path: Path) -> None:
         ("qwen3-30b-a3b", 13.4, ["mlp.experts", "mlp.gate"]),
     ],
 )
-def test_adapter_sizes_of_shipped_models_equal_pefts(name: str, millions: float, left: list[str]) -> None:
+def test_adapter_sizes_of_shipped_models_equal_pefts(name: str, millions: float, omitted: list[str]) -> None:
     semantics = Semantics(64, 1, 1, train=Train(lora=Lora()))
     workload = build_workload(read_model(name), semantics)
     assert workload.n_trained / 1e6 == pytest.approx(millions, abs=0.05)
-    assert {*without_adapters(workload)} == {*left}
+    assert {*without_adapters(workload)} == {*omitted}
 
 
 def adapted_names(text: str, model_type: str) -> set[str]:

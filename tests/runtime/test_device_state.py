@@ -34,12 +34,14 @@ def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_s
     assert differences(machine) == []
 
 
-WHOLE = (0, 1, 2, 3)
+EVERY_BLOCK = (0, 1, 2, 3)
 SUMMING = [
-    Policy(sum_blocks=WHOLE, square_on_device=True, gradient_slots=2),
+    Policy(sum_blocks=EVERY_BLOCK, square_on_device=True, gradient_slots=2),
     Policy(sum_blocks=(0, 2, 3), accumulation_group=2, update=Update.DEFERRED, speculate_blocks=(1, 2)),
-    Policy(sum_blocks=WHOLE, device_blocks=(0, 1, 3), update=Update.DEFERRED),
-    Policy(sum_blocks=WHOLE, device_blocks=WHOLE, resident_blocks=WHOLE, update=Update.DEFERRED),  # a resident trainer
+    Policy(sum_blocks=EVERY_BLOCK, device_blocks=(0, 1, 3), update=Update.DEFERRED),
+    Policy(
+        sum_blocks=EVERY_BLOCK, device_blocks=EVERY_BLOCK, resident_blocks=EVERY_BLOCK, update=Update.DEFERRED
+    ),  # a resident trainer
 ]
 
 

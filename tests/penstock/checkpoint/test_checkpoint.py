@@ -120,8 +120,8 @@ def test_a_single_file_is_read_before_shards_as_transformers_does(tmp_path: Path
     new.save_pretrained(tmp_path / "new")
     shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path / "old")
     name, shape = "model.norm.weight", tuple(new.model.norm.weight.shape)
-    ((_, ours),) = load_weights(tmp_path / "old", tiny_config("llama"), [name], {name: shape})
-    assert torch.equal(ours, load_model(tmp_path / "old").model.norm.weight)
+    ((_, read),) = load_weights(tmp_path / "old", tiny_config("llama"), [name], {name: shape})
+    assert torch.equal(read, load_model(tmp_path / "old").model.norm.weight)
     (tmp_path / "old" / "model.safetensors").write_bytes((tmp_path / "new" / "model.safetensors").read_bytes() + b"more")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not a whole safetensors file"):
         has_tensor(tmp_path / "old", name)

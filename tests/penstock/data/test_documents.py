@@ -103,9 +103,9 @@ def test_bad_rows_are_listed_counted_and_left_out_up_to_a_share(lines, made):
     with pytest.raises(DataError, match=r'a\.jsonl:1: no string under "text".*24 of 54 rows are bad.*--bad-rows 44\.5%') as caught:
         read(lines, bad_rows=0.44)
     assert f"(and 11 more like it, up to {lines}:53)" in str(caught.value)
-    (other,) = caught.value.__notes__
-    assert other.startswith(f"{lines}:32: Expecting")
-    assert other.endswith(f"(and 11 more like it, up to {lines}:54)")
+    (second,) = caught.value.__notes__
+    assert second.startswith(f"{lines}:32: Expecting")
+    assert second.endswith(f"(and 11 more like it, up to {lines}:54)")
     n_made = len(made)
     dataset = read(lines, bad_rows=0.445)
     assert len(made) == n_made == 30 + 54

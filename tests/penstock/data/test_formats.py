@@ -21,7 +21,7 @@ json_values = st.recursive(
 PARTS = [{"type": "text", "text": "wh"}, {"type": "text", "text": "o?"}]
 CALL = {"role": "assistant", "tool_calls": [{"id": 1}]}
 CHAT, WEIGHED = Chat((QUESTION, ANSWER)), Chat((QUESTION, ANSWER, QUESTION, ANSWER), None, frozenset({0, 1, 2}))
-ASKED = Chat((SYSTEM, QUESTION, ANSWER), None, frozenset({0, 1}))
+QUESTIONS = Chat((SYSTEM, QUESTION, ANSWER), None, frozenset({0, 1}))
 ROWS = [
     ("text", {"text": "one", "more": 1}, Completion("", "one")),
     ("messages", {"messages": [QUESTION, ANSWER]}, CHAT),
@@ -44,7 +44,7 @@ ROWS = [
     ("question-answer", {"question": "who?", "answer": "me", "id": 3}, CHAT),
     ("messages", {"messages": [QUESTION, SILENT], "system": "s"}, Chat((SYSTEM, QUESTION, ANSWER), None, frozenset({2}))),
     ("messages", {"messages": [SYSTEM, QUESTION], "system": "s"}, Chat((SYSTEM, QUESTION))),
-    ("prompt-completion", {"prompt": [QUESTION], "completion": [ANSWER], "system": "s"}, ASKED),
+    ("prompt-completion", {"prompt": [QUESTION], "completion": [ANSWER], "system": "s"}, QUESTIONS),
     ("question-answer", {"question": "who?", "answer": "me", "system": "s"}, Chat((SYSTEM, QUESTION, ANSWER))),
 ]
 
@@ -115,11 +115,11 @@ def test_pairs_of_questions_are_conversations(tmp_path):
     answers = {"chosen": "me", "rejected": "you"}
     of_messages = {"prompt": [SYSTEM, QUESTION]} | {name: [{**ANSWER, "content": text}] for name, text in answers.items()}
     expected = read_row(of_messages, PREFERENCE, "here")
-    for asked in ({"question": "who?"}, {"instruction": "who?", "input": ""}, {"instruction": "wh", "input": "o?"}):
-        pair = read_row({"system": "s", **asked, **answers, "id": 1}, PREFERENCE, "here")
-        question = {**QUESTION, "content": "wh\no?"} if asked.get("input") else QUESTION
+    for questions in ({"question": "who?"}, {"instruction": "who?", "input": ""}, {"instruction": "wh", "input": "o?"}):
+        pair = read_row({"system": "s", **questions, **answers, "id": 1}, PREFERENCE, "here")
+        question = {**QUESTION, "content": "wh\no?"} if questions.get("input") else QUESTION
         assert [chat.messages[1] for chat, _ in pair] == [question] * 2
-        assert pair == expected or asked.get("input")
+        assert pair == expected or questions.get("input")
     rows = [{"system": "s", "question": "who?", **answers, "id": 1}, {"question": "x", **answers}]
     path = write_lines(tmp_path / "a.jsonl", rows)
     data = read_data(DataRequest(DataSettings(str(path)), None, 300, 99, 2, 0, tmp_path / "t", objective=None))
