@@ -120,7 +120,7 @@ def plan(
     if gpus * hosts > 1:
         step = shared_step(step, gpus * hosts, "sum_groups" in fields)
     if measured is not None:
-        profile = read_measured(Path(measured)).on(profile, described, step, measured)
+        profile = read_measured(Path(measured)).scaled(profile, described, step, measured)
     may_cut = host_memory_bytes is None and device_memory_bytes is None
     free = (SIZES - fields.keys()) | ({CUT} if may_cut else set())
     return Planned(*search_machine(described, step, profile, _policy(policy), free, clipped_fraction))

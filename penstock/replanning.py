@@ -1,4 +1,4 @@
-"""Replanning: search for a faster plan with the measured ratios of a run, in another process beside its steps.
+"""Replanning: search for a faster plan with the measured ratios of a run, in another process during its steps.
 
 `python -m penstock.replanning FOLDER` reads the plan and the ratios in the folder of a run. It writes a plan with enough predicted
 gain to REPLAN_FILE there, and prints both predictions.
@@ -56,7 +56,7 @@ def _compared(before_s: float, after_s: float) -> str:
 class Replanning:
     """Measured steps of a run and, with the setting `replan`, its search. Leaving the context ends the search.
 
-    A process replans once. After that, the line on both plans is printed after as many settled steps.
+    A process replans once. After that, the line on both plans is printed after N more settled steps.
     """
 
     def __init__(self, request: RunRequest, first_step: int, is_comparable: bool, say: Callable[[str], None]) -> None:
@@ -110,7 +110,7 @@ class Replanning:
             self._process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
 
     def store(self) -> None:
-        """Write the measured ratios, if there are any. A disk error is not fatal."""
+        """Write the measured ratios, if any. A disk error is not fatal."""
         if not self._spans:
             return
         try:
@@ -169,7 +169,7 @@ def main(folder: Path) -> None:
         os.nice(LOWEST_PRIORITY)
     file = PlanFile.read(folder / PLAN_FILE)
     plan, semantics = file.plan, file.plan.semantics
-    profile = read_measured(folder).on(Profile.from_json(plan.profile, "the plan's profile"), plan.model, semantics, folder)
+    profile = read_measured(folder).scaled(Profile.from_json(plan.profile, "the plan's profile"), plan.model, semantics, folder)
     former_s = simulate(plan, costs(plan, profile), region_of(profile)).step_s
     often = None if file.claim is None else claimed(file.claim, str(folder)).certificate.clipped_fraction
     result = search(plan.model, [(semantics, plan.workload)], profile, clipped_fraction=often)

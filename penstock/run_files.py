@@ -22,7 +22,7 @@ from penstock.runtime.plan.workload import FILE, Model
 MAX_FILE_BYTES = 2**30  # limit for a timeline or a log, because it is read into memory
 ADVICE = "give the --out folder of a run"
 MEASURED_FILE = "measured.json"
-# Fields of the semantics that decide how much is computed, not by which kernels. A run's ratios serve plans with others.
+# Fields of the semantics that decide how much is computed, not the kernels. A run's ratios serve plans with others.
 _SIZES = {"seq_len", "batch_size", "micro_batch", "loss_tile_tokens", "mlp_tile_tokens", "sum_groups", "clip_norm", "on_nonfinite"}
 
 
@@ -77,7 +77,7 @@ def _read(path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """Contents of MEASURED_FILE: measured over predicted seconds, and the model, kernels and speeds to which they refer."""
+    """Contents of MEASURED_FILE: measured over predicted seconds, and the model, kernels and speeds that they refer to."""
 
     format_version: Literal[1]
     model: str  # fingerprint
@@ -87,7 +87,7 @@ class MeasuredRun:
     ratios: tuple[OpRatio, ...]
     __pydantic_config__ = FILE
 
-    def on(self, profile: Profile, model: Model, semantics: Semantics, where: object) -> Profile:
+    def scaled(self, profile: Profile, model: Model, semantics: Semantics, where: object) -> Profile:
         """Return the profile with these ratios. PlanError if they are of another model, of other kernels or of another machine."""
         kernel = next((key for key, value in _kernels(semantics).items() if self.kernels.get(key) != value), None)
         if model.fingerprint != self.model or kernel is not None:
@@ -95,7 +95,7 @@ class MeasuredRun:
             raise PlanError(f"--measured {where}: a run of {subject} than this plan's; give a run of this model with these options")
         if speeds_of(profile) != self.speeds:
             problem = "its ratios refer to another profile, or to other GPUs and hosts"
-            raise PlanError(f"--measured {where}: {problem}; give the --machine with which that run was planned")
+            raise PlanError(f"--measured {where}: {problem}; give the --machine of that run's plan")
         return Profile.from_json({**profile.to_json(), "op_ratios": [entry.model_dump() for entry in self.ratios]}, str(where))
 
 
@@ -117,7 +117,7 @@ def write_measured(folder: Path, plan: Plan, settled: Timeline) -> MeasuredRun:
 
 
 def read_measured(folder: Path) -> MeasuredRun:
-    """Read the measured ratios of a run. CheckpointError if there are none, or the file is malformed."""
+    """Read the measured ratios of a run. CheckpointError for a missing or malformed file."""
     path = folder / MEASURED_FILE
     if not os.path.lexists(path):
         raise CheckpointError(f"{path}: no such file; {ADVICE} of some steps with a plan for this machine's kind")

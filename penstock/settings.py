@@ -173,7 +173,7 @@ class RunSettings:
     reference: Text | None = flagged(
         None,
         "--reference",
-        "Reference of a loss: what the run begins with, --adapter included; its model without; or a file of `penstock forward`.",
+        "Reference of a loss: the run's first model, with --adapter; the model alone; or a file of `penstock forward`.",
         "start",
         "start|base|FILE",
     )
@@ -196,7 +196,7 @@ class RunSettings:
     replan: Count | None = flagged(
         None,
         "--replan",
-        "After N settled steps, 8 for example, search again with their measured times, beside the run. A plan that promises 2 % "
+        "After N settled steps, 8 for example, search again with their measured times, during the run. A plan that promises 2 % "
         "replaces the run's at the next checkpoint, with the same results.",
         "never",
         "N",

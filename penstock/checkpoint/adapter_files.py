@@ -59,7 +59,7 @@ def config_bytes(
     """Return `adapter_config.json` for an adapter of the model `base` with factors of these names. `others`: its other weights.
 
     Its targets are the modules with factors: by their last part, or by whole names if other modules share that, as in towers. PEFT
-    lists parameters apart from modules, in `target_parameters`: experts, and in a model with experts what it takes for such.
+    lists parameters apart from modules, in `target_parameters`: experts, and modules that PEFT treats as experts.
     """
     from peft import LoraConfig
 
@@ -168,7 +168,7 @@ def _adapted_parameters(folder: Path, config: "LoraConfig", names: Iterable[str]
 
 
 def _names(modules: Set[str], other_modules: Set[str], has_towers: bool = False) -> list[str]:
-    """Return names by which PEFT and `Lora.targets` select these modules and none of the `others`."""
+    """Return names that PEFT and `Lora.targets` use to select these modules and none of the `others`."""
     ends = {last_part(module) for module in modules}
     is_exact = not has_towers and not any(is_selected(module, end) for module in other_modules for end in ends)
     return sorted(ends if is_exact else modules)

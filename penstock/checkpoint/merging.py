@@ -86,7 +86,7 @@ def merge(
     ]
     suffix += f"; not the base's: {', '.join(changed)}" if changed else ""
     stops, was = (
-        with_ends(files, m.config, more)[1]["eos_token_id"] for files, more in ((kept_paths, ends), (kept_files(base), ()))
+        with_ends(files, m.config, end_ids)[1]["eos_token_id"] for files, end_ids in ((kept_paths, ends), (kept_files(base), ()))
     )
     suffix += f"; eos_token_id of generation is {stops}, the base's {was}" if stops != was else ""
     n_adapted, n_tensors = (len(m.factors) - len(m.heads)) // 2, sum(map(len, m.shards.values()))

@@ -35,7 +35,7 @@ _TOKENIZER = re.compile(
     r"|(\w*vocab|vocab-\w+|normalizer|emoji|byte_maps|word_\w+)\.json|prophetnet\.tokenizer|(source|target)\.spm|[\w.]+\.model(\.v[0-9m]+)?"
 )
 _TEMPLATES = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-][\w.-]*\.jinja")
-_OTHERS = re.compile(rf"{GENERATION_FILE}|((video_)?pre|audio_)?process(or|ing)_config\.json|audio_tokenizer_config\.json")
+_KEPT_FILES = re.compile(rf"{GENERATION_FILE}|((video_)?pre|audio_)?process(or|ing)_config\.json|audio_tokenizer_config\.json")
 
 _UNREAD = "scales are not read; convert the model to bf16 first, or give the one that was published in bf16"
 _OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
@@ -78,9 +78,9 @@ def kept_files(folder: Path, adapter: Path | None = None) -> dict[str, Path]:
         return {name: paths[name] for name in sorted(paths) if any(k.fullmatch(name) for k in kinds) and paths[name].is_file()}
 
     if adapter is None or not (of_adapter := matching(adapter, _TOKENIZER, _TEMPLATES)):
-        return matching(folder, _TOKENIZER, _TEMPLATES, _OTHERS) | ({} if adapter is None else matching(adapter, _OTHERS))
-    kinds = (_OTHERS,) if "tokenizer.json" in of_adapter else (_TOKENIZER, _OTHERS)
-    return matching(folder, *kinds) | of_adapter | matching(adapter, _OTHERS)
+        return matching(folder, _TOKENIZER, _TEMPLATES, _KEPT_FILES) | ({} if adapter is None else matching(adapter, _KEPT_FILES))
+    kinds = (_KEPT_FILES,) if "tokenizer.json" in of_adapter else (_TOKENIZER, _KEPT_FILES)
+    return matching(folder, *kinds) | of_adapter | matching(adapter, _KEPT_FILES)
 
 
 def with_ends(files: Mapping[str, Path], config: Mapping[str, Any], ends: Iterable[int]) -> tuple[list[int], dict[str, Any]]:

@@ -4,7 +4,7 @@ The file holds a tensor per data set, named by a digest of everything that affec
 a key. A reference with other weights, precision or kernels is rejected; for a teacher, another top k or temperature. Reference
 values are bitwise identical to those of a training step with these weights, at the same micro-batch and tile sizes.
 
-The reference of a run is what it begins with (`start`), which includes the adapter of `--adapter`; its model without an adapter
+A run's reference is the model that it begins with (`start`), including the adapter of `--adapter`; its model without an adapter
 (`base`); or a file of either, or of the model merged with that adapter. Checkpoints record it, and a resumed run keeps it.
 """
 
@@ -71,7 +71,7 @@ def with_reference(inputs: RunInputs) -> RunInputs:
         attach_file(Path(settings.reference or ""), plan, sets)
         return inputs
     saved = {} if inputs.state is None else inputs.state.fields
-    recorded = saved.get("reference", {"of": BASE})  # of a checkpoint from before there was a record: the base, or a file
+    recorded = saved.get("reference", {"of": BASE})  # for an older checkpoint without a record: the base, or a file
     record = recorded if inputs.state is not None and settings.reference is None else _record(inputs)
     is_known = inputs.state is not None and ("reference" in saved or record["of"] != FROM_FILE)
     if is_known and any(recorded.get(key) != record.get(key) for key in ("adapter", "merged")):
@@ -83,7 +83,7 @@ def with_reference(inputs: RunInputs) -> RunInputs:
 
 
 def _record(inputs: RunInputs) -> dict[str, Any]:
-    """Return what the settings name as the reference: `of` (start, base, file), `path`, SHA-256 of the `adapter` that it includes,
+    """Return the reference in the settings: `of` (start, base, file), `path`, SHA-256 of the `adapter` that it includes,
     and for a file of a merged model the digest of its weights. Without an adapter `start` is `base`."""
     settings, adapter = inputs.settings, inputs.settings.adapter
     if _is_base(settings):

@@ -119,7 +119,7 @@ class Trainer:
         self.timeline, self.times_s = Timeline(()), list[float]()
         self.watch = Watch(may_be_flat=ADVANTAGE.name in session.plan.semantics.objective.extras)
         self._made = list[Metrics]()  # since the last turn
-        self.following: RunRequest | None = None  # of the session that goes on, under another plan
+        self.following: RunRequest | None = None  # of the next session, under another plan
         self._replanning = Replanning(session.inputs.request, first_step, session.is_comparable, session.say)
         self.rests_after: int | None = None  # number of steps, while no lane is busy
         self._callback_error: Exception | None = None  # of `on_step`
@@ -199,7 +199,7 @@ class Trainer:
     # -- train, log -------------------------------------------------------------------------------------------------
 
     def _train_until_pause(self, n_done: int, saver: Saver | None) -> int:
-        """Train and log each step until a pause is due, in which lanes are drained. Return the number of finished steps, and set
+        """Train and log each step until a pause, where lanes are drained. Return the number of finished steps, and set
         `rests_after` to it. An error of `on_step` makes the current step the last."""
         session, checkpoint = self.session, self.session.checkpoint
         saves_in_pauses = saver is not None and (saver.waits_for_pause or not checkpoint.background)
@@ -304,7 +304,7 @@ class Trainer:
         return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
 
     def _following(self, n_done: int) -> RunRequest | None:
-        """Return the run that goes on from the next checkpoint under the plan that was found, and write that plan; or None."""
+        """Return the run that continues from the next checkpoint under the plan that was found, and write that plan; or None."""
         session = self.session
         plan, device, device_name = session.inputs.request.file.plan, session.device, session.settings.device
         if n_done == session.n_steps or session.stop.is_requested:

@@ -322,7 +322,7 @@ def _add_vocabulary(
     if is_added:
         scalars["embedding_home"] += n * left_s + (n - groups.n) * max(one_s, added_s)
     else:
-        scalars["embedding_home"] += shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0)  # of the step
+        scalars["embedding_home"] += shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0)  # once a step
 
 
 def until_each_block_s(

@@ -144,7 +144,7 @@ class CostModel(ComputeTime):
         demand = self._known.get(key)
         if demand is None:
             demand = self._demand_of(plan, op)
-            # The draws stay: under the contention of the measured run, the op then takes `ratio` times as long as predicted
+            # The draws stay: under the contention of the measured run, the op then takes `ratio` times the predicted time
             if (ratio := self._ratios.get((op.kind, plan.workload.first_alike[op.block]))) is not None:
                 demand = replace(demand, alone_s=demand.alone_s * ratio)
             self._known[key] = demand

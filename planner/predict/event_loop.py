@@ -253,7 +253,7 @@ def _end_turn(ops: Ops, s: State, step: int, turn: int) -> None:
 
 @compiled_inner
 def _skip(ops: Ops, s: State, step: int, turn: int, n_left: int, n_cycle: int) -> None:
-    """Skip as many of `n_left` repetitions as form cycles of `n_cycle`, each equal to the last `n_cycle` until now."""
+    """Skip those of `n_left` repetitions that form cycles of `n_cycle`, each equal to the last `n_cycle` until now."""
     earlier, n_cycles = (turn - n_cycle) % (MAX_CYCLE + 1), n_left // n_cycle
     if n_cycles <= 0:
         return

@@ -38,7 +38,7 @@ Group = tuple[Kind, int]  # kind of op, and first block of a class
 
 
 def speeds_of(profile: Profile) -> str:
-    """Return a digest of the speeds of a profile, to which measured ratios refer."""
+    """Return a digest of the speeds of a profile, the base of measured ratios."""
     speeds = [(place, quantity.value) for place, quantity in profile.quantities() if speed_of(place) is not None]
     return hashlib.sha256(json.dumps(speeds).encode()).hexdigest()
 

@@ -1,6 +1,6 @@
 """HTML report of a plan and of a run of it, as a single self-contained file.
 
-Names come from untrusted files. The template escapes every value, data is JSON in which no tag can start, and a
+Names come from untrusted files. The template escapes every value, data is JSON where no tag can start, and a
 Content-Security-Policy allows only the inline script and style: no network, no frames. Tables and bars are plain HTML, so that the
 page is complete without its script.
 """

@@ -113,7 +113,7 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
         claims = f"the plan file claims a step of {exact(f.unconfirmed_step_s)}, simulating it gives {exact(f.prediction.step_s)}"
         yield "note", f"{claims}: the file was changed, or written by another version; its interval and bounds are left out"
     if ratios := [entry.ratio for entry in f.profile.op_ratios if entry.n_samples]:
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f} times as long as by the profile"
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f} times the profile's seconds"
         yield "measured on", f"op times are those of a run of this model: {len(ratios)} kinds of op and block, {spread}"
     if not f.prediction.periodic:
         yield "note", "the steps reach no steady state: the prediction is the mean of the last simulated ones"

@@ -76,7 +76,7 @@ def kernels_in_words(semantics: Semantics) -> str:
 
 
 def trained_in_words(plan: Plan) -> str:
-    """Describe trained parameters: `23 M parameters: lora:r=16,alpha=32, beside 192 matrices, not mlp.experts or the head; ...`."""
+    """Describe trained parameters: `23 M parameters: lora:r=16,alpha=32, at 192 matrices, not mlp.experts or the head; ...`."""
     base, train = plan.semantics.base, on_one_line(str(plan.semantics.train), 160)
     if plan.semantics.train.lora is not None:
         names, n = without_adapters(plan.workload), sum(is_adapter(p.name) for b in plan.workload.blocks for p in b.trained) // 2

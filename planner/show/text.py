@@ -13,8 +13,8 @@ from .report_lines import Line, Table
 PIPE_COLUMNS = 120
 BASELINE_NOTE = """Schedules of other systems under the same semantics and costs; the systems themselves differ in more.
 Resident: all state on the device, micro-batches one by one, with this micro-batch or a part of it (several GPUs: an estimate)."""
-SPACE_NOTE = """The bound holds for every schedule of this space: micro-batches in order, in equal groups; per layer, what is saved,
-offloaded or recomputed; per block, where weights, gradient sums, masters and moments live; updates eager, speculative, deferred or
+SPACE_NOTE = """The bound holds for each schedule of this space: micro-batches in order, in equal groups; per layer, saving, offload
+or recomputation; per block, where weights, gradient sums, masters and moments live; updates eager, speculative, deferred or
 behind a barrier. Not in it: other semantics (precision, FP8 products), parts of a block, unequal groups; on several GPUs, tensor,
 pipeline and expert parallelism."""
 

@@ -124,7 +124,7 @@ def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) 
     on_device = {*policy.device_blocks}.intersection(vocabulary(workload))
     if workload.tied and on_device and (host_adds or len(on_device) == 1):
         how = "both in device_blocks and in sum_blocks: else the host adds their gradients"
-        raise PlanError(f"embedding and head share a weight, so its state stays on the device only with {how}")
+        raise PlanError(f"embedding and head share a weight, so its state is on the device only with {how}")
     if policy.device_blocks and workload.trains_all and policy.update is not Update.DEFERRED:
         raise PlanError("device_blocks are updated on the device as soon as the norm is known; they need update deferred")
     if not {*policy.device_blocks}.isdisjoint(policy.speculate_blocks):
@@ -141,7 +141,7 @@ def _refuse_sums(workload: Workload, semantics: Semantics, policy: Policy, is_on
     ]:
         raise PlanError(f"sum_blocks: block {odd[0]} is not trained, or its sum is on the device as it is in device_blocks")
     if not summed | mixed >= {*both}:
-        raise PlanError("sum_blocks need embedding and head, as far as they are trained: both share a gradient slot")
+        raise PlanError("sum_blocks need embedding and head, if trained: both share a gradient slot")
     if is_one_group and (policy.sum_blocks != tuple(both) or not joins_tied(workload, semantics, policy)):
         how = "may list embedding and head of a tied weight, or nothing"
         raise PlanError(f"with all micro-batches in one group, the device sums every gradient: sum_blocks {how}")

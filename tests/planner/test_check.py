@@ -134,7 +134,7 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
     "a gather before its load": (lambda: moved_before(small(ranks=2), "gather net b1", "load h2d b1"), "weights[0] holds nothing"),
     "a circle": (lambda: with_op(small(), "load h2d b0", waits=(Wait(index(small(), "update cpu b0")),)), "can never start"),
     "an op twice": (lambda: twice(small(), "norm cpu b2"), "(norm cpu b2): occurs twice in a step"),
-    "a missing load of a block that stays": (lambda: without_op(small(resident_blocks=(2,)), "load h2d b2"), "no load of block 2"),
+    "a missing load of a resident block": (lambda: without_op(small(resident_blocks=(2,)), "load h2d b2"), "no load of block 2"),
     "a later group first": (lambda: reordered(*_groups_exchanged()), "(backward gpu b0 m1): runs after a later group"),
     "a slot that is not aligned": (
         lambda: with_sizes(small(), "state", [n + 8 for n in sizes_of(small(), "state")]),

@@ -27,7 +27,7 @@ def choices_of(case: Cell, policy: Policy) -> Choices | None:
     choices = Choices(evaluator, smallest, family, slots_of(policy))
     may_stay = {*smallest.device_blocks}.union(*(choice.blocks for choice in choices.staying.values()))
     can_be_early = case.clipped_fraction is not None or not policy.speculate_blocks
-    if case.workload.trains_all:  # the program lets every block that stays compute with the weights in its state
+    if case.workload.trains_all:  # the program lets every block with state on the device compute with the weights in its state
         both, setup = {*policy.resident_blocks}.intersection(policy.device_blocks), evaluator.setup(policy)
         in_place = {b for b in policy.device_blocks if not case.workload.blocks[b].tied}
         can_be_early &= both == in_place == {*filter(setup.computes_in_place, policy.device_blocks)}

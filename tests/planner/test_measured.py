@@ -17,7 +17,7 @@ from penstock.runtime.errors import CheckpointError, PlanError, ProfileError
 from penstock.runtime.plan import Kind, PlanFile
 from penstock.runtime.plan.timeline import Timeline
 
-SPEEDS = dict.fromkeys((Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY), 0.8)  # the profile says 1
+SPEEDS = dict.fromkeys((Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY), 0.8)  # the profile has 1
 SPEEDS |= dict.fromkeys((Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX), 0.6) | {Group.OPTIMIZER: 1.5}
 OPTIONS = {"seq_len": 2048, "batch_size": 16, "micro_batch": 8, "loss_tile_tokens": 4096}
 PROFILE = read_profile("rtx4090-server")
@@ -52,12 +52,12 @@ def test_ratios_are_the_factors_by_which_a_profile_is_wrong(former, run):
     assert 1 / 1.5 < ratios[Kind.UPDATE, 1].ratio < 0.85, "a faster update shares memory with copies"
     assert ratios[Kind.SPECULATE, 1].n_samples == 0, "this plan has none"
     assert ratios[Kind.SPECULATE, 1].ratio == pytest.approx(ratios[Kind.UPDATE, 1].ratio, rel=0.02)
-    with_ratios = read_measured(run).on(PROFILE, former.plan.model, former.plan.semantics, run)
+    with_ratios = read_measured(run).scaled(PROFILE, former.plan.model, former.plan.semantics, run)
     assert performed(former.plan, with_ratios)[0] == pytest.approx(performed(former.plan, TRUE)[0], rel=0.005)
 
 
 def test_ratios_of_a_plan_with_ratios_refer_to_its_bare_profile(former, run):
-    profile = read_measured(run).on(PROFILE, former.plan.model, former.plan.semantics, run)
+    profile = read_measured(run).scaled(PROFILE, former.plan.model, former.plan.semantics, run)
     again = op_ratios(replace(former.plan, profile=profile.to_json()), performed(former.plan, TRUE)[1])
     for first, second in zip(read_measured(run).ratios, again, strict=True):
         assert second.ratio == pytest.approx(first.ratio, rel=0.02), first
@@ -84,7 +84,7 @@ def test_a_plan_with_the_ratios_of_a_run_is_faster_there_says_so_and_is_checked(
     (before_s, _), (after_s, _) = performed(former.plan, TRUE), performed(planned.plan, TRUE)
     least_s = penstock.plan("qwen2.5-7b", TRUE, **OPTIONS).step_s
     assert after_s == pytest.approx(planned.step_s, rel=0.02)
-    assert before_s - after_s > 0.9 * (before_s - least_s) > 0.05 * before_s, "lost time that comes back"
+    assert before_s - after_s > 0.9 * (before_s - least_s) > 0.05 * before_s, "recovered time"
     assert "measured on" in str(planned)
     assert "search and all" in penstock.check(planned, search=True)
     assert ["ratios of a run" in note for note in name_conflicts(planned.plan)] == [True]
