@@ -14,7 +14,7 @@ import numpy as np
 from penstock.planner.bounds.bounds import SLACK, places_to_stay
 from penstock.planner.bounds.integer import Program
 from penstock.planner.bounds.work import early_fetches, least_slots
-from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, gradient_slot_bytes, n_streaming, slot_elements
+from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, gradient_slot_bytes, slot_elements
 from penstock.runtime.plan import Policy, Update
 from penstock.runtime.plan.legality import can_square, vocabulary
 from penstock.runtime.plan.policy import LEAVE
@@ -215,9 +215,9 @@ class Choices:
             rows[place][room] = 1.0
 
         (smallest_bytes, per_slot, per_square), *of_choices = self._bytes()
-        if not self.plan.packed_slots:
-            per_slot = [per_slot[0] + self._weight_bytes(of_layers=True), per_slot[1]]
-        add(self.depth, per_slot)
+        per_depth = 0 if self.plan.packed_slots else self._weight_bytes(of_layers=True)
+        add(self.depth, [per_slot[0] + per_depth, per_slot[1]])  # those of the least depth are only needed if layers stream
+        smallest_bytes = [smallest_bytes[0] - per_depth * self._least_depth, smallest_bytes[1]]
         add(self.squares, per_square)
         for group, of_group in zip(self.sharing, of_choices, strict=True):
             slots, on_host = list[tuple[int, float]](), list[tuple[int, float]]()
@@ -293,12 +293,17 @@ class Choices:
 
     def _streaming(self, of_layers: bool) -> Iterator[tuple[int, float]]:
         """Yield (variable, bytes) of slots of streamed weights, for each class of layers or vocabulary blocks."""
-        n_bytes = float((n_streaming(self.plan) if of_layers else 1) * self._weight_bytes(of_layers))
+        n_slots = 1 if self.plan.packed_slots or not of_layers else self._least_depth + 1
+        n_bytes = float(n_slots * self._weight_bytes(of_layers))
         for i, (b, *_) in enumerate(self.classes):
             if (i in self.layers) is of_layers:
                 is_in_place = not (self.workload.blocks[b].tied or self.workload.blocks[b].is_mixed)
                 tables = (self.resident, self.read_once, *[self.staying] * is_in_place)
                 yield self._rest(i, *tables), n_bytes
+
+    @property
+    def _least_depth(self) -> int:
+        return round(self.program.low[self.depth])
 
     def _staged(self) -> Iterator[tuple[int, float]]:
         """Yield (variable, bytes) of host slots for gradients of single micro-batches, for each class of layers."""
