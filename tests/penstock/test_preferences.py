@@ -156,7 +156,7 @@ def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     actual, expected = (read(path, loss).batch(0) for path in paths)
     assert torch.equal(actual.input_ids, expected.input_ids)
     assert {name: t.tolist() for name, t in actual.extras.items()} == {name: t.tolist() for name, t in expected.extras.items()}
-    own = replace(parse_objective(loss), name="own.py:f", numbers={}, read=LossUnit.SEQUENCES, sha256="0" * 64)
+    own = replace(parse_objective(loss), name="own.py:f", numbers={}, of=LossUnit.SEQUENCES, sha256="0" * 64)
     assert required_format(own) is None
 
 
@@ -463,7 +463,7 @@ def test_the_file_of_a_function_is_part_of_its_plan(tmp_path):
         loss = user_loss(f"{path}:f")
         digests.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
         with pytest.raises(PlanError, match="or is of another kind"):
-            planned_loss(replace(loss.objective, read=LossUnit.TOKENS), f"{path}:f")
+            planned_loss(replace(loss.objective, of=LossUnit.TOKENS), f"{path}:f")
     assert [len({one[i] for one in digests}) for i in (0, 1)] == [3, 2]
     assert len(digests) == 3
 

@@ -57,7 +57,7 @@ def test_a_search_beside_the_run_changes_its_plan_and_no_bit(home, monkeypatch):
     monkeypatch.setattr(TorchMachine, "__init__", allocated)
     monkeypatch.setattr(Replanning, "paused", paused)
     result = succeeded(train(home, plan, *REPLANS, steps=24))
-    assert len(arenas) == 4, "the self-test has some too"
+    assert len(arenas) in (2, 4), "one of each plan, and of each self-test that this process had not done"
     monkeypatch.undo()
     assert result.stderr.count("replanned after step ") == 1, result.stderr
     assert result.stderr.count(" a step (") == 2, "predicted and measured"

@@ -113,7 +113,7 @@ def test_merged_models_equal_pefts(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions", "left"),  # counted by PEFT's all-linear for rank 16
+    ("name", "millions", "omitted"),  # counted by PEFT's all-linear for rank 16
     [
         ("phi-4-14b", 55.7, []),
         ("deepseek-v3-671b", 126.4, ["mlp.gate", "mlp.experts"]),
