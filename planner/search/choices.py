@@ -216,7 +216,7 @@ class Choices:
 
         (smallest_bytes, per_slot, per_square), *of_choices = self._bytes()
         per_depth = 0 if self.plan.packed_slots else self._weight_bytes(of_layers=True)
-        add(self.depth, [per_slot[0] + per_depth, per_slot[1]])  # those of the least depth are only needed if layers stream
+        add(self.depth, [per_slot[0] + per_depth, per_slot[1]])  # slots of the least depth are only needed if layers stream
         smallest_bytes = [smallest_bytes[0] - per_depth * self._least_depth, smallest_bytes[1]]
         add(self.squares, per_square)
         for group, of_group in zip(self.sharing, of_choices, strict=True):
