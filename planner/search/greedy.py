@@ -91,7 +91,7 @@ class Greedy:
         return list(result)
 
     def _summed(self) -> Policy | None:
-        """Micro-batches one after another, with gradient sums on the device: of all blocks, or of as many layers as fit."""
+        """Micro-batches one after another, with gradient sums on the device: of all blocks, or of the layers that fit."""
         mixed = mixed_options(self.semantics, self.workload)[0]
         fixed = device_sums(self.semantics, self.workload, 1, mixed) if self.semantics.n_micro_batches > 1 else None
         if fixed is None:
@@ -106,8 +106,8 @@ class Greedy:
         return self._filled(1, spills=False, summed=summing(n))[0] if summing(n) else None
 
     def resident(self) -> Policy | None:
-        """The schedule of a trainer with all weights, gradient sums and optimizer states on the device, which saves as much for
-        backward as fits; None if the device cannot update every trained block. The policy may not fit."""
+        """The schedule of a trainer with all weights, gradient sums and optimizer states on the device, which saves all that
+        fits for backward; None if the device cannot update every trained block. The policy may not fit."""
         everything, mixed = range(len(self.workload.blocks)), mixed_options(self.semantics, self.workload)[0]
         stays = self.workload.trains_all or mixed == self.workload.mixed
         if self.semantics.ranks > 1 or not stays or shares_memory(self.profile):
