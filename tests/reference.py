@@ -154,7 +154,7 @@ def adapt_experts(experts: torch.nn.Module, rank: int, scale: float) -> None:
         outputs = []
         for e, rows in enumerate(x.tensor_split(offs[:-1].tolist())):
             one = weight[e] if is_transposed else weight[e].t()
-            outputs.append(torch.add(rows @ one, (rows @ a[e].t()) @ b[:, :, e].t().contiguous(), alpha=scale))
+            outputs.append(torch.add(rows @ one, (rows @ a[e].t()) @ b[:, :, e].contiguous().t(), alpha=scale))
         return torch.cat(outputs) if bias is None else torch.cat(outputs) + bias
 
     def forward(*args, **kwargs):

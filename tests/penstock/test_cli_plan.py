@@ -175,6 +175,6 @@ def test_a_first_plan_says_that_it_compiles(tmp_path):
     """Only the first: it compiles for some seconds, into a cache."""
     command = [sys.executable, "-m", "penstock", *SMALL, "--policy", "zero3-offload"]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    for expected in ("note: compiling the planner: seconds, once on this machine\n", ""):
+    for expected in ("note: compiling the simulator: seconds, once on this machine\n", ""):
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert result.stderr == expected

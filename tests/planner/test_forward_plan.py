@@ -18,7 +18,8 @@ COUNTS = st.integers(1, 9)
 
 def wrong_value(plan: Plan, order) -> str | None:
     """Return a description of the first op that reads a wrong slot value in this op order, or None."""
-    weights: dict[Slot, int | None] = {}  # block with complete weights in the slot
+    # Block with complete weights in the slot. State on the device is where some blocks' weights are
+    weights: dict[Slot, int | None] = {plan.state_slot(b): b for b in plan.policy.device_blocks if plan.computes_in_place(b)}
     parts: dict[Slot, int] = {}  # block with at least this rank's shard in the slot, packed or unpacked
     held: dict[Slot, tuple] = {}
     read: dict[Slot, int] = {}

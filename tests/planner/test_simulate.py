@@ -153,15 +153,6 @@ def test_compiled_and_interpreted_code_give_the_same_bits() -> None:
     assert process.stdout.strip() == steps()
 
 
-@pytest.mark.slow
-def test_a_machine_compiles_the_simulator_once_and_says_so(tmp_path) -> None:
-    code = "from tests.planner.test_simulate import steps; print(steps())"
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    for n_notes in (1, 0):
-        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-        assert (process.stderr.count("compiling the simulator"), process.stdout.strip()) == (n_notes, steps())
-
-
 def steps() -> str:
     """Return a hash of all predicted start and end times of several plans."""
     policies = ({}, {"prefetch_depth": 3, "spill_blocks": (0, 1), "gradient_slots": 2}, {"accumulation_group": 3})

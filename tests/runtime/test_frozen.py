@@ -65,6 +65,8 @@ def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataOb
     """Vary clipping, ties, packing and state placement. Adapter dropout masks equal those of a run that saves everything."""
     model_type = data.draw(st.sampled_from(family), label="model_type")
     ways = [name for name in WAYS if name != "experts" or model_type in EXPERT_TYPES]
+    if model_type == "qwen3_moe":  # its dense layer has names that PEFT takes for experts
+        ways.remove("adapters that drop")
     way = WAYS[data.draw(st.sampled_from(ways), label="way")]
     tied = data.draw(st.booleans(), label="tied") and "lm_head.weight" not in way.names
     overrides = (("num_hidden_layers", 3), ("tie_word_embeddings", tied))

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from penstock.planner.model.config import outlines
+from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Policy, saves
 from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
@@ -35,6 +36,10 @@ def test_gradients_of_sides_and_of_several_streams_are_exact(model_type, sizes, 
     config = tiny(model_type) if model_type in STREAMS else tiny_config(model_type, **sizes)
     fields = {"attention": STREAMS[model_type]} if model_type in STREAMS else {}
     semantics = semantics_of(model_type, compute_dtype=compute_dtype, batch_size=5, micro_batch=2, **fields)
+    if (model_type, compute_dtype) == ("deepseek_v4", "bf16"):
+        with pytest.raises(WorkloadError, match="of the trained weights in fp32"):
+            plan_of(config, semantics, policy)
+        return
     machine = streamed(config, semantics, replace(policy, accumulation_group=min(policy.accumulation_group, 3)), delay_seed=1)
     # With several streams the plain loop adds squares of tensors in the order of their names in the model
     assert [name for name in differences(machine) if model_type not in STREAMS or not name.startswith("norm of step")] == []
