@@ -330,8 +330,8 @@ import sys
 from pathlib import Path
 sys.addaudithook(lambda event, _: event.startswith(("socket.connect", "socket.getaddrinfo")) and sys.exit(f"a connection: {event}"))
 from tests.bytes_of_files import read
-for streaming in (False, True):
-    for path in sorted(Path(sys.argv[1]).iterdir()):
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    for streaming in (False, True):
         assert read(path, streaming=streaming).batch(0).n_supervised
 """
 
