@@ -18,7 +18,9 @@ from penstock.runtime.errors import PenstockError
 from penstock.runtime.files import try_to_write, write_whole
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.workload import text_of
+from penstock.runtime.units import on_one_line, show_bytes
 
+PAGES = (".html", ".htm")
 MOST_WIDTH = 10_000  # characters of a table
 SHORT_CELL = 16  # characters of a cell that is never wrapped
 
@@ -75,9 +77,25 @@ def beyond_positions(plan: Plan) -> str | None:
     return f"{excess}; plan with a shorter --seq-len, unless it is to learn longer ones"
 
 
+def check_page(ctx: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Return the file of an option for a page, if it can be written."""
+    if path is not None:
+        if path.suffix.lower() not in PAGES:
+            raise click.UsageError(f"{path}: write the page to a name that ends in .html")
+        check_output(path)
+    return path
+
+
 def write_output(path: Path, text: str) -> None:
     with _refused(path):
         write_whole(path, text)
+
+
+def write_drawing(path: Path, text: str, where: str = "in a browser") -> None:
+    """Write a file, and print where to open it."""
+    write_output(path, text)
+    n_bytes = show_bytes(len(text.encode("utf-8", "backslashreplace")))
+    click.echo(f"wrote {on_one_line(str(path))} ({n_bytes}); open it {where}", err=True)
 
 
 @contextmanager

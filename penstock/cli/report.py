@@ -10,12 +10,12 @@ from penstock.planner.search.claim import claimed
 from penstock.run_files import refuse_another_plan
 from penstock.runtime.errors import PlanError, WrongPlanError
 from penstock.runtime.plan import PlanFile
-from penstock.runtime.units import in_shell, on_one_line, show_bytes
+from penstock.runtime.units import in_shell, on_one_line
 from penstock.version import version_in_words
 
-from .outputs import write_output
+from .outputs import PAGES, write_drawing
 
-PAGES, TRACES = (".html", ".htm"), (".json",)
+TRACES = (".json",)
 
 
 @click.command(short_help="Prove that a plan is right and that its claim is true, or name the error.")
@@ -66,11 +66,8 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     if run_dir is not None:
         refuse_another_plan(run_dir, file.plan)
     is_page = output.suffix.lower() in PAGES
-    text = (_page if is_page else _trace)(file, plan_file, run_dir)
-    write_output(output, text)
     where = "in a browser" if is_page else "at https://ui.perfetto.dev or chrome://tracing"
-    n_bytes = show_bytes(len(text.encode("utf-8", "backslashreplace")))
-    click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
+    write_drawing(output, (_page if is_page else _trace)(file, plan_file, run_dir), where)
 
 
 def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
