@@ -4,13 +4,11 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import date
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -32,11 +30,22 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.packed import Base
 from penstock.runtime.plan.policy import trained
 from penstock.runtime.plan.workload import Dtype
-from penstock.runtime.units import GB, in_shell, parse_bytes, show_bytes, show_count
-from penstock.version import version_in_words
+from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import AS_JSON, BYTES, COUNT, NO_DROPOUT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
-from .outputs import check_page, show_table, write_drawing
+from .options import (
+    AS_JSON,
+    BYTES,
+    COUNT,
+    NO_DROPOUT,
+    PATH,
+    PRICES,
+    TOKENS,
+    sequences_of_a_step,
+    with_batch,
+    with_prices,
+    with_work,
+)
+from .outputs import check_page, created, show_table, write_drawing
 
 if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
@@ -47,10 +56,7 @@ COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h10
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
 MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
-FILE = click.Path(dir_okay=False, path_type=Path)
-HTML = click.option(
-    "--html", type=FILE, callback=check_page, help="Also write FILE.html: a picture and the table, for any browser."
-)
+HTML = click.option("--html", type=PATH, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
 
 
 @click.command()
@@ -100,7 +106,9 @@ def fits(
     remarks: list[str] = []
     for (name, profiles), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
-            _remark(remarks, f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")
+            remarks.append(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")
+    for remark in remarks:
+        click.echo(remark, err=True)
     variants = [semantics]
     if less_state:
         leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in SMALLER_OPTIMIZERS)
@@ -110,32 +118,21 @@ def fits(
     tasks = [(*group, *family, variant, sizes, search, hosts) for family, group in families_of_gpus for variant in variants]
     at_once = len(groups) * len(variants)
     estimates, step = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.all_ranks
-    results = _larger(estimates) if less_state else estimates
-    results = [*results] if as_json or html is not None else results  # otherwise a row is printed as soon as it is known
+    results = iter(_larger(estimates) if less_state else estimates)
     optimizer = ["optimizer"] if less_state else []
     titles = (*optimizer, *FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
-    rows = ((*[fit.optimizer for _ in optimizer], *_row(fit, tokens)) for fit in results)
-    answer = {"seq_len": step.seq_len, "batch_size": step.batch_size, "is_estimate": not search}
+    row = partial(_row, tokens=tokens, has_optimizer=less_state)
+    known = [] if html is None else [*results]  # without a page, a row is printed as soon as it is known
     if as_json:
-        click.echo(json.dumps(answer | {"fits": [fit.to_json(tokens) for fit in results]}))
+        rows = [fit.to_json(tokens) for fit in chain(known, results)]
+        click.echo(json.dumps({"seq_len": step.seq_len, "batch_size": step.batch_size, "is_estimate": not search, "fits": rows}))
     else:
         click.echo(f"for steps of {step.batch_size} sequences of {step.seq_len:,} tokens", err=True)
-        show_table(titles, rows)
+        show_table(titles, map(row, chain(known, results)))
     if html is not None:
         from penstock.planner.show.machine_pages import fits_page
 
-        write_drawing(html, fits_page(answer, [*results], titles, [*rows], semantics, remarks, _made()))
-
-
-def _remark(remarks: list[str], text: str) -> None:
-    """Print a remark at once, and keep it for the page."""
-    remarks.append(text)
-    click.echo(text, err=True)
-
-
-def _made() -> str:
-    """Return date, version and command for the last line of a page."""
-    return f"{date.today().isoformat()}, {version_in_words()}: {' '.join(map(in_shell, ['penstock', *sys.argv[1:]]))}"
+        write_drawing(html, fits_page(known, titles, [*map(row, known)], semantics, remarks, created()))
 
 
 def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:
@@ -148,8 +145,9 @@ def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:
             yield fit
 
 
-def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
-    where = (fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
+def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]:
+    optimizer = [fit.optimizer] if has_optimizer else []
+    where = (*optimizer, fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
     job = fit.hourly.job_cells(tokens, fit.tokens_per_s)
     if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
         return (*where, "none fits", "-", "-", *job)
@@ -207,18 +205,20 @@ def compare(
         profile = machine.with_prices(**prices)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
             limit = show_bytes(profile.most_host_bytes or 0)
-            _remark(remarks, f"{profile.name}: has at most {limit} of memory, and is planned with that")
+            remarks.append(f"{profile.name}: has at most {limit} of memory, and is planned with that")
             profile = profile.with_memory(None, profile.most_host_bytes)
         else:
             profile = profile.with_memory(None, host_memory)
         fields = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
         n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
-            _remark(remarks, f"{profile.name}: {n} of its {profile.n_devices} GPUs")
+            remarks.append(f"{profile.name}: {n} of its {profile.n_devices} GPUs")
         if n > 1 and profile.peers is None:
-            _remark(remarks, f"{profile.name}: {ALONE}")
+            remarks.append(f"{profile.name}: {ALONE}")
         semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
+    for remark in remarks:
+        click.echo(remark, err=True)
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
@@ -235,7 +235,7 @@ def compare(
     if html is not None:
         from penstock.planner.show.machine_pages import compare_page
 
-        write_drawing(html, compare_page(about | ranking, ranked, titles, rows, semantics, remarks, _made()))
+        write_drawing(html, compare_page(about | ranking, ranked, titles, rows, semantics, remarks, created()))
 
 
 @click.command()

@@ -1,6 +1,5 @@
 """`penstock check` and `penstock report`: check a plan, and draw a page or trace of it and of its run."""
 
-from datetime import date
 from pathlib import Path
 
 import click
@@ -11,9 +10,8 @@ from penstock.run_files import refuse_another_plan
 from penstock.runtime.errors import PlanError, WrongPlanError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import in_shell, on_one_line
-from penstock.version import version_in_words
 
-from .outputs import PAGES, write_drawing
+from .outputs import PAGES, created, write_drawing
 
 TRACES = (".json",)
 
@@ -78,7 +76,7 @@ def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(in_shell(path) for path in (plan_file, run_dir) if path is not None)
     where = on_one_line(plan_file.name)
-    return page(Facts(file, where, run), where, f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}")
+    return page(Facts(file, where, run), where, created(f"penstock report {names}"))
 
 
 def _trace(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:

@@ -1,8 +1,9 @@
 """HTML pages of `penstock compare` and `penstock fits`: a figure, and the table that the command prints."""
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from penstock.runtime.plan import Semantics
 from penstock.runtime.units import GB
@@ -13,16 +14,7 @@ from .page import rendered
 from .report_lines import Line, Table
 from .schedule import counted
 
-SCRIPTS = ("draw.js", "scatter.js")
 SCALE = (100, 300, 1000, 3000, 10000)  # tokens/s that separate the shades of cells
-
-
-class Cell(NamedTuple):
-    """The largest model of a family that fits, and its speed. `depth`: shade by speed, from 0 to 5."""
-
-    model: str
-    speed: str
-    depth: int
 
 
 def compare_page(
@@ -31,26 +23,23 @@ def compare_page(
     titles: tuple[str, ...],
     rows: Sequence[tuple[str, ...]],
     semantics: Semantics,
-    remarks: Iterable[str],
+    remarks: Sequence[str],
     created: str,
 ) -> str:
     """Render tokens/s against dollars, the printed table, and the reason of each missing plan. `answer`: the fields of `--json`,
     from which the script draws the figure."""
     fitting = [c for c in ranked if c.speed is not None]
-    refused = [
-        (c.machine, f"{r.reason}; smallest changes that allow a plan: {r.smallest_change}") for c in ranked if (r := c.refusal)
-    ]
+    refused = [(c.machine, c.refusal.in_words) for c in ranked if c.refusal is not None]
     context = {"is_drawn": bool(fitting), "refused": refused, "remarks": [*notes(fitting), *remarks], "work": _work(semantics)}
-    return rendered("compare.html", SCRIPTS, answer, created, listing=Table(titles, tuple(rows)), **context)
+    return rendered("compare.html", ("draw.js", "scatter.js"), answer, created, listing=Table(titles, tuple(rows)), **context)
 
 
 def fits_page(
-    answer: dict[str, Any],
     fits: Sequence[Fit],
     titles: tuple[str, ...],
     rows: Sequence[tuple[str, ...]],
     semantics: Semantics,
-    remarks: Iterable[str],
+    remarks: Sequence[str],
     created: str,
 ) -> str:
     """Render a grid of families by host memory for each GPU, and the printed table."""
@@ -61,19 +50,13 @@ def fits_page(
             name = f"{fit.family}, {fit.optimizer}" if has_variants else fit.family
             cells.setdefault(name, {})[fit.host_memory_bytes, fit.machine] = fit
         hosts = sorted({host for by_host in cells.values() for host in by_host})
-        lines = [(name, [_cell(by_host.get(host)) for host in hosts]) for name, by_host in cells.items()]
+        lines = [(name, [by_host.get(host) for host in hosts]) for name, by_host in cells.items()]
         panels.append((gpu, [(f"{n_bytes / GB:g} GB", machine) for n_bytes, machine in hosts], lines))
     ends = [f"{n:,}" for n in SCALE]
     scale = [f"below {ends[0]}", *map("{} to {}".format, ends, ends[1:]), f"{ends[-1]} or more"]
-    context = {"panels": panels, "scale": scale, "remarks": [*remarks], "work": _work(semantics)}
-    return rendered("fits.html", SCRIPTS[:1], answer, created, listing=Table(titles, tuple(rows)), **context)
-
-
-def _cell(fit: Fit | None) -> Cell | None:
-    """Return the content of a cell; None if no model fits."""
-    if fit is None or fit.model is None or fit.tokens_per_s is None:
-        return None
-    return Cell(fit.model, f"{fit.tokens_per_s:,.0f}", bisect(SCALE, fit.tokens_per_s))
+    context = {"panels": panels, "scale": scale, "depth": partial(bisect, SCALE), "remarks": remarks, "work": _work(semantics)}
+    is_estimate = any(fit.is_estimate for fit in fits)
+    return rendered("fits.html", ("draw.js",), {}, created, listing=Table(titles, tuple(rows)), is_estimate=is_estimate, **context)
 
 
 def _work(semantics: Semantics) -> Iterator[Line]:

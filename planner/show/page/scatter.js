@@ -45,8 +45,8 @@ function along([x, y], [toX, toY]) {
   return Array.from({ length: n + 1 }, (_, i) => around(x + ((toX - x) * i) / (n || 1), y + ((toY - y) * i) / (n || 1), 2));
 }
 
-/** The nearest place for a label that meets no mark, bar, label or leader; null if there is none. */
-function placeFor(width, points, taken, frame) {
+/** The nearest place for a label that meets no mark, bar or label; null if there is none. */
+function placeFor(width, points, taken, frame, isStrict) {
   for (let ring = 0; ring < LABEL.rings; ring++) {
     for (const [x, y] of points) {
       for (let i = 0; i < LABEL.angles; i++) {
@@ -57,7 +57,7 @@ function placeFor(width, points, taken, frame) {
         const start = [x + 10 * Math.cos(angle), y + 10 * Math.sin(angle)];
         const ends = [start, [Math.min(Math.max(start[0], left), right), Math.min(Math.max(start[1], top), bottom)]];
         const leader = ring > 1 ? along(...ends) : [], box = { left, right, top, bottom, isSolid: true };
-        if (taken.some((other) => meets(box, other)) || leader.some((part) => taken.some((other) => other.isSolid && meets(part, other)))) continue;
+        if (taken.some((other) => meets(box, other)) || (isStrict && leader.some((part) => taken.some((other) => other.isSolid && meets(part, other))))) continue;
         return { centre, middle, ends, taken: [box, ...leader] };
       }
     }
@@ -65,8 +65,8 @@ function placeFor(width, points, taken, frame) {
   return null;
 }
 
-/** Draw the figure at this height; return false if a label found no place. */
-function drawAt(height) {
+/** Draw the figure at this height; return false if a label found no place. `isStrict`: no leader may cross a label or mark. */
+function drawAt(height, isStrict) {
   const width = plot.clientWidth, frame = { left: 62, right: width - 8, top: 22, bottom: height - 46 };
   plot.setAttribute("height", height);
   plot.replaceChildren();
@@ -108,20 +108,25 @@ function drawAt(height) {
   }
   let areAllPlaced = true;
   for (const [speed, places] of points) {
-    const text = draw(plot, "text", { class: "label", "text-anchor": "middle", "data-machine": speed.machine.machine }, speed.machine.machine);
-    const place = placeFor(text.getComputedTextLength(), places, taken, frame);
+    const text = draw(plot, "text", { class: "label", "text-anchor": "middle", "data-machine": speed.machine.machine }, shortened(speed.machine.machine));
+    const place = placeFor(text.getComputedTextLength(), places, taken, frame, isStrict);
     if (place === null) {
       areAllPlaced = false;
+      text.remove();
       continue;
     }
     text.setAttribute("x", place.centre);
     text.setAttribute("y", place.middle + 4);
-    taken.push(...place.taken);
+    taken.push(...(isStrict ? place.taken : place.taken.slice(0, 1)));
     if (place.taken.length === 1) continue;
     const [[x1, y1], [x2, y2]] = place.ends;
     plot.insertBefore(draw(plot, "line", { class: "leader", x1, y1, x2, y2 }), plot.querySelector(".mark"));
   }
   return areAllPlaced;
+}
+
+function shortened(name) {
+  return name.length > 28 ? name.slice(0, 27) + "…" : name;
 }
 
 function tipOf({ machine, rates, marks }) {
@@ -132,8 +137,8 @@ function tipOf({ machine, rates, marks }) {
 
 if (plot) {
   pictures.push(() => {
-    let height = Math.max(420, 200 + 14 * speeds.length);
-    while (!drawAt(height) && height < 4000) height *= 1.25;
+    const least = Math.max(420, 200 + 14 * speeds.length);
+    if (![1, 1.3, 1.7].some((factor) => drawAt(least * factor, true))) [1, 2, 4].some((factor) => drawAt(least * factor, false));
   });
   const legend = document.getElementById("ways"), present = new Set(speeds.flatMap(({ marks }) => marks.map((mark) => mark.way)));
   const names = { rented: "rented", bought: "bought, over three years of full use, with power", unpriced: "no price" };
