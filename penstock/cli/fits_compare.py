@@ -32,19 +32,7 @@ from penstock.runtime.plan.policy import trained
 from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import (
-    AS_JSON,
-    BYTES,
-    COUNT,
-    NO_DROPOUT,
-    PATH,
-    PRICES,
-    TOKENS,
-    sequences_of_a_step,
-    with_batch,
-    with_prices,
-    with_work,
-)
+from .options import AS_JSON, BYTES, COUNT, NO_DROPOUT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import check_page, created, show_table, write_drawing
 
 if TYPE_CHECKING:
@@ -56,7 +44,8 @@ COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h10
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
 MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
-HTML = click.option("--html", type=PATH, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
+FILE = click.Path(dir_okay=False, path_type=Path)
+HTML = click.option("--html", type=FILE, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
 
 
 @click.command()
@@ -222,20 +211,18 @@ def compare(
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
-    titles, rows = (*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked]
     rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
-    semantics = tasks[0][2].all_ranks
-    about = {"model": described.name or str(described.path), "tokens_per_step": semantics.tokens_per_step}
+    about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
     ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
     if as_json:
         click.echo(json.dumps(about | ranking))
     else:
-        show_table(titles, rows)
+        show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
         click.echo("\n".join(notes(ranked)))
     if html is not None:
         from penstock.planner.show.machine_pages import compare_page
 
-        write_drawing(html, compare_page(about | ranking, ranked, titles, rows, semantics, remarks, created()))
+        write_drawing(html, compare_page(about | ranking, ranked, tokens, tasks[0][2], remarks, created()))
 
 
 @click.command()

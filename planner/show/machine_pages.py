@@ -8,9 +8,10 @@ from typing import Any
 from penstock.runtime.plan import Semantics
 from penstock.runtime.units import GB
 
-from .compare import Candidate, notes
+from .compare import COLUMNS, Candidate, notes
 from .fits import Fit
 from .page import rendered
+from .price import JOB_TITLES
 from .report_lines import Line, Table
 from .schedule import counted
 
@@ -20,18 +21,19 @@ SCALE = (100, 300, 1000, 3000, 10000)  # tokens/s that separate the shades of ce
 def compare_page(
     answer: dict[str, Any],
     ranked: Sequence[Candidate],
-    titles: tuple[str, ...],
-    rows: Sequence[tuple[str, ...]],
+    n_tokens: int | None,
     semantics: Semantics,
     remarks: Sequence[str],
     created: str,
 ) -> str:
     """Render tokens/s against dollars, the printed table, and the reason of each missing plan. `answer`: the fields of `--json`,
     from which the script draws the figure."""
+    titles = (*COLUMNS, *(JOB_TITLES if n_tokens else ()))
+    table = Table(titles, tuple(entry.row(n_tokens) for entry in ranked))
     fitting = [c for c in ranked if c.speed is not None]
     refused = [(c.machine, c.refusal.in_words) for c in ranked if c.refusal is not None]
     context = {"is_drawn": bool(fitting), "refused": refused, "remarks": [*notes(fitting), *remarks], "work": _work(semantics)}
-    return rendered("compare.html", ("draw.js", "scatter.js"), answer, created, listing=Table(titles, tuple(rows)), **context)
+    return rendered("compare.html", ("draw.js", "scatter.js"), answer, created, listing=table, **context)
 
 
 def fits_page(
