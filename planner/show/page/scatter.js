@@ -47,19 +47,18 @@ function along([x, y], [toX, toY]) {
 
 /** The nearest place for a label that meets no mark, bar or label; null if there is none. */
 function placeFor(width, points, taken, frame, isStrict) {
-  for (let ring = 0; ring < LABEL.rings; ring++) {
-    for (const [x, y] of points) {
-      for (let i = 0; i < LABEL.angles; i++) {
-        const angle = (2 * Math.PI * i) / LABEL.angles, far = 8 + 9 * ring;
-        const centre = x + (far + width / 2) * Math.cos(angle), middle = y + (far + LABEL.height / 2) * Math.sin(angle);
-        const [left, right] = [centre - width / 2 - LABEL.pad, centre + width / 2 + LABEL.pad], [top, bottom] = [middle - LABEL.height / 2, middle + LABEL.height / 2];
-        if (left < frame.left || right > frame.right || top < frame.top || bottom > frame.bottom) continue;
-        const start = [x + 10 * Math.cos(angle), y + 10 * Math.sin(angle)];
-        const ends = [start, [Math.min(Math.max(start[0], left), right), Math.min(Math.max(start[1], top), bottom)]];
-        const leader = ring > 1 ? along(...ends) : [], box = { left, right, top, bottom, isSolid: true };
-        if (taken.some((other) => meets(box, other)) || (isStrict && leader.some((part) => taken.some((other) => other.isSolid && meets(part, other))))) continue;
-        return { centre, middle, ends, taken: [box, ...leader] };
-      }
+  const rings = (from, to) => points.flatMap(([x, y]) => Array.from({ length: to - from }, (_, i) => [x, y, from + i]));
+  for (const [x, y, ring] of [...rings(0, 4), ...rings(4, LABEL.rings)]) { // near the first mark, near the second, far from either
+    for (let i = 0; i < LABEL.angles; i++) {
+      const angle = (2 * Math.PI * i) / LABEL.angles, far = 8 + 9 * ring;
+      const centre = x + (far + width / 2) * Math.cos(angle), middle = y + (far + LABEL.height / 2) * Math.sin(angle);
+      const [left, right] = [centre - width / 2 - LABEL.pad, centre + width / 2 + LABEL.pad], [top, bottom] = [middle - LABEL.height / 2, middle + LABEL.height / 2];
+      if (left < frame.left || right > frame.right || top < frame.top || bottom > frame.bottom) continue;
+      const start = [x + 10 * Math.cos(angle), y + 10 * Math.sin(angle)];
+      const ends = [start, [Math.min(Math.max(start[0], left), right), Math.min(Math.max(start[1], top), bottom)]];
+      const leader = ring > 1 ? along(...ends) : [], box = { left, right, top, bottom, isSolid: true };
+      if (taken.some((other) => meets(box, other)) || (isStrict && leader.some((part) => taken.some((other) => other.isSolid && meets(part, other))))) continue;
+      return { centre, middle, ends, taken: [box, ...leader] };
     }
   }
   return null;
