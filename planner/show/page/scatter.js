@@ -48,7 +48,7 @@ function along([x, y], [toX, toY]) {
 /** The nearest place for a label that meets no mark, bar or label; null if there is none. */
 function placeFor(width, points, taken, frame, isStrict) {
   const rings = (from, to) => points.flatMap(([x, y]) => Array.from({ length: to - from }, (_, i) => [x, y, from + i]));
-  for (const [x, y, ring] of [...rings(0, 4), ...rings(4, LABEL.rings)]) { // near the first mark, near the second, far from either
+  for (const [x, y, ring] of [...rings(0, 4), ...rings(4, LABEL.rings).sort((a, b) => a[2] - b[2])]) { // near the first mark, near the second, farther from either
     for (let i = 0; i < LABEL.angles; i++) {
       const angle = (2 * Math.PI * i) / LABEL.angles, far = 8 + 9 * ring;
       const centre = x + (far + width / 2) * Math.cos(angle), middle = y + (far + LABEL.height / 2) * Math.sin(angle);
