@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -32,7 +33,7 @@ from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
 from .options import AS_JSON, BYTES, COUNT, NO_DROPOUT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
-from .outputs import show_table
+from .outputs import check_page, created, show_table, write_drawing
 
 if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
@@ -43,6 +44,8 @@ COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h10
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
 MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
+FILE = click.Path(dir_okay=False, path_type=Path)
+HTML = click.option("--html", type=FILE, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
 
 
 @click.command()
@@ -55,6 +58,7 @@ MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Mas
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
 @MASTER
+@HTML
 @AS_JSON
 def fits(
     machines: tuple[str, ...],
@@ -66,6 +70,7 @@ def fits(
     tokens: int | None,
     less_state: bool,
     search: bool,
+    html: Path | None,
     as_json: bool,
     **work: Any,
 ) -> None:
@@ -87,9 +92,12 @@ def fits(
     if wrong := [name for name in names or () if name not in planned.known()]:
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; choose from {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
+    remarks: list[str] = []
     for (name, profiles), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
-            click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out", err=True)
+            remarks.append(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")
+    for remark in remarks:
+        click.echo(remark, err=True)
     variants = [semantics]
     if less_state:
         leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in SMALLER_OPTIMIZERS)
@@ -99,15 +107,21 @@ def fits(
     tasks = [(*group, *family, variant, sizes, search, hosts) for family, group in families_of_gpus for variant in variants]
     at_once = len(groups) * len(variants)
     estimates, step = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.all_ranks
-    results = _larger(estimates) if less_state else estimates
-    if as_json:
-        rows = [fit.to_json(tokens) for fit in results]
-        click.echo(json.dumps({"seq_len": step.seq_len, "batch_size": step.batch_size, "is_estimate": not search, "fits": rows}))
-        return
-    click.echo(f"for steps of {step.batch_size} sequences of {step.seq_len:,} tokens", err=True)
+    results = iter(_larger(estimates) if less_state else estimates)
     optimizer = ["optimizer"] if less_state else []
     titles = (*optimizer, *FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
-    show_table(titles, ((*[fit.optimizer for _ in optimizer], *_row(fit, tokens)) for fit in results))
+    row = partial(_row, tokens=tokens, has_optimizer=less_state)
+    known = [] if html is None else [*results]  # without a page, a row is printed as soon as it is known
+    if as_json:
+        rows = [fit.to_json(tokens) for fit in chain(known, results)]
+        click.echo(json.dumps({"seq_len": step.seq_len, "batch_size": step.batch_size, "is_estimate": not search, "fits": rows}))
+    else:
+        click.echo(f"for steps of {step.batch_size} sequences of {step.seq_len:,} tokens", err=True)
+        show_table(titles, map(row, chain(known, results)))
+    if html is not None:
+        from penstock.planner.show.machine_pages import fits_page
+
+        write_drawing(html, fits_page(known, titles, [*map(row, known)], semantics, remarks, created()))
 
 
 def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:
@@ -120,8 +134,9 @@ def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:
             yield fit
 
 
-def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
-    where = (fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
+def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]:
+    optimizer = [fit.optimizer] if has_optimizer else []
+    where = (*optimizer, fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
     job = fit.hourly.job_cells(tokens, fit.tokens_per_s)
     if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
         return (*where, "none fits", "-", "-", *job)
@@ -142,6 +157,7 @@ def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
 @with_work
 @NO_DROPOUT
 @MASTER
+@HTML
 @AS_JSON
 def compare(
     model: str,
@@ -155,6 +171,7 @@ def compare(
     network_gbit: float | None,
     tokens: int | None,
     no_dropout: bool,
+    html: Path | None,
     as_json: bool,
     **work: Any,
 ) -> None:
@@ -172,34 +189,40 @@ def compare(
     prices = {name: work.pop(name) for name in PRICES}
     free = (SIZES if micro_batch is None else SIZES - {"micro_batch"}) | {CUT}
     has_all = click.get_current_context().get_parameter_source("gpus") is ParameterSource.DEFAULT
-    tasks = []
+    tasks, remarks = [], list[str]()
     for machine in _compared(machines, None if has_all else gpus):
         profile = machine.with_prices(**prices)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
             limit = show_bytes(profile.most_host_bytes or 0)
-            click.echo(f"{profile.name}: has at most {limit} of memory, and is planned with that", err=True)
+            remarks.append(f"{profile.name}: has at most {limit} of memory, and is planned with that")
             profile = profile.with_memory(None, profile.most_host_bytes)
         else:
             profile = profile.with_memory(None, host_memory)
         fields = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
         n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
-            click.echo(f"{profile.name}: {n} of its {profile.n_devices} GPUs", err=True)
+            remarks.append(f"{profile.name}: {n} of its {profile.n_devices} GPUs")
         if n > 1 and profile.peers is None:
-            click.echo(f"{profile.name}: {ALONE}", err=True)
+            remarks.append(f"{profile.name}: {ALONE}")
         semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
+    for remark in remarks:
+        click.echo(remark, err=True)
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
+    rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
+    about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
+    ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
     if as_json:
-        rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
-        about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
-        ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
         click.echo(json.dumps(about | ranking))
-        return
-    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
-    click.echo("\n".join(notes(ranked)))
+    else:
+        show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
+        click.echo("\n".join(notes(ranked)))
+    if html is not None:
+        from penstock.planner.show.machine_pages import compare_page
+
+        write_drawing(html, compare_page(about | ranking, ranked, tokens, tasks[0][2], remarks, created()))
 
 
 @click.command()

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from penstock.runtime.errors import PenstockError
 from penstock.runtime.files import try_to_write, write_whole
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.workload import text_of
+from penstock.runtime.units import in_shell, on_one_line, show_bytes
+from penstock.version import version_in_words
 
+PAGES = (".html", ".htm")
 MOST_WIDTH = 10_000  # characters of a table
 SHORT_CELL = 16  # characters of a cell that is never wrapped
 
@@ -61,7 +65,7 @@ def json_text(fields: dict[str, Any]) -> str:
 def check_output(path: Path) -> None:
     """Raise the PenstockError of `write_output` before long work instead of after it."""
     if path.is_dir():
-        raise PenstockError(f"{path}: is a folder; give the name of a file in it, with -o")
+        raise PenstockError(f"{path}: is a folder; give the name of a file in it")
     with _refused(path):
         try_to_write(path)
 
@@ -75,9 +79,31 @@ def beyond_positions(plan: Plan) -> str | None:
     return f"{excess}; plan with a shorter --seq-len, unless it is to learn longer ones"
 
 
+def check_page(ctx: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Return the file of an option for a page, if it can be written."""
+    if path is not None:
+        if path.suffix.lower() not in PAGES:
+            raise click.UsageError(f"{path}: write the page to a name that ends in .html")
+        check_output(path)
+    return path
+
+
 def write_output(path: Path, text: str) -> None:
     with _refused(path):
         write_whole(path, text)
+
+
+def created(command: str = "") -> str:
+    """Return date, version and command (by default the words of this process) for the last line of a page."""
+    command = command or " ".join(map(in_shell, ["penstock", *sys.argv[1:]]))
+    return f"{date.today().isoformat()}, {version_in_words()}: {command}"
+
+
+def write_drawing(path: Path, text: str, where: str = "in a browser") -> None:
+    """Write a file, and print where to open it."""
+    write_output(path, text)
+    n_bytes = show_bytes(len(text.encode("utf-8", "backslashreplace")))
+    click.echo(f"wrote {on_one_line(str(path))} ({n_bytes}); open it {where}", err=True)
 
 
 @contextmanager

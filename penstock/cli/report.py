@@ -1,6 +1,5 @@
 """`penstock check` and `penstock report`: check a plan, and draw a page or trace of it and of its run."""
 
-from datetime import date
 from pathlib import Path
 
 import click
@@ -10,12 +9,11 @@ from penstock.planner.search.claim import claimed
 from penstock.run_files import refuse_another_plan
 from penstock.runtime.errors import PlanError, WrongPlanError
 from penstock.runtime.plan import PlanFile
-from penstock.runtime.units import in_shell, on_one_line, show_bytes
-from penstock.version import version_in_words
+from penstock.runtime.units import in_shell, on_one_line
 
-from .outputs import write_output
+from .outputs import PAGES, created, write_drawing
 
-PAGES, TRACES = (".html", ".htm"), (".json",)
+TRACES = (".json",)
 
 
 @click.command(short_help="Prove that a plan is right and that its claim is true, or name the error.")
@@ -66,11 +64,8 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     if run_dir is not None:
         refuse_another_plan(run_dir, file.plan)
     is_page = output.suffix.lower() in PAGES
-    text = (_page if is_page else _trace)(file, plan_file, run_dir)
-    write_output(output, text)
     where = "in a browser" if is_page else "at https://ui.perfetto.dev or chrome://tracing"
-    n_bytes = show_bytes(len(text.encode("utf-8", "backslashreplace")))
-    click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
+    write_drawing(output, (_page if is_page else _trace)(file, plan_file, run_dir), where)
 
 
 def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
@@ -81,7 +76,7 @@ def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(in_shell(path) for path in (plan_file, run_dir) if path is not None)
     where = on_one_line(plan_file.name)
-    return page(Facts(file, where, run), where, f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}")
+    return page(Facts(file, where, run), where, created(f"penstock report {names}"))
 
 
 def _trace(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:

@@ -50,6 +50,10 @@ class Refusal:
     smallest_change: str
     fields: dict[str, int]  # JSON fields: missing bytes, or the number of ops
 
+    @property
+    def in_words(self) -> str:
+        return f"{self.reason}; smallest changes that allow a plan: {self.smallest_change}"
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -135,7 +139,7 @@ def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
             yield f"Cheapest {how}{suffix}: {cheapest_price[1]}, {cheapest_price[0]:.3g} USD per million tokens"
     for c in candidates:
         if c.refusal is not None:
-            yield f"{c.machine}: {c.refusal.reason}; smallest changes that allow a plan: {c.refusal.smallest_change}"
+            yield f"{c.machine}: {c.refusal.in_words}"
         elif c.speed is not None and (advised := resident_hint(c.speed.resident_step_s, c.speed.predicted.step_s)) is not None:
             yield f"{c.machine}: {advised}"
     yield "Measured on it: the share of the device's seconds from measurements of this device (details: `penstock plan -v`)"

@@ -51,10 +51,15 @@ def page(facts: Facts, where: str, created: str = "") -> str:
         "memory": [_memory_json(one) for one in memory],
         "curves": _curves(facts),
     }
-    script, style, template = "\n".join(map(_file, SCRIPTS)), _file("page.css"), _environment().get_template("page.html")
-    context = {"f": facts, "report": report_lines, "data": data, "stretches": stretches, "occupancy": memory, "where": where}
-    written = template.render(context, created=created, n_kept=N_KEPT, script=Markup(script), style=Markup(style))
-    return written.encode("utf-8", "backslashreplace").decode("utf-8")
+    context = {"f": facts, "report": report_lines, "stretches": stretches, "occupancy": memory, "where": where, "n_kept": N_KEPT}
+    return rendered("page.html", SCRIPTS, data, created, **context)
+
+
+def rendered(template: str, scripts: Sequence[str], data: dict[str, Any], created: str, **context: Any) -> str:
+    """Render a template that extends base.html. `scripts`: files for its only script, which reads `data`."""
+    script, style = "\n".join(map(_file, scripts)), _file("page.css")
+    context |= {"data": data, "created": created, "script": Markup(script), "style": Markup(style)}
+    return _environment().get_template(template).render(context).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @cache

@@ -18,6 +18,7 @@ from penstock.planner.show.price import JOB_TITLES, hourly
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import Policy
 from penstock.runtime.units import parse_count
+from tests.report_cases import Page
 from tests.running import one_line, penstock, succeeded
 
 SMALL = ["qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "2", "--tokens", "3M", "--usd-per-hour", "0.5", "--usd", "4000"]
@@ -107,3 +108,28 @@ def test_less_state_has_a_row_where_a_larger_model_fits() -> None:
 
 # Optimizer, memory, parameters of the largest model that fits
 FITS = [("a", 1, None), ("a", 2, 4), ("b", 1, None), ("b", 2, 8), ("c", 1, 3), ("c", 2, 8)]
+
+
+@pytest.mark.parametrize("command", [("fits", "rtx4090"), ("compare", "qwen3-8b")], ids=lambda command: command[0])
+def test_a_page_that_cannot_be_written_is_refused_before_the_search(command, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.cli.fits_compare.swept", None)
+    for path, message in (("none/c.html", "cannot be written"), ("plan.json", "ends in .html"), (".", "is a directory")):
+        one_line(penstock(*command, "--html", tmp_path / path), 2, message)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_page_replaces_a_file_and_has_the_numbers_of_the_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
+    unsearched = lambda *args: search_machine(*args[:3], Policy(), *args[4:])  # noqa: E731
+    monkeypatch.setattr("penstock.planner.show.compare.search_machine", unsearched)
+    page = tmp_path / "page.html"
+    page.write_text("an older page, which is longer" * 10_000)
+    answer = json.loads(output_of("compare", *SMALL, "--machines", "rtx4090-desktop,h100-sxm", "--json", "--html", page))
+    shown = Page(page.read_text())
+    assert shown.data == answer
+    assert all(f"{row['machine']} {row['tokens_per_s']:,.0f} " in shown.text for row in answer["machines"])
+    printed = output_of("fits", "rtx4090", "--families", "qwen2.5", "--host-memory", "64GB", "--batch-size", "1", "--html", page)
+    text = Page(page.read_text()).text
+    assert printed.count("qwen2.5-3b") == 1
+    assert [line for line in printed.replace("\t", " ").splitlines() if line not in text] == []
+    assert [*tmp_path.iterdir()] == [page]

@@ -106,23 +106,4 @@ function curvePicture(curve) {
   ));
 }
 
-/** Tick label of a value axis: enough decimals to distinguish neighbours, or a power of ten for very small values. */
-function level(value, step) {
-  if (Math.abs(value) < step / 2) return "0";
-  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-  return decimals > 4 ? String(Number(value.toPrecision(3))) : value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
-}
-
-function extremes(values) {
-  let low = Infinity, high = -Infinity;
-  for (const value of values) {
-    low = Math.min(low, value);
-    high = Math.max(high, value);
-  }
-  return [low, high];
-}
-
 data.curves.forEach(curvePicture);
-drawAll();
-window.addEventListener("resize", drawAll);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

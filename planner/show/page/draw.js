@@ -64,6 +64,22 @@ function moment(s, step) {
   return (s * scale).toFixed(Math.max(0, -Math.floor(Math.log10(step * scale) + 1e-9))) + " " + unit;
 }
 
+/** Tick label of a value axis: enough decimals to distinguish neighbours, or a power of ten for very small values. */
+function level(value, step) {
+  if (Math.abs(value) < step / 2) return "0";
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return decimals > 4 ? String(Number(value.toPrecision(3))) : value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+}
+
+function extremes(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) {
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  return [low, high];
+}
+
 function bytes(n) {
   const [scale, unit] = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]].find(([s]) => n >= s) || [1, "B"];
   return digits(n / scale) + " " + unit;
@@ -110,3 +126,7 @@ function drawAll() {
     for (const draw of pictures) draw();
   });
 }
+
+drawAll();
+window.addEventListener("resize", drawAll);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
