@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.progress import track
 
 from penstock.hwprofiles.device_parts import on_network, part_of
+from penstock.hwprofiles.machine_names import matching
 from penstock.hwprofiles.quantity import BASES
+from penstock.hwprofiles.rented import rented
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.model.config import without_dropout
 from penstock.planner.model.workload import read_model, supported_attention
@@ -31,8 +33,21 @@ from penstock.runtime.plan.policy import trained
 from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import AS_JSON, BYTES, COUNT, NO_DROPOUT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
-from .outputs import show_table
+from .options import (
+    AS_JSON,
+    BYTES,
+    COUNT,
+    HOST,
+    NO_DROPOUT,
+    PRICES,
+    TOKENS,
+    sequences_of_a_step,
+    with_batch,
+    with_host,
+    with_prices,
+    with_work,
+)
+from .outputs import json_text, note, show_table
 
 if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
@@ -54,6 +69,7 @@ MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Mas
 @click.option("--less-state", is_flag=True, help="Also optimizers with smaller state, in rows where a larger model fits.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
+@with_host
 @MASTER
 @AS_JSON
 def fits(
@@ -81,7 +97,8 @@ def fits(
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
     for profile in chain(*groups.values()):
         part_of(profile, gpus, hosts, network_gbit)  # raises if the step cannot be shared so
-    groups = {name: [on_network(profile, network_gbit) for profile in profiles] for name, profiles in groups.items()}
+    host = [work.pop(name) for name in HOST]
+    groups = {name: [on_network(rented(profile, *host), network_gbit) for profile in profiles] for name, profiles in groups.items()}
     semantics = _part(gpus * hosts, micro_batch=1, **work)
     names = None if families is None else tuple(dict.fromkeys(map(str.strip, families.split(","))))
     if wrong := [name for name in names or () if name not in planned.known()]:
@@ -140,6 +157,7 @@ def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
 @click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @with_prices
 @with_work
+@with_host
 @NO_DROPOUT
 @MASTER
 @AS_JSON
@@ -169,12 +187,12 @@ def compare(
 
     described = without_dropout(read_model(model)) if no_dropout else read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
-    prices = {name: work.pop(name) for name in PRICES}
+    prices, host = {name: work.pop(name) for name in PRICES}, [work.pop(name) for name in HOST]
     free = (SIZES if micro_batch is None else SIZES - {"micro_batch"}) | {CUT}
     has_all = click.get_current_context().get_parameter_source("gpus") is ParameterSource.DEFAULT
     tasks = []
     for machine in _compared(machines, None if has_all else gpus):
-        profile = machine.with_prices(**prices)
+        profile = rented(machine.with_prices(**prices), *host)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
             limit = show_bytes(profile.most_host_bytes or 0)
             click.echo(f"{profile.name}: has at most {limit} of memory, and is planned with that", err=True)
@@ -203,9 +221,12 @@ def compare(
 
 
 @click.command()
+@click.argument("name", required=False)
 @AS_JSON
-def machines(as_json: bool) -> None:
+def machines(name: str | None, as_json: bool) -> None:
     """List the machines that can be planned for by name, their prices, and the sources of their speeds.
+
+    With NAME: print the profile of this machine, to be edited in a file (penstock machines gb10 > mine.json).
 
     The last columns divide the device time of a standard step (qwen3-8b, 4 x 4096 tokens) by source: measurements of this device,
     measurements of another device scaled by datasheets, and assumptions. For any other machine, edit the profile of the nearest
@@ -213,6 +234,9 @@ def machines(as_json: bool) -> None:
     """
     from penstock.planner.predict.provenance import standard
 
+    if name is not None:
+        click.echo(json_text(read_profile(name, note).to_json()), nl=False)
+        return
     profiles = _profiles()
     if as_json:
         fields = [
@@ -245,9 +269,12 @@ def _compared(names: str, n_gpus: int | None) -> list[Profile]:
 
 
 def _profiles(name: str = "") -> list[Profile]:
-    """Return the machine of a name or file, or all shipped machines of a GPU, or (without a name) of any GPU."""
-    of_gpu = [shipped for shipped in shipped_profiles() if not name or shipped.startswith(f"{name}-")]
-    return [read_profile(shipped) for shipped in of_gpu or [name]]
+    """Return the machine of a name or file, or all shipped machines that a name means, or (without a name) of any GPU."""
+    shipped = shipped_profiles()
+    several = matching(name, shipped) if name else shipped
+    if name in shipped or len(several) < 2 or os.path.isfile(name):
+        return [read_profile(name, note)]
+    return [read_profile(machine) for machine in several]
 
 
 def _part(

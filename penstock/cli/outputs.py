@@ -18,6 +18,7 @@ from penstock.runtime.errors import PenstockError
 from penstock.runtime.files import try_to_write, write_whole
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.workload import text_of
+from penstock.runtime.units import on_one_line
 
 MOST_WIDTH = 10_000  # characters of a table
 SHORT_CELL = 16  # characters of a cell that is never wrapped
@@ -56,6 +57,11 @@ def json_text(fields: dict[str, Any]) -> str:
         return one_line if len(one_line := json.dumps(json.loads(flat[0]))) < 100 else flat[0]
 
     return _FLAT.sub(shorter, json.dumps(fields, indent=1)) + "\n"
+
+
+def note(text: str) -> None:
+    """Print a note on stderr, on one line."""
+    click.echo(f"note: {on_one_line(text)}", err=True)
 
 
 def check_output(path: Path) -> None:

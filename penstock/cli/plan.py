@@ -27,14 +27,16 @@ from .options import (
     BYTES,
     NO_DROPOUT,
     PRICES,
+    RATE,
     Command,
     semantics_flags,
     sequences_of_a_step,
     with_batch,
+    with_host,
     with_prices,
     with_work,
 )
-from .outputs import beyond_positions, check_output
+from .outputs import beyond_positions, check_output, note
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -62,10 +64,11 @@ class _Plan(Command):
 @click.option(
     "--device-memory", "device_memory_bytes", type=BYTES, help="Device memory to use, for example 24GB.  [default: the profile's]"
 )
+@with_host
 @click.option(
     "--disk-read",
     "disk_read_bytes_per_s",
-    type=BYTES,
+    type=RATE,
     help="Read rate in bytes per second, for example 7GB, of a disk for frozen layers that do not fit in host memory.  "
     "[default: the profile's]",
 )
@@ -135,7 +138,7 @@ def plan(
     try:
         planned = api.plan(
             model,
-            read_profile(machine).with_prices(**{name: options.pop(name) for name in PRICES}),
+            read_profile(machine, note).with_prices(**{name: options.pop(name) for name in PRICES}),
             seq_len=seq_len,
             batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
             policy=_policy(policy),
@@ -154,11 +157,11 @@ def plan(
         print_plan(Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
     if not IS_COMPILED:
         slower = "a search takes longer, and a run's host updates 10 to 60 times as long as planned"
-        click.echo(f"note: without numba {slower}; install it with: pip install numba", err=True)
+        note(f"without numba {slower}; install it with: pip install numba")
     in_bf16 = plan_advice(planned.profile) if planned.plan.semantics.compute_dtype == "bf16" else None
     notes = in_bf16, note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan)
-    for note in filter(None, notes):
-        click.echo(f"note: {on_one_line(note)}", err=True)
+    for text in filter(None, notes):
+        note(text)
     if output is not None:
         written = in_shell(output)
         disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
