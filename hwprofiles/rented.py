@@ -35,7 +35,9 @@ def rented(
     if not (stated := {flag: value for flag, value in stated.items() if value is not None}):
         return profile
     if profile.device.kind == "cpu":
-        raise ProfileError(f"{profile.name}: {min(stated)} is for the host of a GPU, not for a CPU; measure it with `penstock probe`")
+        raise ProfileError(
+            f"{profile.name}: {min(stated)} is for the host of a GPU, not for a CPU; measure it with `penstock probe`"
+        )
     for flag, (least, most) in (("--host-cores", CORES), ("--link", LINK), ("--host-bandwidth", BANDWIDTH)):
         if not least <= (value := stated.get(flag, least)) <= most:
             cores = flag == "--host-cores"

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import date
 from functools import partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from penstock.hwprofiles.rented import rented
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.model.config import without_dropout
 from penstock.planner.model.workload import read_model, supported_attention
-from penstock.planner.show.price import JOB_TITLES, hourly
+from penstock.planner.show.price import AROUND, JOB_TITLES, hourly
 from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.packed import Base
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
 COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
+CHEAPEST = {"cheapest": False, "cheapest_bought": True}  # key of JSON -> bought, not rented
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
 MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
@@ -122,6 +124,8 @@ def fits(
         click.echo(json.dumps({"seq_len": step.seq_len, "batch_size": step.batch_size, "is_estimate": not search, "fits": rows}))
         return
     click.echo(f"for steps of {step.batch_size} sequences of {step.seq_len:,} tokens", err=True)
+    if tokens is not None:
+        click.echo(f"time and price of {show_count(tokens)} tokens include {AROUND}", err=True)
     optimizer = ["optimizer"] if less_state else []
     titles = (*optimizer, *FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
     show_table(titles, ((*[fit.optimizer for _ in optimizer], *_row(fit, tokens)) for fit in results))
@@ -139,7 +143,7 @@ def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:
 
 def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
     where = (fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
-    job = fit.hourly.job_cells(tokens, fit.tokens_per_s)
+    job = fit.hourly.job_cells(tokens, fit.tokens_per_s, fit.moved_bytes)
     if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
         return (*where, "none fits", "-", "-", *job)
     return (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}", *job)
@@ -182,8 +186,8 @@ def compare(
     """
     from penstock.planner.search.claim import CUT
     from penstock.planner.search.micro_batch import SIZES
-    from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
-    from penstock.planner.show.report_lines import ALONE
+    from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes, tied
+    from penstock.planner.show.report_lines import exchange_in_words
 
     described = without_dropout(read_model(model)) if no_dropout else read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
@@ -203,8 +207,8 @@ def compare(
         n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
             click.echo(f"{profile.name}: {n} of its {profile.n_devices} GPUs", err=True)
-        if n > 1 and profile.peers is None:
-            click.echo(f"{profile.name}: {ALONE}", err=True)
+        if (exchange := exchange_in_words(profile, n)) is not None:
+            click.echo(f"{profile.name}: {exchange}", err=True)
         semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
     if not tasks:
@@ -213,11 +217,12 @@ def compare(
     if as_json:
         rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
         about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
-        ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
+        ties = {f"{name}_ties": [c.machine for c in tied(ranked, bought)] for name, bought in CHEAPEST.items()}
+        ranking = {"cheapest": rented, "cheapest_bought": bought, **ties, "machines": [entry.to_json(tokens) for entry in ranked]}
         click.echo(json.dumps(about | ranking))
         return
     show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
-    click.echo("\n".join(notes(ranked)))
+    click.echo("\n".join(notes(ranked, date.today(), tokens)))
 
 
 @click.command()

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,8 @@ def plan(
     if as_json:
         click.echo(json.dumps(_fields(planned, tokens)))
     else:
-        print_plan(Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
+        facts = Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens, today=date.today())
+        print_plan(facts, Console(file=sys.stdout), verbose)
     if not IS_COMPILED:
         slower = "a search takes longer, and a run's host updates 10 to 60 times as long as planned"
         note(f"without numba {slower}; install it with: pip install numba")
@@ -182,7 +184,7 @@ def _run_flags(model: Model) -> str:
 def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     """Return the fields of `--json`; `job` only with `--tokens`."""
     from penstock.planner.predict.provenance import provenance_of
-    from penstock.planner.show.price import hourly
+    from penstock.planner.show.price import hourly, moved_bytes
 
     answer, hour, (device, remainder) = planned.answer, hourly(planned.profile), provenance_of(planned.plan, planned.profile)
     rented, bought = hour.per_million(planned.tokens_per_s)
@@ -194,7 +196,7 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
         "usd_per_million_tokens": rented,
         "bought_usd_per_million_tokens": bought,
-        **hour.job_fields(tokens, planned.tokens_per_s),
+        **hour.job_fields(tokens, planned.tokens_per_s, moved_bytes(planned.plan)),
         "rests_on": {"device": device.to_json(), "others": remainder and remainder.to_json()},
     }
 

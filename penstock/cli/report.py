@@ -81,7 +81,11 @@ def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(in_shell(path) for path in (plan_file, run_dir) if path is not None)
     where = on_one_line(plan_file.name)
-    return page(Facts(file, where, run), where, f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}")
+    return page(
+        Facts(file, where, run, today=date.today()),
+        where,
+        f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}",
+    )
 
 
 def _trace(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
