@@ -1,7 +1,7 @@
 """Names of machines as users write them: aliases, GPUs, near names, and machines that cannot be planned for.
 
-Case, blanks and punctuation are ignored: `RTX 4090`, `rtx-4090` and `4090` are one name. A name of a GPU means its machines with one
-GPU: `h100` is `h100-16core`, `h100-nvl`, `h100-pcie` and `h100-sxm`.
+Case, blanks and punctuation are ignored: `RTX 4090`, `rtx-4090` and `4090` are one name. The name of a GPU means all machines with
+one of it: `h100` is `h100-16core`, `h100-nvl`, `h100-pcie` and `h100-sxm`.
 """
 
 import re
@@ -16,12 +16,13 @@ NAMES_OF = {  # other names -> shipped machines
     "h200sxm": ("h200-16core", "h200-pcie5"), "rtxpro6000blackwell": ("rtxpro6000-workstation",),
 }  # fmt: skip
 MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|^amd|instinct|radeon|intel|apple")
-NO_BF16 = "computes no bf16, in which training steps run"
+NO_BF16 = "has no bf16 arithmetic, and training steps run in bf16"
 NOT_CUDA = "is no CUDA GPU; plans are for NVIDIA GPUs of 2020 and later, MI300X and MI355X, and CPUs"
-APPLE = "has no CUDA, with which training runs"
-SHARED = "is a CPU and a GPU with one memory, of which neither the link nor the kernels were measured"
+APPLE = "has no CUDA, and training runs on CUDA devices"
+SHARED = "is a CPU and a GPU with one memory, and neither its link nor its kernels were measured"
 REFUSED = (  # patterns of whole names, and the reason
-    (r"(?:mac|macbook|imac)(?:studio|mini|book|pro|air)*(?:m[1-9])?(?:pro|max|ultra)?|m[1-9](?:pro|max|ultra)?(?:[0-9]+gb)?|mps", APPLE),
+    (r"i?mac(?:book)?(?:studio|mini|pro|air)*(?:m[1-9])?(?:pro|max|ultra)?", APPLE),
+    (r"m[1-9](?:pro|max|ultra)?(?:[0-9]+gb)?|mps", APPLE),
     (r"strixhalo|(?:ryzen)?ai(?:max)+[0-9a-z]*|ryzen.*|gfx1151|8060s|780m|890m", SHARED),
     (r"t4g?|v100.*|p100.*|p40|p4|k80|m40|m60|titan.*|gtx.*|(?:rtx)?20[0-9]0.*|gtx16.*|rtx[458]000|[0-9]+xv100|[0-9]+xt4", NO_BF16),
     (r"gaudi[0-9]?|tpu.*|v[2-6][ep]|trainium[0-9]?|arc.*|b580|rx[0-9].*|mi(?:50|60|100|2[0-9]{2}x?)|ascend.*", NOT_CUDA),
@@ -41,7 +42,7 @@ def gpu_of(machine: str) -> str:
 
 
 def matching(name: str, shipped: Sequence[str]) -> list[str]:
-    """Return the shipped machines that a name means, sorted; empty if there is none."""
+    """Return the shipped machines that a name means, sorted; empty without a match."""
     wanted = squashed(name)
     exact = [machine for machine in shipped if squashed(machine) == wanted]
     by_gpu = [machine for machine in shipped if wanted in _spellings(machine)]
@@ -56,7 +57,7 @@ def _spellings(machine: str) -> set[str]:
 
 
 def refusal(name: str) -> str | None:
-    """Return the reason why no plan is made for this machine; None if there is none."""
+    """Return the reason to refuse this machine; None without a reason."""
     wanted = squashed(name)
     return next((why for pattern, why in REFUSED if wanted and re.fullmatch(pattern, wanted)), None)
 

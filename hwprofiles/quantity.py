@@ -51,8 +51,8 @@ class Money(Quantity):
     @property
     def ends(self) -> tuple[float, float]:
         """The published range; otherwise the value with its spread in both directions."""
-        below, above = self.value * max(0.0, 1 - self.spread_fraction), self.value * (1 + self.spread_fraction)
-        return (below if self.low is None else self.low), (above if self.high is None else self.high)
+        least, largest = self.value * max(0.0, 1 - self.spread_fraction), self.value * (1 + self.spread_fraction)
+        return (least if self.low is None else self.low), (largest if self.high is None else self.high)
 
 
 class Source(Part):

@@ -1,8 +1,8 @@
 """Profile of a machine with other host cores, link or host memory bandwidth, as a rented part of a server has.
 
-A rented share of the cores comes with its share of memory bandwidth and of the optimizer's rate. Two virtual machines with 16 cores
-(`h100-16core`, `h200-16core`) were probed: 0.27 and 0.22 of the cores of `h100-sxm` and `h200-pcie5`. Their memory bandwidth was
-0.28 and 0.23 of those profiles', the optimizer's rate 0.35 and 0.18, and the rate of norms and sums 0.077 and 0.044, near the square.
+A rented share of the cores has its share of memory bandwidth and of the optimizer's rate. Two virtual machines with 16 cores were
+measured. `h100-16core` and `h200-16core` have 0.27 and 0.22 of the cores of `h100-sxm` and `h200-pcie5`, 0.28 and 0.23 of the
+memory bandwidth, 0.35 and 0.18 of their optimizer's rate, and 0.077 and 0.044 of their rate of norms and sums, nearly the squares.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def rented(
 ) -> Profile:
     """Return the profile with these cores and rates of its whole host; None: unchanged. Raise ProfileError if one is not sensible.
 
-    `host_cores`: all cores, of which one or two drive the device. `link_bytes_per_s`: each direction, for large copies.
+    `host_cores`: all cores; one or two of them drive the device. `link_bytes_per_s`: each direction, for large copies.
     """
     stated = {"--host-cores": host_cores, "--link": link_bytes_per_s, "--host-bandwidth": host_bandwidth_bytes_per_s}
     if not (stated := {flag: value for flag, value in stated.items() if value is not None}):
@@ -38,11 +38,10 @@ def rented(
         raise ProfileError(
             f"{profile.name}: {min(stated)} is for the host of a GPU, not for a CPU; measure it with `penstock probe`"
         )
-    for flag, (least, most) in (("--host-cores", CORES), ("--link", LINK), ("--host-bandwidth", BANDWIDTH)):
-        if not least <= (value := stated.get(flag, least)) <= most:
-            cores = flag == "--host-cores"
-            show = (lambda n: f"{n:g}") if cores else lambda n: show_rate(n, "B")
-            raise ProfileError(f"{flag} {show(value)}: is not between {show(least)} and {show(most)}; give that of the host")
+    for flag, (least, largest) in (("--host-cores", CORES), ("--link", LINK), ("--host-bandwidth", BANDWIDTH)):
+        if not least <= (value := stated.get(flag, least)) <= largest:
+            shown = [f"{n:g}" if flag == "--host-cores" else show_rate(n, "B") for n in (value, least, largest)]
+            raise ProfileError(f"{flag} {shown[0]}: is not between {shown[1]} and {shown[2]}; give the value of the whole host")
     fields = profile.to_json()
     if link_bytes_per_s is not None:
         _set_link(fields, profile, link_bytes_per_s, author)
@@ -77,10 +76,10 @@ def _set_host(fields: dict[str, Any], profile: Profile, n_cores: int | None, byt
     n = had.n_cores if n_cores is None else n_cores - (1 if n_cores <= FEW_CORES else 2)
     share = min(1.0, n / had.n_cores)
     part = share if bytes_per_s is None else bytes_per_s / had.dram_bytes_per_s.value
-    given = [] if n_cores is None else [f"{n_cores} host cores, {n} of them for copies and optimizer"]
-    given += [] if bytes_per_s is None else [f"host memory at {show_bytes(bytes_per_s)}/s"]
+    stated = [] if n_cores is None else [f"{n_cores} host cores, {n} of them for copies and optimizer"]
+    stated += [] if bytes_per_s is None else [f"host memory at {show_bytes(bytes_per_s)}/s"]
     had_words = f"{profile.name} has {had.n_cores} and {show_bytes(had.dram_bytes_per_s.value)}/s"
-    words = f"{' and '.join(given)} as given by {author}; {had_words}"
+    words = f"{' and '.join(stated)} as given by {author}; {had_words}"
     host["n_cores"] = n
     if bytes_per_s is not None:
         fields["sources"]["user_host_bandwidth"] = _source("user", words)

@@ -20,8 +20,8 @@ ON_5090 = "224 TFLOP/s over (16384, 1280) @ (1280, 8192), main-horse.github.io/p
 GPUS: dict[str, Gpu] = {
     "a100-sxm": Gpu("Ampere", 108),
     "a100-pcie": Gpu("Ampere", 108, "a100-sxm", 242e12, 0.06, f"{MAMF}: 252.9 TFLOP/s against 271.2 of the SXM module"),
-    "a100-40gb": Gpu("Ampere", 108, "a100-sxm", 250e12, 0.04, "the same chip at the same power"),
-    "a10g": Gpu("Ampere", 80, "a100-sxm", 60e12, 0.15, "70 TFLOP/s in bf16 by datasheet, of which 0.86 is taken"),
+    "a100-40gb": Gpu("Ampere", 108, "a100-sxm", 250e12, 0.04, "identical chip and power limit"),
+    "a10g": Gpu("Ampere", 80, "a100-sxm", 60e12, 0.15, "70 TFLOP/s in bf16 by datasheet, times 0.86"),
     **dict.fromkeys(
         ("rtx3090-desktop", "rtx3090-epyc", "rtx3090-threadripper"),
         Gpu("Ampere", 82, "a100-sxm", 65e12, 0.1, "71 TFLOP/s in bf16 with fp32 sums by datasheet, of which 0.92 is taken"),

@@ -215,10 +215,10 @@ def compare(
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     if as_json:
-        rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
+        names = {key: (least := cheapest(ranked, bought)) and least[1] for key, bought in CHEAPEST.items()}
         about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
         ties = {f"{name}_ties": [c.machine for c in tied(ranked, bought)] for name, bought in CHEAPEST.items()}
-        ranking = {"cheapest": rented, "cheapest_bought": bought, **ties, "machines": [entry.to_json(tokens) for entry in ranked]}
+        ranking = names | ties | {"machines": [entry.to_json(tokens) for entry in ranked]}
         click.echo(json.dumps(about | ranking))
         return
     show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])

@@ -139,7 +139,7 @@ def cheapest(candidates: Iterable[Candidate], bought: bool) -> tuple[float, str]
 
 
 def tied(candidates: Sequence[Candidate], bought: bool) -> list[Candidate]:
-    """The cheapest machine, and those whose lowest price is not above its highest one, in order of price."""
+    """The cheapest machine, and all with a lowest price up to its highest one, in order of price."""
     priced = [(usd, c.machine, c) for c in candidates if (usd := c.per_million()[bought]) is not None]
     ordered = [(c, c.per_million_range(bought) or (usd, usd)) for usd, _, c in sorted(priced, key=lambda entry: entry[:2])]
     return [c for c, ends in ordered if ends[0] <= ordered[0][1][1]]
@@ -176,7 +176,7 @@ def notes(candidates: Sequence[Candidate], today: date | None = None, n_tokens: 
         )
     yield from (f"{c.machine}: {old}" for c in candidates if (old := c.hourly.old(today)) is not None)
     if n_tokens is not None:
-        yield f"Time and price of the job include {AROUND}."
+        yield f"Time and price of the job include {AROUND}"
 
 
 @without_collection()

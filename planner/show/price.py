@@ -1,13 +1,12 @@
 """Prices of a machine per hour and per job, to rent and to buy.
 
 Rent includes the host memory. A purchase consists of machine and host memory, depreciated over three years of full use, and
-electric power. The two are alternatives and never added up. Prices are dated and have ranges; missing prices are None. The price of a
-job includes the hours of its set-up, of the download of the weights, and of the last checkpoint (earlier ones are written during
-training).
+electric power. The two are alternatives and never added up. Prices are dated and have ranges; missing prices are None. The price of
+a job includes the hours of set-up, download of the weights and last checkpoint (earlier ones are written during training).
 """
 
+import datetime
 from dataclasses import asdict, dataclass
-from datetime import date, timedelta
 from typing import Any
 
 from penstock.hwprofiles.schema import Profile
@@ -18,10 +17,11 @@ LIFETIME_HOURS = 3 * 365 * 24  # three years
 USD_PER_KWH = 0.15  # default
 HOUR_S = 3600
 JOB_TITLES = ("time", "rented", "bought")
-OLD = timedelta(days=183)  # six months
+OLD = datetime.timedelta(days=183)  # six months
 SETUP_S, MOVED_BYTES_PER_S = 1800, 200 * MB  # assumed: start and installation; download of weights and copy of the last checkpoint
 DOWNLOADED_BYTES = 2  # per parameter: published weights are in bf16
-AROUND = f"set-up ({show_duration(SETUP_S)}), download of the weights and last checkpoint (at {show_bytes(MOVED_BYTES_PER_S)}/s, assumed)"
+MOVED = f"download and last checkpoint at {show_bytes(MOVED_BYTES_PER_S)}/s"
+AROUND = f"{show_duration(SETUP_S)} of set-up, and {MOVED} (assumed)"
 Ends = tuple[float, float]
 
 
@@ -77,9 +77,9 @@ class Hourly:
         rented, bought = (ends and (_per_million(ends[0], tokens_per_s), _per_million(ends[1], tokens_per_s)) for ends in both)
         return rented, bought
 
-    def old(self, today: date | None) -> str | None:
-        """Name prices older than six months; None if there are none, or without `today`."""
-        ages = [f"{what} of {day}" for what, day in self.dates if today and today - date.fromisoformat(day) > OLD]
+    def old(self, today: datetime.date | None) -> str | None:
+        """Name prices older than six months; None if all are newer, or without `today`."""
+        ages = [f"{name} of {day}" for name, day in self.dates if today and today - datetime.date.fromisoformat(day) > OLD]
         return f"more than six months old: {', '.join(ages)}" if ages else None
 
     def job_fields(self, n_tokens: int | None, tokens_per_s: float | None, moved_bytes: int) -> dict[str, Any]:
@@ -108,15 +108,17 @@ def hourly(profile: Profile) -> Hourly:
     priced = [q for q in (price.usd_per_hour, price.usd, price.ram_usd_per_gb) if q is not None]
     dates = [day for q in priced if (day := profile.sources[q.source].date) is not None]
     dates += [price.date] if price.date is not None and priced else []
-    machine_usd = ram_usd = power_usd = bought_range = None
+    machine_usd = ram_usd = power_usd = None
+    bought_range: Ends | None = None
     if price.usd is not None:
         machine_usd = price.usd.value / LIFETIME_HOURS
-        bought_range = price.usd.ends[0] / LIFETIME_HOURS, price.usd.ends[1] / LIFETIME_HOURS
+        low, high = (usd / LIFETIME_HOURS for usd in price.usd.ends)
         is_whole = profile.sources[price.usd.source].kind == "user"  # a price set by the user includes memory
         if price.ram_usd_per_gb is not None and not is_whole:
             per_usd = profile.host.memory_bytes.value / GB / LIFETIME_HOURS
             ram_usd = price.ram_usd_per_gb.value * per_usd
-            bought_range = tuple(a + b * per_usd for a, b in zip(bought_range, price.ram_usd_per_gb.ends, strict=True))
+            low, high = (a + b * per_usd for a, b in zip((low, high), price.ram_usd_per_gb.ends, strict=True))
+        bought_range = low, high
     if price.watts is not None:
         power_usd = price.watts.value / 1000 * (USD_PER_KWH if price.usd_per_kwh is None else price.usd_per_kwh.value)
         bought_range = bought_range and (bought_range[0] + power_usd, bought_range[1] + power_usd)
@@ -124,21 +126,21 @@ def hourly(profile: Profile) -> Hourly:
     note = f"no price in its profile: {' and '.join(missing)}" if missing else None
     rent_usd = None if price.usd_per_hour is None else price.usd_per_hour.value
     kinds = {"rent": price.usd_per_hour, "purchase": price.usd, "memory": price.ram_usd_per_gb if ram_usd is not None else None}
-    shipped = {what: profile.sources[q.source] for what, q in kinds.items() if q is not None}
+    shipped = {name: profile.sources[q.source] for name, q in kinds.items() if q is not None}
     dated = tuple(
-        (what, day) for what, source in shipped.items() if source.kind != "user" and (day := source.date or price.date) is not None
+        (name, day) for name, source in shipped.items() if source.kind != "user" and (day := source.date or price.date) is not None
     )
-    rent_range = price.usd_per_hour and price.usd_per_hour.ends
+    rent_range = None if price.usd_per_hour is None else price.usd_per_hour.ends
     return Hourly(rent_usd, machine_usd, ram_usd, power_usd, min(dates, default=None), note, rent_range, bought_range, dated)
 
 
-def prices_in_words(hour: Hourly, tokens_per_s: float, today: date | None = None) -> list[str]:
-    """Format prices: `rented: 0.40 USD per million tokens, at 2.69 USD an hour (1.99 to 5)`, the same for a purchase, and their age."""
+def prices_in_words(hour: Hourly, tokens_per_s: float, today: datetime.date | None = None) -> list[str]:
+    """Format prices: `rented: 0.40 USD per million tokens, at 2.69 USD an hour (1.99 to 5)`, likewise a purchase, and old dates."""
     (rent_usd, bought_usd), (_, bought_range) = hour.per_million(tokens_per_s), hour.million_ranges(tokens_per_s)
     words = []
     if rent_usd is not None:
-        at = f"{show_usd(hour.rent_usd)} an hour{in_range(hour.rent_range)}"
-        words.append(f"rented: {show_usd(rent_usd)} per million tokens, at {at}")
+        hourly_usd = f"{show_usd(hour.rent_usd)} an hour{in_range(hour.rent_range)}"
+        words.append(f"rented: {show_usd(rent_usd)} per million tokens, at {hourly_usd}")
     if bought_usd is not None:
         ram = "" if hour.ram_fraction is None else f", {hour.ram_fraction:.0%} of it host memory"
         power = "with power" if hour.power_usd is not None else "without power (draw unknown)"
@@ -155,7 +157,7 @@ def job_in_words(job: Job) -> str:
     """Format a job: `2 d 5 h, 143 USD rented, 80.1 USD bought`, and the part of the time that is not training."""
     prices = [f"{show_usd(usd)} {how}" for usd, how in ((job.rent_usd, "rented"), (job.bought_usd, "bought")) if usd is not None]
     total = ", ".join([show_duration(job.seconds + job.around_s), *prices])
-    return f"{total}; of it {show_duration(job.around_s)} for {AROUND}"
+    return f"{total}, with {show_duration(SETUP_S)} of set-up, {show_duration(job.around_s - SETUP_S)} of {MOVED}"
 
 
 def show_usd(usd: float | None) -> str:

@@ -127,16 +127,16 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
 
 def _host_in_words(f: Facts) -> str:
     """Host cores, rates of the optimizer and of host memory, and the link, and the options that change them."""
-    host, link, each = f.profile.host, f.profile.link, " for each GPU" if f.plan.semantics.ranks > 1 else ""
+    host, link, suffix = f.profile.host, f.profile.link, " for each GPU" if f.plan.semantics.ranks > 1 else ""
     up, down = (show_rate(max(point.rate.value for point in curve.bytes_per_s), "B") for curve in (link.h2d, link.d2h))
     updates = show_rate(f.profile.optimizer_params_per_s(host.n_cores), "")
-    cores = f"{counted(host.n_cores, 'core')} for copies and optimizer{each}, {updates.replace('/s', ' updates/s')}"
+    cores = f"{counted(host.n_cores, 'core')} for copies and optimizer{suffix}, {updates.replace('/s', ' updates/s')}"
     rates = f"host memory at {show_rate(host.dram_bytes_per_s.value, 'B')}, link {up} up and {down} down"
     return f"{cores}; {rates}; change them with --host-cores, --host-bandwidth, --link"
 
 
 def exchange_in_words(profile: Profile, n: int) -> str | None:
-    """The assumed exchange between n GPUs of a host, if the profile is of one GPU, and the shipped machine with n; None if it is known."""
+    """Assumed exchange between n GPUs, if the profile is of one GPU, and the shipped machine with n; None if it is known."""
     peers = profile.peers
     if n == 1 or (peers is not None and peers.n_devices is not None):
         return None
