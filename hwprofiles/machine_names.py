@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 NAMES_OF = {  # other names -> shipped machines
     "dgxspark": ("gb10",), "spark": ("gb10",), "dgxstation": ("gb300",), "gracehopper": ("gh200",), "graceblackwell": ("gb200",),
     **{f"{box}{gpu}": (f"8x{gpu}",) for box in ("dgx", "hgx") for gpu in ("h100", "h200", "b200")},
-    "a100": ("a100-pcie", "a100-sxm"), "a10080gb": ("a100-pcie", "a100-sxm"), "a100sxm480gb": ("a100-sxm",),
+    "a10080gb": ("a100-pcie", "a100-sxm"), "a100sxm480gb": ("a100-sxm",),
     "a100sxm4": ("a100-sxm",), "h10080gb": ("h100-16core", "h100-pcie", "h100-sxm"), "h100sxm5": ("h100-sxm", "h100-16core"),
     "h200sxm": ("h200-16core", "h200-pcie5"), "rtxpro6000blackwell": ("rtxpro6000-workstation",),
 }  # fmt: skip
@@ -36,11 +36,6 @@ def squashed(name: str) -> str:
     return MAKERS.sub("", plain) or plain
 
 
-def gpu_of(machine: str) -> str:
-    """`rtx4090-desktop` -> `rtx4090`."""
-    return machine.partition("-")[0]
-
-
 def matching(name: str, shipped: Sequence[str]) -> list[str]:
     """Return the shipped machines that a name means, sorted; empty without a match."""
     wanted = squashed(name)
@@ -50,28 +45,22 @@ def matching(name: str, shipped: Sequence[str]) -> list[str]:
 
 
 def _spellings(machine: str) -> set[str]:
-    """`rtx4090-desktop` -> rtx4090, 4090, rtx4090desktop, 4090desktop. Machines of several GPUs have their full name alone."""
+    """`rtx4090-desktop` -> rtx4090, 4090, rtx4090desktop, 4090desktop."""
     gpu, _, rest = machine.partition("-")
-    short = re.sub(r"^rtx(?:pro)?", "", gpu)
-    return {squashed(stem + ending) for stem in (gpu, short, gpu.removeprefix("rtx")) for ending in ("", rest)}
+    return {stem + ending for stem in (gpu, gpu.removeprefix("rtx")) for ending in ("", rest)}
 
 
 def refusal(name: str) -> str | None:
     """Return the reason to refuse this machine; None without a reason."""
-    wanted = squashed(name)
-    return next((why for pattern, why in REFUSED if wanted and re.fullmatch(pattern, wanted)), None)
+    return next((why for pattern, why in REFUSED if re.fullmatch(pattern, squashed(name))), None)
 
 
 def nearest(name: str, shipped: Sequence[str]) -> str | None:
     """Return the shipped machine with the most similar name; None if none is similar."""
-    wanted = squashed(name)
-    if not wanted:
-        return None
 
     def unlike(machine: str) -> tuple[float, bool, bool, str]:
-        rest = machine.partition("-")[2]
-        stems = {squashed(machine), squashed(gpu_of(machine))}
-        ratio = max(SequenceMatcher(None, wanted, stem, autojunk=False).ratio() for stem in stems)
+        gpu, _, rest = machine.partition("-")
+        ratio = max(SequenceMatcher(None, squashed(name), stem, autojunk=False).ratio() for stem in (gpu, gpu + rest))
         return -ratio, rest not in ("", "sxm"), rest[:1].isdigit(), machine
 
     best = min(shipped, key=unlike)
@@ -81,8 +70,8 @@ def nearest(name: str, shipped: Sequence[str]) -> str | None:
 def unknown(name: str, where: str, shipped: Sequence[str]) -> str:
     """Return one line for a name that means no shipped machine, or several. `where`: the name as it may be printed."""
     if several := matching(name, shipped):
-        gpus = {gpu_of(machine) for machine in several}
-        groups = [machine for machine in shipped if machine.partition("x")[0].isdigit() and machine.partition("x")[2] in gpus]
+        gpus = {machine.partition("-")[0] for machine in several}
+        groups = [machine for machine in shipped if machine[0].isdigit() and machine.partition("x")[2] in gpus]
         return f"machine {where!r} may be {', '.join([*several, *groups])}; name one of them"
     if (why := refusal(name)) is not None:
         return f"no machine {where!r}: it {why}; choose another of `penstock machines`"

@@ -8,14 +8,13 @@ memory bandwidth, 0.35 and 0.18 of their optimizer's rate, and 0.077 and 0.044 o
 from typing import Any
 
 from penstock.runtime.errors import ProfileError
-from penstock.runtime.units import GB, MB, TB, show_bytes, show_rate
+from penstock.runtime.units import GB, MB, TB, show_rate
 
 from .curves import along
 from .schema import Profile
 
-CORES = (2, 1024)
-LINK = (100 * MB, TB)  # bytes per second: a quarter of PCIe Gen3 x1; twice NVLink-C2C
-BANDWIDTH = (GB, 10 * TB)
+# Least and largest; bytes per second: from a quarter of PCIe Gen3 x1 to twice NVLink-C2C
+RANGES = {"--host-cores": (2, 1024), "--link": (100 * MB, TB), "--host-bandwidth": (GB, 10 * TB)}
 DERIVED_SPREAD = 0.3  # least spread of rates that are derived for a share of the host
 FEW_CORES = 8  # up to this many cores one drives the device, beyond it two
 
@@ -25,84 +24,73 @@ def rented(
     host_cores: int | None = None,
     link_bytes_per_s: float | None = None,
     host_bandwidth_bytes_per_s: float | None = None,
-    author: str = "the user",
 ) -> Profile:
     """Return the profile with these cores and rates of its whole host; None: unchanged. Raise ProfileError if one is not sensible.
 
     `host_cores`: all cores; one or two of them drive the device. `link_bytes_per_s`: each direction, for large copies.
     """
-    stated = {"--host-cores": host_cores, "--link": link_bytes_per_s, "--host-bandwidth": host_bandwidth_bytes_per_s}
-    if not (stated := {flag: value for flag, value in stated.items() if value is not None}):
+    values = zip(RANGES, (host_cores, link_bytes_per_s, host_bandwidth_bytes_per_s), strict=True)
+    if not (stated := {flag: value for flag, value in values if value is not None}):
         return profile
     if profile.device.kind == "cpu":
-        raise ProfileError(
-            f"{profile.name}: {min(stated)} is for the host of a GPU, not for a CPU; measure it with `penstock probe`"
-        )
-    for flag, (least, largest) in (("--host-cores", CORES), ("--link", LINK), ("--host-bandwidth", BANDWIDTH)):
-        if not least <= (value := stated.get(flag, least)) <= largest:
-            shown = [f"{n:g}" if flag == "--host-cores" else show_rate(n, "B") for n in (value, least, largest)]
-            raise ProfileError(f"{flag} {shown[0]}: is not between {shown[1]} and {shown[2]}; give the value of the whole host")
-    fields = profile.to_json()
+        raise ProfileError(f"{profile.name}: {min(stated)} is for the host of a GPU; measure a CPU with `penstock probe`")
+    shown = {flag: f"{n:g}" if flag == "--host-cores" else show_rate(n, "B") for flag, n in stated.items()}
+    for flag, value in stated.items():
+        if not RANGES[flag][0] <= value <= RANGES[flag][1]:
+            least, largest = (f"{n:g}" if flag == "--host-cores" else show_rate(n, "B") for n in RANGES[flag])
+            raise ProfileError(f"{flag} {shown[flag]}: is not between {least} and {largest}; give the value of the whole host")
+    fields, words = profile.to_json(), ", ".join(f"{flag} {value}" for flag, value in shown.items())
+    derived = (
+        f"scaled to {words} from {profile.host.n_cores} cores and the rates of {profile.name}, as of two probed virtual machines"
+    )
+    for key, kind, detail in (("user_host", "user", f"{words} as given by the user"), ("user_share", "assumed", derived)):
+        fields["sources"][key] = {"kind": kind, "detail": detail, "date": None, "device": None, "driver": None}
     if link_bytes_per_s is not None:
-        _set_link(fields, profile, link_bytes_per_s, author)
+        _set_link(fields["link"], profile, link_bytes_per_s)
     if host_cores is not None or host_bandwidth_bytes_per_s is not None:
-        _set_host(fields, profile, host_cores, host_bandwidth_bytes_per_s, author)
+        _set_host(fields["host"], profile, host_cores, host_bandwidth_bytes_per_s)
     return Profile.from_json(fields, profile.name)
 
 
-def _source(kind: str, detail: str) -> dict[str, Any]:
-    return {"kind": kind, "detail": detail, "date": None, "device": None, "driver": None}
-
-
-def _set_link(fields: dict[str, Any], profile: Profile, bytes_per_s: float, author: str) -> None:
+def _set_link(link: dict[str, Any], profile: Profile, bytes_per_s: float) -> None:
     """Scale each direction to this rate, and both together by the ratio of their sums. Latencies stay."""
-    fields["sources"]["user_link"] = _source("user", f"a link of {show_bytes(bytes_per_s)}/s per direction as given by {author}")
-    fields["sources"]["user_link_load"] = _source("assumed", "rates under load, scaled by the rate of the link that was given")
-    link, curves = fields["link"], {"h2d": profile.link.h2d, "d2h": profile.link.d2h}
+    curves = {"h2d": profile.link.h2d, "d2h": profile.link.d2h}
     best = {name: max(point.rate.value for point in curve.bytes_per_s) for name, curve in curves.items()}
-    for name, had in best.items():
-        curve, ratio = link[name], bytes_per_s / had
+    for name, best_bytes_per_s in best.items():
+        curve, ratio = link[name], bytes_per_s / best_bytes_per_s
         for point in curve["bytes_per_s"]:
-            _scale(point["rate"], ratio, "user_link", 0.0)
-        _scale(curve["pageable_bytes_per_s"], min(1.0, ratio), "user_link_load")
+            _set(point["rate"], point["rate"]["value"] * ratio, "user_host")
+        _set(curve["pageable_bytes_per_s"], curve["pageable_bytes_per_s"]["value"] * min(1.0, ratio))
         for key in {"duplex_bytes_per_s", "under_optimizer_bytes_per_s"} & curve.keys():
-            _scale(curve[key], ratio, "user_link_load")
-    _scale(link["duplex_bytes_per_s"], 2 * bytes_per_s / sum(best.values()), "user_link_load")
+            _set(curve[key], curve[key]["value"] * ratio)
+    _set(link["duplex_bytes_per_s"], link["duplex_bytes_per_s"]["value"] * 2 * bytes_per_s / sum(best.values()))
 
 
-def _set_host(fields: dict[str, Any], profile: Profile, n_cores: int | None, bytes_per_s: float | None, author: str) -> None:
+def _set_host(host: dict[str, Any], profile: Profile, n_cores: int | None, bytes_per_s: float | None) -> None:
     """Set cores and memory bandwidth. The optimizer runs on a `part` of the memory system with threads in proportion."""
-    host, had = fields["host"], profile.host
-    n = had.n_cores if n_cores is None else n_cores - (1 if n_cores <= FEW_CORES else 2)
-    share = min(1.0, n / had.n_cores)
-    part = share if bytes_per_s is None else bytes_per_s / had.dram_bytes_per_s.value
-    stated = [] if n_cores is None else [f"{n_cores} host cores, {n} of them for copies and optimizer"]
-    stated += [] if bytes_per_s is None else [f"host memory at {show_bytes(bytes_per_s)}/s"]
-    had_words = f"{profile.name} has {had.n_cores} and {show_bytes(had.dram_bytes_per_s.value)}/s"
-    words = f"{' and '.join(stated)} as given by {author}; {had_words}"
+    server, dram = profile.host, host["dram_bytes_per_s"]
+    n = server.n_cores if n_cores is None else n_cores - (1 if n_cores <= FEW_CORES else 2)
+    share = min(1.0, n / server.n_cores)
+    part = share if bytes_per_s is None else bytes_per_s / dram["value"]
     host["n_cores"] = n
     if bytes_per_s is not None:
-        fields["sources"]["user_host_bandwidth"] = _source("user", words)
-        _scale(host["dram_bytes_per_s"], part, "user_host_bandwidth", 0.0)
+        _set(dram, bytes_per_s, "user_host")
+    elif part < 1.0:
+        _set(dram, dram["value"] * part)
     if (share, part) == (1.0, 1.0):
         return
-    fields["sources"]["user_host"] = _source("assumed", f"{words}; a share of its rates, as of two probed virtual machines")
-    if bytes_per_s is None:
-        _scale(host["dram_bytes_per_s"], part, "user_host")
-    _scale(host["reduce_bytes_per_s"], share * part, "user_host")
-    template = host["optimizer"][-1]
-    host["optimizer"] = []
+    _set(host["reduce_bytes_per_s"], host["reduce_bytes_per_s"]["value"] * share * part)
+    template, host["optimizer"] = host["optimizer"][-1], []
     for threads in sorted({2**i for i in range(n.bit_length())} | {n}):
         point: dict[str, Any] = {"threads": threads}
         for key in sorted(template.keys() - {"threads"}):
-            rates = [(float(p.threads), rate.value) for p in had.optimizer if (rate := getattr(p, key)) is not None]
-            wide = threads / part
-            value = part * along(rates, wide) * min(1.0, wide / rates[0][0])
-            point[key] = dict(template[key]) | {"value": value}
-            _scale(point[key], 1.0, "user_host")
+            rates = [(float(p.threads), rate.value) for p in server.optimizer if (rate := getattr(p, key)) is not None]
+            point[key] = dict(template[key])
+            _set(point[key], part * along(rates, threads / part) * min(1.0, threads / part / rates[0][0]))
         host["optimizer"].append(point)
 
 
-def _scale(quantity: dict[str, Any], ratio: float, source: str, spread: float | None = None) -> None:
-    spread = max(quantity["spread_fraction"], DERIVED_SPREAD) if spread is None else spread
-    quantity |= {"value": quantity["value"] * ratio, "spread_fraction": spread, "source": source}
+def _set(quantity: dict[str, Any], value: float, source: str = "user_share") -> None:
+    """Set a value that the user gave (`user_host`), exactly, or a derived one."""
+    spread = 0.0 if source == "user_host" else max(quantity["spread_fraction"], DERIVED_SPREAD)
+    quantity |= {"value": value, "spread_fraction": spread, "source": source}

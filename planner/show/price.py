@@ -20,8 +20,7 @@ JOB_TITLES = ("time", "rented", "bought")
 OLD = datetime.timedelta(days=183)  # six months
 SETUP_S, MOVED_BYTES_PER_S = 1800, 200 * MB  # assumed: start and installation; download of weights and copy of the last checkpoint
 DOWNLOADED_BYTES = 2  # per parameter: published weights are in bf16
-MOVED = f"download and last checkpoint at {show_bytes(MOVED_BYTES_PER_S)}/s"
-AROUND = f"{show_duration(SETUP_S)} of set-up, and {MOVED} (assumed)"
+AROUND = f"{show_duration(SETUP_S)} of set-up, download and last checkpoint at {show_bytes(MOVED_BYTES_PER_S)}/s (assumed)"
 Ends = tuple[float, float]
 
 
@@ -157,7 +156,8 @@ def job_in_words(job: Job) -> str:
     """Format a job: `2 d 5 h, 143 USD rented, 80.1 USD bought`, and the part of the time that is not training."""
     prices = [f"{show_usd(usd)} {how}" for usd, how in ((job.rent_usd, "rented"), (job.bought_usd, "bought")) if usd is not None]
     total = ", ".join([show_duration(job.seconds + job.around_s), *prices])
-    return f"{total}, with {show_duration(SETUP_S)} of set-up, {show_duration(job.around_s - SETUP_S)} of {MOVED}"
+    around = f"{show_duration(SETUP_S)} set-up, {show_duration(job.around_s - SETUP_S)} download and checkpoint"
+    return f"{total}, with {around} ({show_bytes(MOVED_BYTES_PER_S)}/s)"
 
 
 def show_usd(usd: float | None) -> str:

@@ -12,9 +12,9 @@ SHIPPED = shipped_profiles()
 @pytest.mark.parametrize(
     ("name", "machine"),
     [
-        ("dgx-spark", "gb10"), ("DGX Spark", "gb10"), ("A100 40GB", "a100-40gb"), ("l40s", "l40s-server"), ("NVIDIA L4", "l4"),
+        ("DGX Spark", "gb10"), ("A100 40GB", "a100-40gb"), ("l40s", "l40s-server"), ("NVIDIA L4", "l4"), ("H100_SXM", "h100-sxm"),
         ("RTX PRO 6000", "rtxpro6000-workstation"), ("8 x H100", "8xh100"), ("HGX H200", "8xh200"), ("2x RTX 3090", "2xrtx3090"),
-        ("GeForce RTX 4090 Desktop", "rtx4090-desktop"), ("4080", "rtx4080"), ("AMD Instinct MI300X", "mi300x"), ("H100_SXM", "h100-sxm"),
+        ("GeForce RTX 4090 Desktop", "rtx4090-desktop"), ("4080", "rtx4080"), ("AMD Instinct MI300X", "mi300x")
     ],
 )  # fmt: skip
 def test_a_name_of_one_machine_is_taken_with_a_note(name: str, machine: str) -> None:
