@@ -42,7 +42,11 @@ from penstock.cli.outputs import json_text
 from penstock.hwprofiles.quantity import SourceKind
 from penstock.hwprofiles.schema import FOLDER, Profile, read_profile
 
-SAME_GPU = {"h100-sxm": ("8xh100",), "rtx4090-server": ("8xrtx4090", "rtx4090-desktop", "rtx4090-threadripper")}
+SAME_GPU = {
+    "h100-sxm": ("8xh100",), "h200-pcie5": ("8xh200",), "b200": ("8xb200",), "rtx3090-desktop": ("2xrtx3090",),
+    "rtx4090-server": ("8xrtx4090", "2xrtx4090", "rtx4090-desktop", "rtx4090-threadripper"),
+}  # fmt: skip
+AS_JOINED = {"h100-sxm": "NVLink 4", "8xh200": "NVLink 4", "8xb200": "NVLink 5", "a100-40gb": "NVLink 3"}  # without own rows
 MEMORY_LIKE = {"rtx5090-desktop": "rtx5090-server", "rtx5090-threadripper": "rtx5090-server"}
 KERNELS = ("flash", "cudnn", "fa3", "aiter")
 ONLY_MEASURED = ("fa3", "aiter")  # kernels that plans never choose: only for GPUs with rows
@@ -225,7 +229,7 @@ class Writing:
     def collectives(self, joined: str, results: Mapping[str, FitResult]) -> None:
         laws: Fields = {}
         for name, result in results.items():
-            machine = self.machine if self.machine in result.values else next(iter(result.values))
+            machine = next((m for m in (self.machine, self.gpu) if m in result.values), next(iter(result.values)))
             key, v = (
                 self.put(f"ops_{name}", source("fitted", result.words(machine, f"a law of NCCL's {name} over {joined}"), machine)),
                 result.values[machine],
@@ -247,7 +251,7 @@ def profiles() -> Iterator[tuple[str, Fields]]:
     of_attention = {kernel: {way: attention(kernel, way) for way in ways} for kernel in KERNELS}
     of_norms = {kernel: {way: norms(kernel, way) for way in ways} for kernel in ("torch-fused", "torch-compile")}
     eager, memory, joining = eager_rates(), memory_rates(), collectives()
-    joined = {machine: name for name, machines in JOINED.items() for machine in machines} | {"h100-sxm": "NVLink 4"}
+    joined = {machine: name for name, machines in JOINED.items() for machine in machines} | AS_JOINED
     for gpu in GPUS:
         for machine in (gpu, *SAME_GPU.get(gpu, ())):
             writing = Writing(machine, gpu, json.loads((FOLDER / f"{machine}.json").read_text()))

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag
 
 from .curves import Row, check_rising, rows_of
 from .op_laws import AttentionLaw, CollectiveLaw, ProductLaw
-from .quantity import Day, Dtype, Part, Quantity, Share, Size, Text
+from .quantity import Day, Dtype, Money, Part, Quantity, Share, Size, Text
 
 Direction = Literal["h2d", "d2h"]
 AttentionKernel = Literal["flash", "cudnn", "fa3", "aiter"]  # `flash`: torch's FlashAttention-2; fp32: its memory-efficient kernel
@@ -208,9 +208,9 @@ class Disk(Part):
 class Price(Part):
     """Prices on a day: rent, purchase and power. Host memory with a price per GB is bought in addition to `usd`."""
 
-    usd_per_hour: Quantity | None
-    usd: Quantity | None = None
-    ram_usd_per_gb: Quantity | None
+    usd_per_hour: Money | None
+    usd: Money | None = None
+    ram_usd_per_gb: Money | None
     watts: Quantity | None = None  # whole machine under load
     usd_per_kwh: Quantity | None = None  # None: an assumed price
     date: Day | None

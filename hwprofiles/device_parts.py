@@ -33,7 +33,7 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
     for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
         quantity = price.get(key)
         if quantity and (key == "ram_usd_per_gb" or profile.sources[quantity["source"]].kind != "user"):  # memory: per part
-            quantity["value"] *= n * n_hosts
+            quantity |= {end: quantity[end] * n * n_hosts for end in ("value", "low", "high") if end in quantity}
     if profile.network is not None:
         fields["network"]["n_hosts"] = n_hosts
     return Profile.from_json(fields | {"name": name_of_shared(profile.name, n, n_hosts)}, profile.name)

@@ -36,6 +36,25 @@ class Quantity(Share):
     value: Annotated[float, Field(ge=1e-15, le=1e30)]
 
 
+class Money(Quantity):
+    """A price, and the lowest and highest published one; None: one figure, or not known."""
+
+    low: float | None = None
+    high: float | None = None
+
+    @model_validator(mode="after")
+    def _is_in_its_range(self) -> "Money":
+        if not self.ends[0] <= self.value <= self.ends[1]:
+            raise ValueError(f"{self.value:g} is not between low and high, {self.ends[0]:g} and {self.ends[1]:g}")
+        return self
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The published range; otherwise the value with its spread in both directions."""
+        least, largest = self.value * max(0.0, 1 - self.spread_fraction), self.value * (1 + self.spread_fraction)
+        return (least if self.low is None else self.low), (largest if self.high is None else self.high)
+
+
 class Source(Part):
     """Provenance of numbers. Only results of `penstock probe` have the kind `measured`."""
 

@@ -7,7 +7,7 @@ import errno
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from penstock.runtime.errors import ProfileError
 from penstock.runtime.files import read_whole
 from penstock.runtime.units import MiB, on_one_line, show_bytes
 
-from . import components
+from . import components, machine_names
 from .components import (
     FORMS,
     ITEM_BYTES,
@@ -225,19 +225,18 @@ def shipped_profiles() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def read_profile(name_or_path: str) -> Profile:
-    """Read a shipped profile by name or a profile file. Raise ProfileError with the first problem in one line."""
+def read_profile(name_or_path: str, note: Callable[[str], None] = lambda text: None) -> Profile:
+    """Read a profile file, or a shipped profile by a name that means one machine; `note(text)` is called if it is not its own name.
+    Raise ProfileError with the first problem in one line."""
     shipped, where = shipped_profiles(), _plain(name_or_path)
     path = FOLDER / f"{name_or_path}.json" if name_or_path in shipped else Path(name_or_path)
     try:
         text = read_whole(path, MAX_PROFILE_FILE_BYTES)
     except (FileNotFoundError, ValueError):  # ValueError: not a possible file name
-        wanted = name_or_path.lower()
-        single_first = sorted(shipped, key=lambda name: name[0].isdigit())
-        near = [name for name in single_first if wanted and wanted in name][:3] or get_close_matches(wanted, shipped, n=1)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        message = f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`"
-        raise ProfileError(message) from None
+        if len(means := machine_names.matching(name_or_path, shipped)) != 1:
+            raise ProfileError(machine_names.unknown(name_or_path, where, shipped)) from None
+        note(f"machine {where!r} is taken as {means[0]}")
+        return read_profile(means[0])
     except OSError as error:
         why = "larger than any profile" if error.errno == errno.EFBIG else f"cannot be read ({error.strerror})"
         raise ProfileError(f"{where}: {why}; make one with `penstock probe -o FILE`") from None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.hwprofiles.device_parts import part_of
+from penstock.hwprofiles.rented import rented
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.check.check import check as prove
 from penstock.planner.check.check import summary
@@ -80,6 +81,9 @@ def plan(
     policy: Policy | Mapping[str, Any] | str | None = None,
     host_memory_bytes: int | None = None,
     device_memory_bytes: int | None = None,
+    host_cores: int | None = None,
+    link_bytes_per_s: float | None = None,
+    host_bandwidth_bytes_per_s: float | None = None,
     disk_read_bytes_per_s: float | None = None,
     kernels: Kernel | None = None,
     deterministic: bool = False,
@@ -98,6 +102,7 @@ def plan(
     Profile. `policy`: a Policy, its fields, or the name of another system, instead of a search. `semantics`: further fields of
     Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
     `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
+    `host_cores`, `link_bytes_per_s` (each direction), `host_bandwidth_bytes_per_s`: of the whole host, instead of the profile's.
     `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
     `loss`: a value of `--loss`, or a function (docs/losses.md). `no_dropout`: train with the configuration's dropout off.
     `measured`: the folder of a run of this model on this machine, which scales predicted op times. DoesNotFitError names the
@@ -110,6 +115,7 @@ def plan(
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
     requested = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes)
+    requested = rented(requested, host_cores, link_bytes_per_s, host_bandwidth_bytes_per_s)
     if disk_read_bytes_per_s is not None:
         requested = requested.with_disk(disk_read_bytes_per_s)
     profile = part_of(requested, gpus, hosts, network_gbit)

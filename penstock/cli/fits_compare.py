@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import date
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -20,11 +21,13 @@ from rich.console import Console
 from rich.progress import track
 
 from penstock.hwprofiles.device_parts import on_network, part_of
+from penstock.hwprofiles.machine_names import matching
 from penstock.hwprofiles.quantity import BASES
+from penstock.hwprofiles.rented import rented
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.model.config import without_dropout
 from penstock.planner.model.workload import read_model, supported_attention
-from penstock.planner.show.price import JOB_TITLES, hourly
+from penstock.planner.show.price import AROUND, JOB_TITLES, hourly
 from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.packed import Base
@@ -32,8 +35,21 @@ from penstock.runtime.plan.policy import trained
 from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import AS_JSON, BYTES, COUNT, NO_DROPOUT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
-from .outputs import check_page, created, show_table, write_drawing
+from .options import (
+    AS_JSON,
+    BYTES,
+    COUNT,
+    HOST,
+    NO_DROPOUT,
+    PRICES,
+    TOKENS,
+    sequences_of_a_step,
+    with_batch,
+    with_host,
+    with_prices,
+    with_work,
+)
+from .outputs import check_page, created, json_text, note, show_table, write_drawing
 
 if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
@@ -41,6 +57,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
 COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
+CHEAPEST = {"cheapest": False, "cheapest_bought": True}  # key of JSON -> bought, not rented
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
 MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
@@ -57,6 +74,7 @@ HTML = click.option("--html", type=FILE, callback=check_page, help="Also write F
 @click.option("--less-state", is_flag=True, help="Also optimizers with smaller state, in rows where a larger model fits.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
+@with_host
 @MASTER
 @HTML
 @AS_JSON
@@ -86,7 +104,8 @@ def fits(
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
     for profile in chain(*groups.values()):
         part_of(profile, gpus, hosts, network_gbit)  # raises if the step cannot be shared so
-    groups = {name: [on_network(profile, network_gbit) for profile in profiles] for name, profiles in groups.items()}
+    host = [work.pop(name) for name in HOST]
+    groups = {name: [on_network(rented(profile, *host), network_gbit) for profile in profiles] for name, profiles in groups.items()}
     semantics = _part(gpus * hosts, micro_batch=1, **work)
     names = None if families is None else tuple(dict.fromkeys(map(str.strip, families.split(","))))
     if wrong := [name for name in names or () if name not in planned.known()]:
@@ -117,6 +136,8 @@ def fits(
         click.echo(json.dumps({"seq_len": step.seq_len, "batch_size": step.batch_size, "is_estimate": not search, "fits": rows}))
     else:
         click.echo(f"for steps of {step.batch_size} sequences of {step.seq_len:,} tokens", err=True)
+        if tokens is not None:
+            click.echo(f"time and price of {show_count(tokens)} tokens include {AROUND}", err=True)
         show_table(titles, map(row, chain(known, results)))
     if html is not None:
         from penstock.planner.show.machine_pages import fits_page
@@ -137,7 +158,7 @@ def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:
 def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]:
     optimizer = [fit.optimizer] if has_optimizer else []
     where = (*optimizer, fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
-    job = fit.hourly.job_cells(tokens, fit.tokens_per_s)
+    job = fit.hourly.job_cells(tokens, fit.tokens_per_s, fit.moved_bytes)
     if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
         return (*where, "none fits", "-", "-", *job)
     return (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}", *job)
@@ -155,6 +176,7 @@ def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]
 @click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @with_prices
 @with_work
+@with_host
 @NO_DROPOUT
 @MASTER
 @HTML
@@ -181,17 +203,17 @@ def compare(
     """
     from penstock.planner.search.claim import CUT
     from penstock.planner.search.micro_batch import SIZES
-    from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
-    from penstock.planner.show.report_lines import ALONE
+    from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes, tied
+    from penstock.planner.show.report_lines import exchange_in_words
 
     described = without_dropout(read_model(model)) if no_dropout else read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
-    prices = {name: work.pop(name) for name in PRICES}
+    prices, host = {name: work.pop(name) for name in PRICES}, [work.pop(name) for name in HOST]
     free = (SIZES if micro_batch is None else SIZES - {"micro_batch"}) | {CUT}
     has_all = click.get_current_context().get_parameter_source("gpus") is ParameterSource.DEFAULT
     tasks, remarks = [], list[str]()
     for machine in _compared(machines, None if has_all else gpus):
-        profile = machine.with_prices(**prices)
+        profile = rented(machine.with_prices(**prices), *host)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
             limit = show_bytes(profile.most_host_bytes or 0)
             remarks.append(f"{profile.name}: has at most {limit} of memory, and is planned with that")
@@ -202,8 +224,8 @@ def compare(
         n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
             remarks.append(f"{profile.name}: {n} of its {profile.n_devices} GPUs")
-        if n > 1 and profile.peers is None:
-            remarks.append(f"{profile.name}: {ALONE}")
+        if (exchange := exchange_in_words(profile, n)) is not None:
+            remarks.append(f"{profile.name}: {exchange}")
         semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
     for remark in remarks:
@@ -211,14 +233,15 @@ def compare(
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
-    rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
     about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
-    ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
+    names = {key: (least := cheapest(ranked, bought)) and least[1] for key, bought in CHEAPEST.items()}
+    ties = {f"{name}_ties": [c.machine for c in tied(ranked, bought)] for name, bought in CHEAPEST.items()}
+    ranking = names | ties | {"machines": [entry.to_json(tokens) for entry in ranked]}
     if as_json:
         click.echo(json.dumps(about | ranking))
     else:
         show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
-        click.echo("\n".join(notes(ranked)))
+        click.echo("\n".join(notes(ranked, date.today(), tokens)))
     if html is not None:
         from penstock.planner.show.machine_pages import compare_page
 
@@ -226,9 +249,12 @@ def compare(
 
 
 @click.command()
+@click.argument("name", required=False)
 @AS_JSON
-def machines(as_json: bool) -> None:
+def machines(name: str | None, as_json: bool) -> None:
     """List the machines that can be planned for by name, their prices, and the sources of their speeds.
+
+    With NAME: print the profile of this machine, to be edited in a file (penstock machines gb10 > mine.json).
 
     The last columns divide the device time of a standard step (qwen3-8b, 4 x 4096 tokens) by source: measurements of this device,
     measurements of another device scaled by datasheets, and assumptions. For any other machine, edit the profile of the nearest
@@ -236,6 +262,9 @@ def machines(as_json: bool) -> None:
     """
     from penstock.planner.predict.provenance import standard
 
+    if name is not None:
+        click.echo(json_text(read_profile(name, note).to_json()), nl=False)
+        return
     profiles = _profiles()
     if as_json:
         fields = [
@@ -268,9 +297,12 @@ def _compared(names: str, n_gpus: int | None) -> list[Profile]:
 
 
 def _profiles(name: str = "") -> list[Profile]:
-    """Return the machine of a name or file, or all shipped machines of a GPU, or (without a name) of any GPU."""
-    of_gpu = [shipped for shipped in shipped_profiles() if not name or shipped.startswith(f"{name}-")]
-    return [read_profile(shipped) for shipped in of_gpu or [name]]
+    """Return the machine of a name or file, or all shipped machines that a name means, or (without a name) of any GPU."""
+    shipped = shipped_profiles()
+    several = matching(name, shipped) if name else shipped
+    if name in shipped or len(several) < 2 or os.path.isfile(name):
+        return [read_profile(name, note)]
+    return [read_profile(machine) for machine in several]
 
 
 def _part(

@@ -4,6 +4,7 @@ An absent flag is None: the file of `--config` or the default applies. Ranges ar
 validated.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from functools import reduce
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import click
 
 from penstock.run_config import ALSO_KNOWN_AS, advice, data_named
+from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.optimizer import RULES
 from penstock.runtime.units import parse_bytes, parse_count
@@ -78,6 +80,17 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
 
 
+def parse_rate(text: str) -> int:
+    """Parse bytes per second: `12GB` or `12GB/s`. Raise PenstockError for bits."""
+    size = text.strip().removesuffix("/s")
+    if re.search(r"[KMGT]i?b(it)?$|bit$|bps$", size):
+        raise PenstockError(f"{text[:40]!r} is a rate in bits; write it in bytes, for example 12GB/s")
+    return parse_bytes(size)
+
+
+RATE = Parsed("rate", parse_rate)
+
+
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
     """Return the sequences per step, given directly or as tokens."""
     if tokens_per_step is None:
@@ -139,6 +152,20 @@ with_work = together(
     click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts, each with --gpus GPUs."),
     click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
 )
+# The host of a rented machine, as it differs from the profile's: the arguments of `rented`
+with_host = together(
+    click.option("--host-cores", type=COUNT, help="Cores of the host, all of them, for example 16.  [default: the profile's]"),
+    click.option(
+        "--link", "link_bytes_per_s", type=RATE, help="Rate of host to GPU, each direction: 12GB/s.  [default: the profile's]"
+    ),
+    click.option(
+        "--host-bandwidth",
+        "host_bandwidth_bytes_per_s",
+        type=RATE,
+        help="Rate of host memory: 100GB/s.  [default: the profile's, with fewer --host-cores their share of it]",
+    ),
+)
+HOST = ("host_cores", "link_bytes_per_s", "host_bandwidth_bytes_per_s")
 NO_DROPOUT = click.option("--no-dropout", is_flag=True, help="Train with all dropout of the model's config.json off.")
 PRICES = ("usd_per_hour", "usd", "usd_per_kwh")
 with_prices = together(

@@ -62,6 +62,11 @@ def json_text(fields: dict[str, Any]) -> str:
     return _FLAT.sub(shorter, json.dumps(fields, indent=1)) + "\n"
 
 
+def note(text: str) -> None:
+    """Print a note on stderr, on one line."""
+    click.echo(f"note: {on_one_line(text)}", err=True)
+
+
 def check_output(path: Path) -> None:
     """Raise the PenstockError of `write_output` before long work instead of after it."""
     if path.is_dir():

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,16 @@ from .options import (
     BYTES,
     NO_DROPOUT,
     PRICES,
+    RATE,
     Command,
     semantics_flags,
     sequences_of_a_step,
     with_batch,
+    with_host,
     with_prices,
     with_work,
 )
-from .outputs import beyond_positions, check_output
+from .outputs import beyond_positions, check_output, note
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -62,10 +65,11 @@ class _Plan(Command):
 @click.option(
     "--device-memory", "device_memory_bytes", type=BYTES, help="Device memory to use, for example 24GB.  [default: the profile's]"
 )
+@with_host
 @click.option(
     "--disk-read",
     "disk_read_bytes_per_s",
-    type=BYTES,
+    type=RATE,
     help="Read rate in bytes per second, for example 7GB, of a disk for frozen layers that do not fit in host memory.  "
     "[default: the profile's]",
 )
@@ -135,7 +139,7 @@ def plan(
     try:
         planned = api.plan(
             model,
-            read_profile(machine).with_prices(**{name: options.pop(name) for name in PRICES}),
+            read_profile(machine, note).with_prices(**{name: options.pop(name) for name in PRICES}),
             seq_len=seq_len,
             batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
             policy=_policy(policy),
@@ -151,14 +155,15 @@ def plan(
     if as_json:
         click.echo(json.dumps(_fields(planned, tokens)))
     else:
-        print_plan(Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
+        facts = Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens, today=date.today())
+        print_plan(facts, Console(file=sys.stdout), verbose)
     if not IS_COMPILED:
         slower = "a search takes longer, and a run's host updates 10 to 60 times as long as planned"
-        click.echo(f"note: without numba {slower}; install it with: pip install numba", err=True)
+        note(f"without numba {slower}; install it with: pip install numba")
     in_bf16 = plan_advice(planned.profile) if planned.plan.semantics.compute_dtype == "bf16" else None
     notes = in_bf16, note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan)
-    for note in filter(None, notes):
-        click.echo(f"note: {on_one_line(note)}", err=True)
+    for text in filter(None, notes):
+        note(text)
     if output is not None:
         written = in_shell(output)
         disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
@@ -179,7 +184,7 @@ def _run_flags(model: Model) -> str:
 def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     """Return the fields of `--json`; `job` only with `--tokens`."""
     from penstock.planner.predict.provenance import provenance_of
-    from penstock.planner.show.price import hourly
+    from penstock.planner.show.price import hourly, moved_bytes
 
     answer, hour, (device, remainder) = planned.answer, hourly(planned.profile), provenance_of(planned.plan, planned.profile)
     rented, bought = hour.per_million(planned.tokens_per_s)
@@ -191,7 +196,7 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
         "usd_per_million_tokens": rented,
         "bought_usd_per_million_tokens": bought,
-        **hour.job_fields(tokens, planned.tokens_per_s),
+        **hour.job_fields(tokens, planned.tokens_per_s, moved_bytes(planned.plan)),
         "rests_on": {"device": device.to_json(), "others": remainder and remainder.to_json()},
     }
 

@@ -1,5 +1,6 @@
 """`penstock check` and `penstock report`: check a plan, and draw a page or trace of it and of its run."""
 
+from datetime import date
 from pathlib import Path
 
 import click
@@ -76,7 +77,7 @@ def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(in_shell(path) for path in (plan_file, run_dir) if path is not None)
     where = on_one_line(plan_file.name)
-    return page(Facts(file, where, run), where, created(f"penstock report {names}"))
+    return page(Facts(file, where, run, today=date.today()), where, created(f"penstock report {names}"))
 
 
 def _trace(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:

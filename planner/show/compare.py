@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from itertools import chain
 from typing import Any
 
@@ -20,7 +21,7 @@ from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import show_bytes, show_seconds
 
-from .price import USD_PER_KWH, Hourly, hourly
+from .price import AROUND, USD_PER_KWH, Ends, Hourly, hourly, in_range, moved_bytes
 from .report_lines import resident_hint
 
 
@@ -33,6 +34,7 @@ class Speed:
     micro_batch: int
     resident_step_s: float | None  # with all state on the device; None if it does not fit, or if both share one memory
     rests_on: dict[str, Any]  # shares of the device's seconds, from `Provenance`
+    moved_bytes: int  # of weights and the last checkpoint
 
     def to_json(self) -> dict[str, Any]:
         predicted = {name: value for name, value in asdict(self.predicted).items() if name not in ("model_flop_per_s", "busy_s")}
@@ -73,6 +75,14 @@ class Candidate:
         """USD per million tokens, rented and bought; None without a plan or a price."""
         return (None, None) if self.tokens_per_s is None else self.hourly.per_million(self.tokens_per_s)
 
+    def per_million_range(self, bought: bool) -> Ends | None:
+        """Lowest and highest USD per million tokens; None without a plan or a price."""
+        return None if self.tokens_per_s is None else self.hourly.million_ranges(self.tokens_per_s)[bought]
+
+    @property
+    def moved_bytes(self) -> int:
+        return 0 if self.speed is None else self.speed.moved_bytes
+
     def rank(self) -> tuple[bool, bool, float, str]:
         """Sort key: by speed, then machines that do not fit by missing bytes, then those with plans that are too long."""
         missing = {} if self.refusal is None else self.refusal.fields
@@ -90,12 +100,14 @@ class Candidate:
             "smallest_host_bytes": self.smallest_host_bytes,
             "usd_per_million_tokens": rented,
             "bought_usd_per_million_tokens": bought,
+            "usd_per_million_tokens_range": self.per_million_range(False),
+            "bought_usd_per_million_tokens_range": self.per_million_range(True),
             "usd_per_hour": {"total": hour.rent_usd, "rent": hour.rent_usd, "ram": hour.ram_usd}
             | {"bought": hour.bought_usd, "machine": hour.machine_usd, "power": hour.power_usd},
             "ram_fraction": hour.ram_fraction,
             "price_date": hour.date,
             "price_note": hour.note,
-        } | hour.job_fields(n_tokens, self.tokens_per_s)
+        } | hour.job_fields(n_tokens, self.tokens_per_s, self.moved_bytes)
 
     def row(self, n_tokens: int | None = None) -> tuple[str, ...]:
         """Cells for the titles in `COLUMNS` and, if a job is given, in `JOB_TITLES`."""
@@ -103,7 +115,7 @@ class Candidate:
         cells |= {"machine": self.machine} | ({} if self.refusal is None else {"tokens/s": self.refusal.status})
         if self.smallest_host_bytes is not None:
             cells["least host memory"] = show_bytes(self.smallest_host_bytes)
-        return *cells.values(), *self.hourly.job_cells(n_tokens, self.tokens_per_s)
+        return *cells.values(), *self.hourly.job_cells(n_tokens, self.tokens_per_s, self.moved_bytes)
 
 
 def _usd(usd: float | None, form: str = ".3g") -> str:
@@ -130,13 +142,30 @@ def cheapest(candidates: Iterable[Candidate], bought: bool) -> tuple[float, str]
     return min(((usd, c.machine) for c in candidates if (usd := c.per_million()[bought]) is not None), default=None)
 
 
-def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
+def tied(candidates: Sequence[Candidate], bought: bool) -> list[Candidate]:
+    """The cheapest machine, and all with a lowest price up to its highest one, in order of price."""
+    priced = [(usd, c.machine, c) for c in candidates if (usd := c.per_million()[bought]) is not None]
+    ordered = [(c, c.per_million_range(bought) or (usd, usd)) for usd, _, c in sorted(priced, key=lambda entry: entry[:2])]
+    return [c for c, ends in ordered if ends[0] <= ordered[0][1][1]]
+
+
+def _cheapest_in_words(candidates: Sequence[Candidate], bought: bool) -> str:
+    """`rtx4090-server, 0.154 USD per million tokens (0.154 to 0.272)`, or a tie of several machines."""
+    prices = [(c, c.per_million()[bought], in_range(c.per_million_range(bought))) for c in tied(candidates, bought)]
+    if len(prices) == 1:
+        (c, usd, ends), *_ = prices
+        return f"{c.machine}, {usd:.3g} USD per million tokens{ends}"
+    machines = "; ".join(f"{c.machine} {usd:.3g}{ends}" for c, usd, ends in prices)
+    return f"a tie, as the ranges of prices overlap: {machines} USD per million tokens"
+
+
+def notes(candidates: Sequence[Candidate], today: date | None = None, n_tokens: int | None = None) -> Iterator[str]:
     """Yield notes: cheapest machines, reasons for missing plans, resident training that is faster, missing prices and dates."""
     for bought, how in ((False, "to rent"), (True, "to buy")):
-        if (cheapest_price := cheapest(candidates, bought)) is not None:
+        if cheapest(candidates, bought) is not None:
             are_all_priced = all(c.speed is None or c.per_million()[bought] is not None for c in candidates)
             suffix = "" if are_all_priced else " of those with a price"
-            yield f"Cheapest {how}{suffix}: {cheapest_price[1]}, {cheapest_price[0]:.3g} USD per million tokens"
+            yield f"Cheapest {how}{suffix}: {_cheapest_in_words(candidates, bought)}"
     for c in candidates:
         if c.refusal is not None:
             yield f"{c.machine}: {c.refusal.in_words}"
@@ -149,6 +178,9 @@ def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
             f"Prices as of {min(dates)} or later. Rented: the hourly price, including host memory. Bought: "
             f"machine and host memory over three years of full use, and power ({USD_PER_KWH} USD per kWh unless given)."
         )
+    yield from (f"{c.machine}: {old}" for c in candidates if (old := c.hourly.old(today)) is not None)
+    if n_tokens is not None:
+        yield f"Time and price of the job include {AROUND}"
 
 
 @without_collection()
@@ -176,5 +208,7 @@ def candidate(
     predicted, resident = answer.claim.prediction, answer.resident
     predicted = replace(predicted, host_peak_bytes=predicted.host_peak_bytes * n_here)
     provenance, resident_s = provenance_of(answer.plan, profile)[0].to_json(), None if resident is None else resident.step_s
-    speed = Speed(predicted, answer.certificate, answer.plan.semantics.micro_batch, resident_s, provenance)
+    speed = Speed(
+        predicted, answer.certificate, answer.plan.semantics.micro_batch, resident_s, provenance, moved_bytes(answer.plan)
+    )
     return Candidate(profile.name, hour, speed, None, least_bytes)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from statistics import median
 
@@ -55,9 +56,11 @@ class Facts:
         run: LoggedRun | None = None,
         answer: SearchResult | None = None,
         n_tokens: int | None = None,
+        today: date | None = None,
     ) -> None:
         plan = file.plan
         self.plan, self.run, self.answer, self.n_tokens = plan, run, answer, n_tokens  # `n_tokens`: of a training job
+        self.today = today  # to judge the age of prices; None: they are not judged
         self.profile = Profile.from_json(plan.profile, where)
         self.cost = CostModel(self.profile)
         self.prediction = answer.prediction if answer else simulate(plan, self.cost.demands(plan), region_of(self.profile))

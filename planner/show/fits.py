@@ -28,7 +28,7 @@ from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import GB
 
 from .compare import candidate
-from .price import Hourly, hourly
+from .price import Hourly, hourly, moved_bytes
 
 HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
 GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # prefixes of shipped profile names
@@ -50,10 +50,11 @@ class Fit:
     model: str | None = None
     n_params: int | None = None
     tokens_per_s: float | None = None
+    moved_bytes: int = 0  # of weights and the last checkpoint
 
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
         fields = {name: value for name, value in asdict(self).items() if name != "hourly"}
-        return fields | self.hourly.job_fields(n_tokens, self.tokens_per_s)
+        return fields | self.hourly.job_fields(n_tokens, self.tokens_per_s, self.moved_bytes)
 
 
 def family_of(name: str, model_type: str) -> str:
@@ -131,20 +132,22 @@ def fits(
                     best = {}
                     candidates.pop(0)
                 if candidates:
-                    speed, best_bytes = speed_of(candidates[0], sizes, profile, searched)
+                    speed, best_bytes, moved = speed_of(candidates[0], sizes, profile, searched)
                     best = {"model": candidates[0].name, "n_params": sizes[0][1].n_params, "tokens_per_s": speed}
+                    best["moved_bytes"] = moved
             optimizer = semantics.optimizer_in_words
             rows.append(replace(Fit(gpu, machine.name, n_bytes, family, hourly(profile), not searched, optimizer), **best))
     return rows[::-1]
 
 
-def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bool) -> tuple[float, int]:
-    """Tokens per second of a model that fits, and host bytes of one rank: from a search, or from a greedy plan."""
+def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bool) -> tuple[float, int, int]:
+    """Tokens per second of a model that fits, host bytes of one rank, and `moved_bytes`: from a search, or from a greedy plan."""
     semantics = sizes[-1][0]
     if searched:
         best = candidate(model, profile, semantics).speed
         assert best is not None, f"{model.name} fits {profile.name}"
-        return best.predicted.tokens_per_s, best.predicted.host_peak_bytes * profile.n_hosts // semantics.ranks
+        peak_bytes = best.predicted.host_peak_bytes * profile.n_hosts // semantics.ranks
+        return best.predicted.tokens_per_s, peak_bytes, best.moved_bytes
     evaluators = [Evaluator(model, workload, sized, profile) for sized, workload in sizes]
     # The smallest tiles of each micro-batch except the largest: they cost little and save the most memory
     by_size = {e.semantics.micro_batch: e for e in evaluators[:N_ESTIMATED]}
@@ -153,7 +156,8 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
         smallest = ((e, smallest_plans(model, e.workload, e.semantics, profile)) for e in evaluators)
         likely = [(e, plan.policy) for e, plans in smallest for plan, needs in plans if needs.fits]
     evaluator, policy = lowest(likely)
-    return semantics.tokens_per_step / evaluator.step_s(policy), evaluator.needs(policy).host_peak_bytes
+    tokens_per_s, setup = semantics.tokens_per_step / evaluator.step_s(policy), evaluator.setup(policy)
+    return tokens_per_s, evaluator.needs(policy).host_peak_bytes, moved_bytes(setup)
 
 
 def lowest(likely: Sequence[tuple[Evaluator, Policy]]) -> tuple[Evaluator, Policy]:

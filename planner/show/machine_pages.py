@@ -2,6 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
+from datetime import date
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,12 @@ def compare_page(
     table = Table(titles, tuple(entry.row(n_tokens) for entry in ranked))
     fitting = [c for c in ranked if c.speed is not None]
     refused = [(c.machine, c.refusal.in_words) for c in ranked if c.refusal is not None]
-    context = {"is_drawn": bool(fitting), "refused": refused, "remarks": [*notes(fitting), *remarks], "work": _work(semantics)}
+    context = {
+        "is_drawn": bool(fitting),
+        "refused": refused,
+        "remarks": [*notes(fitting, date.today(), n_tokens), *remarks],
+        "work": _work(semantics),
+    }
     return rendered("compare.html", ("draw.js", "scatter.js"), answer, created, listing=table, **context)
 
 

@@ -6,6 +6,7 @@ from textwrap import shorten
 from typing import NamedTuple
 
 from penstock.hwprofiles.quantity import BASES
+from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.predict.provenance import Provenance
 from penstock.planner.search.claim import CUT, Claim, Predicted
 from penstock.runtime.plan import Lane
@@ -13,7 +14,7 @@ from penstock.runtime.units import show_bytes, show_count, show_rate, show_secon
 
 from .facts import Facts, Measured
 from .memory import SMALL_FRACTION, Occupancy
-from .price import job_in_words, prices_in_words
+from .price import job_in_words, moved_bytes, prices_in_words
 from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
 Line = tuple[str, str]  # name, text
@@ -52,6 +53,7 @@ N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # number of bottlenecks shown, minimum g
 MOST_LETTERS = 200  # maximum length of the schedule in the short report: two lines
 FAR = 3.0  # times the prediction; from here on not shown in percent
 ALONE = "the link between GPUs is not in the profile: exchange through host memory is assumed"
+OF_HOST = ("link", "DRAM", "optimizer", "updat", "upload", "download", "host")  # in the names of bottlenecks
 CONVENTION = "forward, twice that for backward, causal half of attention, no recompute"
 
 
@@ -95,14 +97,16 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
     saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in shown)
     if bound_by := [*bound_by, *([f"10 % more {saves}"] if saves else [])]:
         yield "bound by", "; ".join(bound_by)
+    if any(word in " ".join([*bound_by[:1], *(gain.resource for gain in shown[:1])]) for word in OF_HOST):
+        yield "assumes", _host_in_words(f)
     if (forward := f.forward) is not None:
         rate, pace = forward.n_sequences * f.plan.semantics.seq_len / forward.seconds, exact(forward.seconds)
         bound = f"no schedule below {exact(forward.bound_s)} (gap {forward.seconds / forward.bound_s - 1:.1%})"
         text = f"a pass that writes log-probabilities: {forward.n_sequences:,} sequences in {pace}, {rate:,.0f} tokens/s"
         yield "forward", f"{text}; {bound}"
     if f.n_tokens is not None:
-        yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
-    if prices := prices_in_words(f.hourly, f.tokens_per_s):
+        yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s, moved_bytes(f.plan)))
+    if prices := prices_in_words(f.hourly, f.tokens_per_s, f.today):
         yield "price", "; ".join(prices)
     if (advised := resident_hint(f.resident_s, f.step_s)) is not None:
         yield "resident", advised
@@ -117,8 +121,34 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
         yield "measured on", f"op times are those of a run of this model: {len(ratios)} kinds of op and block, {spread}"
     if not f.prediction.periodic:
         yield "note", "the steps reach no steady state: the prediction is the mean of the last simulated ones"
-    if f.plan.semantics.ranks > 1 and f.profile.peers is None:
-        yield "GPUs", ALONE
+    if (exchange := exchange_in_words(f.profile, f.plan.semantics.ranks // f.profile.n_hosts)) is not None:
+        yield "GPUs", exchange
+
+
+def _host_in_words(f: Facts) -> str:
+    """Host cores, rates of the optimizer and of host memory, and the link, and the options that change them."""
+    host, link, suffix = f.profile.host, f.profile.link, " for each GPU" if f.plan.semantics.ranks > 1 else ""
+    up, down = (show_rate(max(point.rate.value for point in curve.bytes_per_s), "B") for curve in (link.h2d, link.d2h))
+    updates = show_rate(f.profile.optimizer_params_per_s(host.n_cores), "")
+    cores = f"{counted(host.n_cores, 'core')} for copies and optimizer{suffix}, {updates.replace('/s', ' updates/s')}"
+    rates = f"host memory at {show_rate(host.dram_bytes_per_s.value, 'B')}, link {up} up and {down} down"
+    return f"{cores}; {rates}; change them with --host-cores, --host-bandwidth, --link"
+
+
+def exchange_in_words(profile: Profile, n: int) -> str | None:
+    """Assumed exchange between n GPUs, if the profile is of one GPU, and the shipped machine with n; None if it is known."""
+    peers = profile.peers
+    if n == 1 or (peers is not None and peers.n_devices is not None):
+        return None
+    text = ALONE
+    if peers is not None:
+        rate = show_rate(peers.collectives["all_gather"].bytes_per_s.value, "B")
+        how = "through host memory" if peers.through_host else f"at {rate}, as NCCL was measured with this GPU or its like"
+        text = f"the profile is of one GPU: {n} are assumed to share its host, and to exchange {how}"
+    machines = [read_profile(name) for name in shipped_profiles() if name[0].isdigit()]
+    able = [machine for machine in machines if machine.device.name == profile.device.name and machine.n_devices >= n]
+    least = min(able, key=lambda machine: machine.n_devices, default=None)
+    return text if least is None else f"{text}; {least.name} is a machine of {least.n_devices}"
 
 
 def short_report(f: Facts) -> Iterator[Line]:

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from penstock import api
 from penstock.planner.check.check import check
+from penstock.planner.check.claim import name_conflicts
 from penstock.planner.search.policies import BASELINES
 from penstock.runtime.plan import PlanFile
 from tests.running import one_line
@@ -60,6 +62,23 @@ def test_the_plan_file_holds_the_claim_and_passes_the_check(answered):
     assert f"next: penstock check {path}, then {NEXT.format(path)}" in result.stderr
     result = invoke("check", path)
     assert (result.exit_code, result.stdout.count("\n")) == (0, 1)
+
+
+def test_a_rented_host_is_planned_with_its_cores_and_link(answered, tmp_path):
+    """The step is longer, the answer names cores and link that bind, and Python has the same options."""
+    host = ("--host-cores", "4", "--link", "1GB/s", "--host-bandwidth", "20GB")
+    result = invoke(*SMALL, "--machine", "RTX 4090 desktop", "--policy", "zero3-offload", *host, "-o", tmp_path / "p.json")
+    assert "note: machine 'RTX 4090 desktop' is taken as rtx4090-desktop" in result.stderr
+    assert "3 cores for copies and optimizer" in result.stdout
+    assert "link 1 GB/s up and 1 GB/s down" in " ".join(result.stdout.split())
+    sizes = {"seq_len": 512, "batch_size": 4, "micro_batch": 2, "policy": "zero3-offload"}
+    rates = {"host_cores": 4, "link_bytes_per_s": 1e9, "host_bandwidth_bytes_per_s": 20e9}
+    planned = api.plan("qwen2.5-0.5b", "rtx4090-desktop", **sizes, **rates)
+    assert planned.plan.profile == PlanFile.read(tmp_path / "p.json").plan.profile
+    assert planned.step_s > 2 * json.loads(answered[0].stdout)["baselines"]["zero3-offload"]["step_s"]
+    assert not any("another" in conflict for conflict in name_conflicts(planned.plan)), "the user's values are no other machine"
+    one_line(invoke(*SMALL, "--link", "12Gb/s"), 2, "is a rate in bits")
+    one_line(invoke(*SMALL, "--host-cores", "5000"), 2, "--host-cores 5000: is not between 2 and 1024")
 
 
 def test_the_same_question_gives_the_same_file(tmp_path, answered):

@@ -1,6 +1,7 @@
 """Machine comparison: ranks by the plan of each machine, equal prices in all reports."""
 
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
@@ -9,9 +10,11 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.workload import read_model
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.search.micro_batch import SIZES
-from penstock.planner.show.compare import Candidate, candidate, cheapest, notes
+from penstock.planner.show.compare import Candidate, candidate, cheapest, notes, tied
 from penstock.planner.show.fits import Fit
 from penstock.planner.show.price import hourly, prices_in_words
+from penstock.planner.show.report_lines import ALONE, exchange_in_words
+from penstock.runtime.errors import ProfileError
 from penstock.runtime.plan import Policy, Semantics, Update
 from penstock.runtime.units import show_bytes
 from tests.lanes import mostly_slow
@@ -73,9 +76,14 @@ def test_prices_are_the_same_wherever_they_are_shown():
     million_hours, ram = 1e6 / 3600 / h200.speed.predicted.tokens_per_s, 1500 * 30 / 26280
     assert h200.per_million() == pytest.approx((3.59 * million_hours, (1 + ram) * million_hours))
     assert h200.hourly.ram_fraction == pytest.approx(ram / (1 + ram))
-    assert h200.to_json(36_000_000)["job"]["rent_usd"] == pytest.approx(36 * h200.per_million()[0])
-    fit = Fit("h200", "h200-pcie5", 1, "qwen", hourly(priced), False, "adamw", "m", 1, h200.speed.predicted.tokens_per_s)
-    fields = hourly(priced).job_fields(36_000_000, h200.speed.predicted.tokens_per_s)
+    job, moved_bytes = h200.to_json(36_000_000)["job"], h200.moved_bytes
+    assert moved_bytes == (2 + 2 + 12) * 494_032_768, "published weights; weights, masters and moments"
+    assert job["around_s"] == 30 * 60 + moved_bytes / 200e6
+    assert job["rent_usd"] == pytest.approx(36 * h200.per_million()[0] + 3.59 * job["around_s"] / 3600)
+    fit = Fit(
+        "h200", "h200-pcie5", 1, "qwen", hourly(priced), False, "adamw", "m", 1, h200.speed.predicted.tokens_per_s, moved_bytes
+    )
+    fields = hourly(priced).job_fields(36_000_000, h200.speed.predicted.tokens_per_s, moved_bytes)
     assert fit.to_json(36_000_000)["job"] == h200.to_json(36_000_000)["job"] == fields["job"]
     text = " ".join(prices_in_words(hourly(priced), h200.speed.predicted.tokens_per_s))
     assert all(f"{usd:.3g} USD per million tokens" in text for usd in h200.per_million())
@@ -83,4 +91,38 @@ def test_prices_are_the_same_wherever_they_are_shown():
     ranking = compared(priced, costly)
     assert ranking[0].machine == "fast"
     assert cheapest(ranking, bought=False) == (h200.per_million()[0], "h200-pcie5")
-    assert next(notes(ranking)) == f"Cheapest to rent: h200-pcie5, {h200.per_million()[0]:.3g} USD per million tokens"
+    low, high = h200.per_million_range(bought=False)
+    assert (low, high) == pytest.approx((2.5 * million_hours, 7 * million_hours))
+    usd = f"{h200.per_million()[0]:.3g} USD per million tokens ({low:.3g} to {high:.3g})"
+    assert next(notes(ranking)) == f"Cheapest to rent: h200-pcie5, {usd}"
+
+
+def rented_at(name: str, value: float, low: float, high: float) -> Profile:
+    return named(H200, name, usd_per_hour={"value": value, "low": low, "high": high, "spread_fraction": 0.4, "source": "rental"})
+
+
+def test_a_winner_that_depends_on_the_low_end_of_a_range_is_a_tie():
+    """A machine ties if its lowest price is not above the highest one of the cheapest."""
+    ranking = compared(rented_at("a", 1.0, 1.0, 2.0), rented_at("b", 1.9, 1.9, 3.0), rented_at("c", 2.1, 2.1, 3.0))
+    assert [entry.machine for entry in tied(ranking, bought=False)] == ["a", "b"]
+    assert next(notes(ranking)).startswith("Cheapest to rent: a tie, as the ranges of prices overlap: a ")
+    assert tied(ranking, bought=True) == []
+    with pytest.raises(ProfileError, match=r"price.usd_per_hour: 1 is not between low and high, 2 and 3"):
+        rented_at("wrong", 1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize(("day", "is_old"), [(date(2026, 9, 29), False), (date(2026, 10, 1), True)])
+def test_a_price_older_than_six_months_says_so(day, is_old):
+    ranking, old = compared(H200), "more than six months old: rent of 2026-03-31"
+    assert (f"h200-pcie5: {old}" in notes(ranking, day)) == is_old
+    assert (old in prices_in_words(hourly(H200), 100.0, day)) == is_old
+    assert old not in prices_in_words(hourly(H200.with_prices(usd_per_hour=3.0)), 100.0, day), "an offer of the user has no age"
+    assert not any("six months" in note for note in notes(ranking)), "without a date of today nothing is old"
+
+
+def test_eight_gpus_of_a_profile_of_one_name_the_machine_of_eight():
+    one, eight = read_profile("h100-sxm"), read_profile("8xh100")
+    assert "profile is of one GPU: 8 are assumed to share its host" in exchange_in_words(one, 8)
+    assert exchange_in_words(one, 8).endswith("; 8xh100 is a machine of 8")
+    assert exchange_in_words(read_profile("rtx4090-desktop"), 2).endswith(f"{ALONE}; 2xrtx4090 is a machine of 2")
+    assert (exchange_in_words(one, 1), exchange_in_words(eight, 8)) == (None, None)
