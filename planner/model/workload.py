@@ -206,8 +206,8 @@ def attentions(model: Model, seq_len: int) -> list[Attention]:
 def _attention(fields: list[Any] | None, n_sequences: int, seq_len: int) -> Attention | None:
     if fields is None:
         return None
-    n_heads, n_kv_heads, head_dim, window = fields
-    return Attention(n_sequences, n_heads, head_dim, seq_len, window, n_kv_heads)
+    n_heads, n_kv_heads, head_dim, window, *sinks = fields
+    return Attention(n_sequences, n_heads, head_dim, seq_len, window, n_kv_heads, bool(sinks))
 
 
 def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
