@@ -17,7 +17,7 @@ from penstock.planner.lower.forward import forward_plan
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.batch import Batch, positions_of
 from penstock.runtime.executor import execute
-from penstock.runtime.layers import documents
+from penstock.runtime.layers import documents, kernels
 from penstock.runtime.layers.layer_chain import trace
 from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.model_parts import ModelParts
@@ -274,7 +274,7 @@ def attended(inputs: Sequence[torch.Tensor], n_tokens: Sequence[int]) -> list[to
     """Return the result of attention by document for queries, keys, values (B, H, T, E) and a result gradient (B, T, H, E), and the
     gradients of the first three; all with tokens second."""
     query, key, value, d_out = (x.detach().requires_grad_() for x in inputs)
-    out = documents._Attention.apply(query, key, value, list(n_tokens), None)
+    out = kernels.FusedAttention.apply(query, key, value, list(n_tokens), None)
     return [out.detach(), *(x.transpose(1, 2) for x in torch.autograd.grad(out, (query, key, value), d_out))]
 
 
@@ -313,6 +313,6 @@ def test_torch_has_the_calls_of_a_document_on_cuda():
     with FakeTensorMode(), torch.no_grad():
         query, key, value = (torch.empty(1, n, 48, 16, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
         sums = torch.empty(1, 4, 48, device="cuda")
-        outputs = documents._attend([query, key, value], 0.25)
-        gradients = documents._attend_backward([query, query, key, value, query, sums], 0.25)
+        outputs = kernels._attend([query, key, value], 0.25)
+        gradients = kernels._attend_backward([query, query, key, value, query, sums], 0.25)
     assert [x.shape for x in (*outputs, *gradients)] == [x.shape for x in (query, sums, query, key, value)]

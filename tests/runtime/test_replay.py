@@ -29,7 +29,7 @@ from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import Remembering, machine_for, plan_of, semantics_of, streamed
 
 WITH_WEIGHTS = {"mm", "addmm", "_grouped_mm"}
-FUSED = {"_scaled_dot_product_flash_attention_for_cpu"}
+FUSED = {"_scaled_dot_product_flash_attention_for_cpu", "attention_by_document"}
 STORED = {Saved.INPUT: set[str](), Saved.ATTENTION: FUSED, Saved.PRODUCTS: WITH_WEIGHTS | FUSED}
 
 Case = tuple[str, str, str, str]
