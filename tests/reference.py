@@ -362,7 +362,7 @@ class WithSinks(torch.autograd.Function):
             for x, result in zip(results, call(d_out, q, *rest, 0.0, True, scale=scale, **options), strict=True):
                 x[place] = result[:, :, :n]
         along = (gradient.float() * out.transpose(1, 2).float()).sum(-1)
-        of_sinks = -(torch.exp(sinks.float() - sums.transpose(1, 2)) * along).sum((0, 1))
+        of_sinks = -(torch.exp(sinks.float() - sums.transpose(1, 2)) * along).contiguous().sum((0, 1))
         return *results, of_sinks.to(sinks.dtype), None, None, None
 
 

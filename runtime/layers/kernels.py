@@ -287,7 +287,8 @@ def _sinks_gradient(d_out_BTHE: torch.Tensor, out_BTHE: torch.Tensor, sums_BTH: 
     """-sum of p * rowsum(gradient * output), with the sink's probability p, in fp32; tokens in chunks, to bound temporaries."""
     chunks = zip(*(x.split(CHUNK_TOKENS, 1) for x in (d_out_BTHE, out_BTHE)), strict=True)
     along_BTH = torch.cat([(d_out.to(sums_BTH.dtype) * out.to(sums_BTH.dtype)).sum(-1) for d_out, out in chunks], 1)
-    return -(torch.exp(sinks_H.to(sums_BTH.dtype) - sums_BTH) * along_BTH).sum((0, 1)).to(sinks_H.dtype)
+    shares_BTH = torch.exp(sinks_H.to(sums_BTH.dtype) - sums_BTH) * along_BTH
+    return -shares_BTH.contiguous().sum((0, 1)).to(sinks_H.dtype)  # one order of additions for any memory layout
 
 
 def _attention_by_document(
