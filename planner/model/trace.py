@@ -99,6 +99,12 @@ class LayerTrace:
         grouped = (call for call in self.calls if call.name == "_grouped_mm" and call.weights)
         return {call.weights[0]: tuple(call.shapes[1]) for call in grouped if STACK.search(call.weights[0])}  # type: ignore[misc]
 
+    @property
+    def unfused_attention(self) -> list[LibraryCall]:
+        """Calls of attention other than products, if no fused kernel computes it."""
+        calls = (call for g in self.groups if g.kind == "attention" for call in self.calls[g.first : g.end])
+        return [call for call in calls if call.name not in _PRODUCTS]
+
 
 def mlp_of(trace: "LayerTrace") -> Group | None:
     """Return the MLP, down(act(gate(x)) * up(x)), if it can be tiled: only its norm and additions may follow."""
