@@ -346,8 +346,9 @@ class WithSinks(torch.autograd.Function):
         out, sums = torch.empty_like(query), torch.empty(query.shape[:3])
         for place, n, cut, options in WithSinks.parts(lengths, window, query, key, value):
             x, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*cut, 0.0, True, scale=scale, **options)
-            share = torch.sigmoid(lse - sinks.float()[:, None]).unsqueeze(-1)
-            out[place], sums[place] = (x.float() * share).to(x.dtype)[:, :, :n], torch.logaddexp(lse, sinks.float()[:, None])[:, :, :n]
+            of_sink = sinks.float()[:, None]
+            out[place] = (x.float() * torch.sigmoid(lse - of_sink).unsqueeze(-1)).to(x.dtype)[:, :, :n]
+            sums[place] = torch.logaddexp(lse, of_sink)[:, :, :n]
         ctx.save_for_backward(query, key, value, sinks, out, sums)
         ctx.options = lengths, window, scale
         return out.transpose(1, 2)

@@ -31,7 +31,9 @@ def with_kernels(
     # fla's kernels are for bf16; the convolution accumulates its weight gradient with atomics
     takes_any = kernels == "fused" and profile.device.kind == "cuda" and semantics.compute_dtype == "bf16"
     layers = attentions(model, semantics.seq_len)
-    odd = profile.device.kind == "cuda" and (semantics.compute_dtype == "fp32" or any(a.head_dim % CUDA_HEAD_ELEMENTS for a in layers))
+    odd = profile.device.kind == "cuda" and (
+        semantics.compute_dtype == "fp32" or any(a.head_dim % CUDA_HEAD_ELEMENTS for a in layers)
+    )
     if any(a.sinks for a in layers) and (is_eager or odd):
         semantics = replace(semantics, attention="eager")
     chosen["library_kernels"] = library_kernels(model) if takes_any and not deterministic else ()
@@ -45,4 +47,8 @@ def _attention_kernel(model: Model, semantics: Semantics, profile: Profile, kern
     if not has_rates or kernels != "fused" or semantics.attention != "sdpa":
         return "flash"
     layers = attentions(model, semantics.seq_len)
-    return "cudnn" if all(a.window is None and not a.sinks and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers) else "flash"
+    return (
+        "cudnn"
+        if all(a.window is None and not a.sinks and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers)
+        else "flash"
+    )

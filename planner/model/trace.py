@@ -242,7 +242,7 @@ class _Replay:
             n_weights, n_trained = map(self._elements, (weights, learns))
             outputs = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
         elif call.name == FUSED_ATTENTION:
-            window, sinks, *_ = *(self.trace.attention or ())[3:], None, None
+            window, sinks, *_ = *(self.trace.attention or [])[3:], None, None
             kernel, n_trained = self.semantics.attention_kernel, self._elements(learns)
             outputs = [fused.attention(self.tape, reads, call.shapes[0], kernel, bool(sinks), window, n_trained)]
             outputs += self.tape.steps[-1].outputs[1:]

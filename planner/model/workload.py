@@ -48,7 +48,8 @@ from .config import key_of, library_kernels, outlines, read_model, shipped_model
 from .memory_replay import FP32, FP64, INT64, Tape
 from .trace import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, replay
 
-__all__ = ["attention_kernels", "attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
+__all__ = ["attention_kernels", "attentions", "build_workload", "can_tile_mlp", "fusible", "read_model"]
+__all__ += ["shipped_models", "supported_attention"]
 
 LOG_SOFTMAX_READS = 3
 LOSS_SCRATCH_BYTES = 6 * FP32 + 1  # per logit that `loss: online` converts to fp32 on a CPU: 2 results, 4 intermediates, a mask
@@ -204,7 +205,7 @@ def attentions(model: Model, seq_len: int) -> list[Attention]:
 
 
 def attention_kernels(model: Model, semantics: Semantics) -> dict[str, tuple[int, int]]:
-    """Return the number of layers with each attention kernel, and the memory traffic that fused attention does not have, in bytes of
+    """Return the number of layers with each attention kernel, and the memory traffic that fused attention does not have: bytes of
     one forward of these layers on a micro-batch. Example: `{"eager": (26, 70_000_000_000)}`."""
     tree = outlines(model, semantics.attention, semantics.micro_batch, semantics.seq_len, semantics.library_kernels)
     kernels, item_bytes = dict[str, tuple[int, int]](), ITEM_BYTES[semantics.compute_dtype]
@@ -219,7 +220,7 @@ def attention_kernels(model: Model, semantics: Semantics) -> dict[str, tuple[int
 
 
 def _attention_kernel(trace: LayerTrace, attention: str) -> str:
-    window, *sinks = (trace.attention or ())[3:]
+    window, *sinks = (trace.attention or [None] * 4)[3:]
     if trace.unfused_attention:
         return "eager" if attention == "eager" else "planned as unfused (values have another width than keys)"
     of_window = "" if window is None else f"window of {window:,} tokens"

@@ -78,7 +78,7 @@ def _by_document(
         raise WorkloadError("its attention computes other masks")
     lengths = [n for of_sequence in packed.n_tokens for n in of_sequence]
     if packed.attention is with_sinks:
-        return with_sinks(module, *operands, attention_mask, dropout, scaling, n_tokens=lengths, **options)
+        return with_sinks(module, *operands, attention_mask, dropout, scaling, n_tokens=lengths, **options)  # type: ignore[no-any-return]
     n_unmasked = 0  # longest document that needs no mask other than the causal one
     if packed.attention is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
         n_unmasked = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window

@@ -283,7 +283,9 @@ class FusedAttention(torch.autograd.Function):
         return (*results, None, None, d_sinks_H, None, None)
 
 
-def _sinks_gradient(d_out_BTHE: torch.Tensor, out_BTHE: torch.Tensor, sums_BTH: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
+def _sinks_gradient(
+    d_out_BTHE: torch.Tensor, out_BTHE: torch.Tensor, sums_BTH: torch.Tensor, sinks_H: torch.Tensor
+) -> torch.Tensor:
     """-sum of p * rowsum(gradient * output), with the sink's probability p, in fp32; tokens in chunks, to bound temporaries."""
     chunks = zip(*(x.split(CHUNK_TOKENS, 1) for x in (d_out_BTHE, out_BTHE)), strict=True)
     along_BTH = torch.cat([(d_out.to(sums_BTH.dtype) * out.to(sums_BTH.dtype)).sum(-1) for d_out, out in chunks], 1)
@@ -365,8 +367,8 @@ def _attend(
         out_BHTE, sums_BHT = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale, **options)
     if sinks_H is None:
         return out_BHTE, sums_BHT
-    sinks_H1 = sinks_H.to(sums_BHT.dtype)[:, None]
-    return out_BHTE.mul_(torch.sigmoid(sums_BHT - sinks_H1)[..., None]), torch.logaddexp(sums_BHT, sinks_H1)
+    sinks_H1 = sinks_H.to(sums_BHT.dtype).unsqueeze(1)
+    return out_BHTE.mul_(torch.sigmoid(sums_BHT - sinks_H1).unsqueeze(-1)), torch.logaddexp(sums_BHT, sinks_H1)
 
 
 def _attend_backward(inputs: Sequence[torch.Tensor], scale: float | None, window: int | None = None) -> Sequence[torch.Tensor]:
