@@ -194,6 +194,7 @@ def test_no_device_is_waited_for_after_two_micro_batches():
         *(("llama", Policy(save=save)) for save in (saves(), saves(attention=(1, 2)), saves(all=(1, 2, 3)))),
         *((model_type, Policy(save=saves(products=(1, 2)))) for model_type in ("qwen3_moe", "ernie4_5")),
         *((model_type, Policy(save=saves(all=(1, 2)))) for model_type in ("gemma2", "mistral", "ernie4_5")),
+        *(("gpt_oss", Policy(save=save)) for save in (saves(all=(1, 2)), saves(attention=(1, 2)))),
     ],
 )
 def test_documents_take_the_memory_that_the_plan_books(model_type, way):
