@@ -193,10 +193,8 @@ REMEMBERING = {
     "on the host": Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3)),
     "all ways at once": Policy(save=saves(all=(1,), products=(2,), attention=(3,))),
 }
-WAYS_OF_EXPERTS = [
-    *product(["qwen3_moe"], ["keep", "on the host"], [None]),
-    *product(["gpt_oss"], ["boundaries", "keep", "attention"], [None]),
-]
+WAYS_OF_EXPERTS = [*product(["qwen3_moe"], ["keep", "on the host"], [None])]
+WAYS_OF_EXPERTS += [*product(["gpt_oss"], ["boundaries", "keep", "attention"], [None])]
 BY_TILES = [*product(["llama"], REMEMBERING, [40]), *product(["gemma2"], ["keep", "boundaries", "products"], [40])]
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 3}
 
