@@ -127,9 +127,9 @@ In {n_apart[0]} of the former, and {n_apart[1]} of the latter, documents of a pa
 each model when it is run ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence;
 here is why, of a tiny one.
 
-Attention is fused where torch, or our kernel for sinks, has it. `plan -v` names the kernels, and the time that fused attention would
-save. A GPU has no FlashAttention with a dense mask: such layers are predicted at its rate over the window, and take longer. Keys and
-values of different widths (latent attention) are planned as unfused; PyTorch may use a faster kernel.
+Attention is fused where torch, or our kernel for sinks, has it. `plan -v` names the kernels, and the time that fused attention
+would save. A GPU has no FlashAttention with a dense mask: such layers are predicted at its rate over the window, and take longer.
+Keys and values of different widths (latent attention) are planned as unfused; PyTorch may use a faster kernel.
 
 {attention_table()}
 | accepted, but not with documents packed | why |

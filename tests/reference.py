@@ -331,13 +331,13 @@ class WithSinks(torch.autograd.Function):
     output is multiplied by the probability of all other tokens."""
 
     @staticmethod
-    def parts(lengths, window, query, *others):
+    def parts(lengths, window, query, *tensors):
         """Yield slices of each document, and its tensors, padded, with the kernel's options."""
         for row, of_row in enumerate(lengths):
             for n, end in zip(of_row, accumulate(of_row), strict=True):
                 size = length_class(n) if query.dtype is torch.bfloat16 and n < query.shape[2] else n
                 place = slice(row, row + 1), slice(None), slice(end - n, end)
-                cut = [F.pad(x[place], (0, 0) * (x.dim() - 3) + (0, size - n)) for x in (query, *others)]
+                cut = [F.pad(x[place], (0, 0) * (x.dim() - 3) + (0, size - n)) for x in (query, *tensors)]
                 mask = torch.zeros(size, size, dtype=query.dtype).masked_fill(torch.ones(size, size).tril(-window) > 0, -math.inf)
                 yield place, n, cut, {"attn_mask": mask} if size > window else {}
 

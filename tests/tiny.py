@@ -61,7 +61,7 @@ MODEL_TYPES: tuple[str, ...] = tuple(t for t in _BY_TYPE if find_spec(f"transfor
 # test_outside, test_exactness, test_documents, test_footprint and test_workload.
 STRUCTURES: tuple[str, ...] = tuple(t for t in MODEL_TYPES if t not in ("gemma", "smollm3", "internlm3"))
 EAGER_ONLY: tuple[str, ...] = ("gemma2", "bloom")  # no fused attention
-WITH_SINKS: tuple[str, ...] = ("gpt_oss",)  # fused attention is our own, not of transformers
+WITH_SINKS: tuple[str, ...] = ("gpt_oss",)  # fused by our attention, not by transformers
 EXPERT_TYPES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
 SAME_PATHS = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}  # layers with the same code paths
 

@@ -21,7 +21,7 @@ def with_kernels(
 ) -> Semantics:
     """Return the semantics with every kernel chosen: `kernels`, or by default fused on a GPU and eager on a CPU.
 
-    `deterministic` excludes kernels with atomic additions. Attention with sinks is eager if `kernels` says so, or if FlashAttention
+    `deterministic` excludes kernels with atomic additions. Attention with sinks is eager if `kernels` is, or if FlashAttention
     does not take it: in fp32 on a GPU, or with other head widths.
     """
     is_eager, kernels = kernels == "eager", kernels or ("fused" if profile.device.kind == "cuda" else "eager")

@@ -105,7 +105,7 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> hf.PreTra
 
 
 def uses_sinks(kind: Any) -> bool:
-    """True for a class of models without SDPA whose eager attention adds sinks: `kernels.with_sinks` computes it."""
+    """True for a class of models without SDPA and with sinks in its eager attention, which `kernels.with_sinks` computes."""
     eager = vars(sys.modules[kind.__module__]).get(hf.EAGER_ATTENTION)
     return not kind._supports_sdpa and eager is not None and adds_sinks(eager)
 

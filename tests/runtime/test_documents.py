@@ -346,8 +346,8 @@ def test_attention_with_sinks_has_the_gradients_of_autograd(n_tokens, window):
         rows.append(plainly_attended(*(x[row : row + 1, :, place] for x in (query, key, value)), sinks, window or 80))
     expected = torch.cat(rows, 1).view(2, 80, 4, 16)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
-    found, wanted = (torch.autograd.grad(x, inputs, heads[3]) for x in (out, expected))
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    gradients, wanted = (torch.autograd.grad(x, inputs, heads[3]) for x in (out, expected))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-11, atol=1e-12)
 
 
 @mostly_slow("model_type", ["gpt_oss", "flint", "granite_swa"])
@@ -368,7 +368,7 @@ def test_a_model_with_sinks_computes_what_its_eager_attention_does(model_type):
 
 
 def test_masks_and_calls_of_other_attention_are_refused():
-    """A mask must hide what the window hides; dropout, a bias, and other widths of values need eager attention."""
+    """A mask must be that of the window; dropout, a bias, and other widths of values need eager attention."""
     module, (query, key, value, _) = torch.nn.Identity(), random_heads(24, torch.float32)
     causal, sinks = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril(), torch.zeros(4)
     same = kernels.with_sinks(module, query, key, value, causal.triu(-7), s_aux=sinks, sliding_window=8)[0]
