@@ -83,6 +83,23 @@ def meeting(model_type: str) -> str | None:
     return supports_documents(config, semantics_of(model_type, attention=supported_attention(Model(config))[0]))
 
 
+def attention_table() -> str:
+    """Return a Markdown table: attention kernels of the shipped models at 4,096 tokens, with the models that use each."""
+    from penstock.planner.model.config import read_model, shipped_models, supported_attention
+    from penstock.planner.model.workload import attention_kernels
+    from penstock.runtime.plan import Semantics
+
+    models = dict[str, list[str]]()
+    for name in shipped_models():
+        model = read_model(name)
+        semantics: Any = Semantics(4096, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+        kernels = {kernel: n for kernel, (n, _) in attention_kernels(model, semantics).items()}
+        words = "; ".join(f"{kernel} in {n} layers" if len(kernels) > 1 else kernel for kernel, n in kernels.items())
+        models.setdefault(words, []).append(name)
+    rows = (f"| {words} | {', '.join(names)} |{chr(10)}" for words, names in models.items())
+    return f"| attention at 4,096 tokens | shipped models |{chr(10)}| --- | --- |{chr(10)}{''.join(rows)}"
+
+
 def page(verdicts: dict[str, str]) -> str:
     import transformers
     from transformers.models.auto import modeling_auto as auto
@@ -110,6 +127,11 @@ In {n_apart[0]} of the former, and {n_apart[1]} of the latter, documents of a pa
 each model when it is run ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence;
 here is why, of a tiny one.
 
+Attention is fused where torch, or our kernel for sinks, has it. `plan -v` names the kernels, and the time that fused attention
+would save. A GPU has no FlashAttention with a dense mask: such layers are predicted at its rate over the window, and take longer.
+Keys and values of different widths (latent attention) are planned as unfused; PyTorch may use a faster kernel.
+
+{attention_table()}
 | accepted, but not with documents packed | why |
 | --- | --- |
 {"".join(f"| {name} | {why} |{chr(10)}" for name, why in meet.items())}

@@ -16,11 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.planner.model.workload import build_workload
 from penstock.runtime.layers.adapters import adapt
-from penstock.runtime.layers.kernels import use_kernels
+from penstock.runtime.layers.kernels import _attention_by_document, use_kernels
 from penstock.runtime.layers.layer_chain import Call, shared_inputs
+from penstock.runtime.layers.transformers_patches import WITH_SINKS
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import Block, Model
 
+from . import tiny
 from .tiny import EAGER_ONLY, EXPERT_TYPES, tiny_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -28,7 +30,9 @@ WIDER = {"hidden_size": 128, "intermediate_size": 352}  # wide enough that const
 
 
 def hf_model(config: dict[str, Any], **options: Any) -> torch.nn.Module:
-    """Return the model of a configuration with random weights."""
+    """Return the model of a configuration with random weights; for `sdpa` of a type with sinks, with our attention."""
+    if config["model_type"] in tiny.WITH_SINKS and options.get("attn_implementation") == "sdpa":
+        options["attn_implementation"] = WITH_SINKS
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **options)
 
 
@@ -46,6 +50,7 @@ def semantics(batch: int = 2, seq_len: int = 48, dtype: str = "fp32", **fields: 
 VIEWS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split"}
 VIEWS |= {"unbind", "detach", "alias", "empty_like"}
 PRODUCTS = {"mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu"}
+IN_MASKS = {"ones", "tril_", "triu_", "eq", "all", "_local_scalar_dense", "new_full"}  # calls in attention with sinks on a CPU
 
 
 def is_idle(name: str, args: Any, out: Any) -> bool:
@@ -73,9 +78,12 @@ class Traffic(TorchDispatchMode):
         self.n_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "attention_by_document":
+            with self:  # count the calls within
+                return _attention_by_document(*args)
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name not in VIEWS and not is_idle(name, args, out):
+        if name not in VIEWS | IN_MASKS and not is_idle(name, args, out):
             self.calls[name] += 1
             if name not in PRODUCTS:
                 self.n_bytes += sum(t.numel() * t.element_size() for t in tensors((args, kwargs, out)))

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
+from itertools import accumulate
 from unittest import mock
 
 import torch
@@ -325,9 +326,62 @@ for name in ("sdpa_alone", "eager_alone"):
     AttentionInterface.register(name, each_alone)  # transformers makes no mask for these
 
 
+class WithSinks(torch.autograd.Function):
+    """Attention with sinks by document. The CPU's kernel computes attention without sinks; the sink joins the log-sum-exp, and the
+    output is multiplied by the probability of all other tokens."""
+
+    @staticmethod
+    def parts(lengths, window, query, *tensors):
+        """Yield slices of each document, and its tensors, padded, with the kernel's options."""
+        for row, of_row in enumerate(lengths):
+            for n, end in zip(of_row, accumulate(of_row), strict=True):
+                size = length_class(n) if query.dtype is torch.bfloat16 and n < query.shape[2] else n
+                place = slice(row, row + 1), slice(None), slice(end - n, end)
+                cut = [F.pad(x[place], (0, 0) * (x.dim() - 3) + (0, size - n)) for x in (query, *tensors)]
+                mask = torch.zeros(size, size, dtype=query.dtype).masked_fill(torch.ones(size, size).tril(-window) > 0, -math.inf)
+                yield place, n, cut, {"attn_mask": mask} if size > window else {}
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, lengths, window, scale):
+        out, sums = torch.empty_like(query), torch.empty(query.shape[:3])
+        for place, n, cut, options in WithSinks.parts(lengths, window, query, key, value):
+            x, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*cut, 0.0, True, scale=scale, **options)
+            of_sink = sinks.float()[:, None]
+            out[place] = (x.float() * torch.sigmoid(lse - of_sink).unsqueeze(-1)).to(x.dtype)[:, :, :n]
+            sums[place] = torch.logaddexp(lse, of_sink)[:, :, :n]
+        ctx.save_for_backward(query, key, value, sinks, out, sums)
+        ctx.options = lengths, window, scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (query, key, value, sinks, out, sums), (lengths, window, scale) = ctx.saved_tensors, ctx.options
+        results = [torch.empty_like(x) for x in (query, key, value)]
+        tensors = query, gradient.transpose(1, 2), key, value, out, sums
+        for place, n, (q, d_out, *rest), options in WithSinks.parts(lengths, window, *tensors):
+            call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            for x, result in zip(results, call(d_out, q, *rest, 0.0, True, scale=scale, **options), strict=True):
+                x[place] = result[:, :, :n]
+        along = (gradient.float() * out.transpose(1, 2).float()).sum(-1)
+        of_sinks = -(torch.exp(sinks.float() - sums.transpose(1, 2)) * along).contiguous().sum((0, 1))
+        return *results, of_sinks.to(sinks.dtype), None, None, None
+
+
+def with_sinks(module, query, key, value, attention_mask, s_aux, sliding_window, scaling, lengths=None, **options):
+    """Attention function of transformers' registry, for models with sinks."""
+    lengths, window = lengths or [[query.shape[2]]] * len(query), sliding_window or query.shape[2]
+    return WithSinks.apply(query, key, value, s_aux, lengths, window, scaling), None
+
+
+AttentionInterface.register("sdpa_with_sinks", with_sinks)  # transformers makes no mask for it
+
+
 def packed(model: torch.nn.Module, semantics: Semantics, batch, rows: torch.Tensor) -> dict:
     """Return keyword arguments of the model's forward for sequences of packed documents."""
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters()) and semantics.attention == "sdpa"
     model.config._attn_implementation = semantics.attention + ("" if batch.document_tokens is None else "_alone")
+    if has_sinks:
+        model.config._attn_implementation = "sdpa_with_sinks"
     if batch.document_tokens is None:
         return {}
     lengths = [batch.document_tokens[row] for row in rows.tolist()]

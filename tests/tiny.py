@@ -60,7 +60,8 @@ MODEL_TYPES: tuple[str, ...] = tuple(t for t in _BY_TYPE if find_spec(f"transfor
 # Types for tests of every property. The others consist of the same parts; their loss, gradients, bits and bytes are tested in
 # test_outside, test_exactness, test_documents, test_footprint and test_workload.
 STRUCTURES: tuple[str, ...] = tuple(t for t in MODEL_TYPES if t not in ("gemma", "smollm3", "internlm3"))
-EAGER_ONLY: tuple[str, ...] = ("gemma2", "gpt_oss", "bloom")  # no scaled-dot-product attention in transformers
+EAGER_ONLY: tuple[str, ...] = ("gemma2", "bloom")  # no fused attention
+WITH_SINKS: tuple[str, ...] = ("gpt_oss",)  # fused by our attention, not by transformers
 EXPERT_TYPES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
 SAME_PATHS = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}  # layers with the same code paths
 

@@ -55,7 +55,7 @@ class _Check:
 
     def __init__(self, config: dict[str, Any], attention: str, seq_len: int) -> None:
         small = cut_down(config, seq_len=seq_len)
-        self.attention, self.seq_len = attention, seq_len
+        self.seq_len = seq_len
         semantics: Any = Semantics(1, 1, 1, compute_dtype="fp32", attention=attention)  # type: ignore[arg-type]
         self.parts = ModelParts(meta_model(small, semantics))
         self.chain = trace(self.parts)
@@ -111,7 +111,7 @@ class _Check:
         for held in layer.buffers():  # values of checkpoint files are missing
             held.nan_to_num_(0.5)
         x_BTD = torch.randn(shape, generator=self.generator)
-        with isolated_documents(packed, self.attention, packed.window(self.n_tokens)), _RejectPositions(self.n_tokens):
+        with isolated_documents(packed, self.parts.attention, packed.window(self.n_tokens)), _RejectPositions(self.n_tokens):
             out_BTD = packed.run(layer, x_BTD)
         return all(_is_close(out_BTD[place], call.run(layer, x_BTD[place])) for place, call in separate)
 

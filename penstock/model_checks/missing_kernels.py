@@ -49,11 +49,13 @@ def refuse_missing_attention(plan: Plan) -> None:
     """PlanError if the GPU lacks the kernel, or the kernel does not support the plan's heads."""
     kernel, blocks = plan.semantics.attention_kernel, plan.workload.blocks
     attention = next((b.attention for b in blocks if b.attention is not None), None)
-    if attention is None or plan.semantics.attention != "sdpa" or kernel == "flash":  # PyTorch falls back from it
+    if attention is None or plan.semantics.attention != "sdpa":
+        return
+    if kernel == "flash" and not any(b.attention is not None and b.attention.sinks for b in blocks):  # PyTorch falls back from it
         return
     if not _can_use(kernel, attention.n_heads, attention.head_dim, DTYPE[plan.semantics.compute_dtype]):
         heads = f"{attention.n_heads} heads of {attention.head_dim} in {plan.semantics.compute_dtype}"
-        how = "--kernels eager" if kernel == "cudnn" else "--kernels eager, and run without --deterministic"
+        how = "--kernels eager" if kernel != "deterministic" else "--kernels eager, and run without --deterministic"
         lacks = f"which this GPU or this version of PyTorch does not support for {heads}"
         raise PlanError(f"the plan uses {WORDS[kernel]}, {lacks}; plan again with {how}")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from penstock.hwprofiles.schema import Profile
 from penstock.runtime.plan import AttentionKernel, Kernel, Semantics
+from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS
 from penstock.runtime.plan.workload import Model
 
 from .config import library_kernels
@@ -20,14 +21,21 @@ def with_kernels(
 ) -> Semantics:
     """Return the semantics with every kernel chosen: `kernels`, or by default fused on a GPU and eager on a CPU.
 
-    `deterministic` excludes kernels with atomic additions.
+    `deterministic` excludes kernels with atomic additions. Attention with sinks is eager if `kernels` is, or if FlashAttention
+    does not take it: in fp32 on a GPU, or with other head widths.
     """
-    kernels = kernels or ("fused" if profile.device.kind == "cuda" else "eager")
+    is_eager, kernels = kernels == "eager", kernels or ("fused" if profile.device.kind == "cuda" else "eager")
     fused = fusible(model) if kernels == "fused" else frozenset()
     fused -= {"loss"} if semantics.objective.takes_eager else set()
     chosen: dict[str, Any] = {part: kernel if part in fused else "eager" for part, kernel in FUSED.items()}
     # fla's kernels are for bf16; the convolution accumulates its weight gradient with atomics
     takes_any = kernels == "fused" and profile.device.kind == "cuda" and semantics.compute_dtype == "bf16"
+    layers = attentions(model, semantics.seq_len)
+    odd = profile.device.kind == "cuda" and (
+        semantics.compute_dtype == "fp32" or any(a.head_dim % CUDA_HEAD_ELEMENTS for a in layers)
+    )
+    if any(a.sinks for a in layers) and (is_eager or odd):
+        semantics = replace(semantics, attention="eager")
     chosen["library_kernels"] = library_kernels(model) if takes_any and not deterministic else ()
     attention: AttentionKernel = "deterministic" if deterministic else _attention_kernel(model, semantics, profile, kernels)
     return replace(semantics, **chosen, attention_kernel=attention)
@@ -39,4 +47,8 @@ def _attention_kernel(model: Model, semantics: Semantics, profile: Profile, kern
     if not has_rates or kernels != "fused" or semantics.attention != "sdpa":
         return "flash"
     layers = attentions(model, semantics.seq_len)
-    return "cudnn" if all(a.window is None and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers) else "flash"
+    return (
+        "cudnn"
+        if all(a.window is None and not a.sinks and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers)
+        else "flash"
+    )

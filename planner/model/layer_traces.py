@@ -21,7 +21,7 @@ from penstock.runtime.errors import PenstockError, WorkloadError
 from penstock.runtime.layers.layer_chain import Call, Epilogue, LayerChain, kind_of, trace
 from penstock.runtime.layers.meta_models import meta_model, wide_weights
 from penstock.runtime.layers.model_parts import ModelParts
-from penstock.runtime.layers.transformers_patches import LIBRARY_KERNELS
+from penstock.runtime.layers.transformers_patches import LIBRARY_KERNELS, WITH_SINKS
 from penstock.runtime.plan import Semantics
 
 from . import trace_cache
@@ -39,6 +39,8 @@ def about(config: str) -> dict[str, list[str]]:
     sorted `library_kernels` of other packages."""
     try:
         attention, (split, _) = ["sdpa", "eager"], split_of(config, "sdpa")
+        if split.parts.attention == WITH_SINKS:  # its layers may attend to other tokens in longer sequences
+            recorded(config, Kernels("sdpa"), 1, LONGEST_RECORDED)
     except WorkloadError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
@@ -174,7 +176,7 @@ def _trace_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: in
         how.library_kernels,
     )
     if tree["attention"] is not None:
-        tree["attention"].append(call.window(seq_len))
+        tree["attention"][3:] = [call.window(seq_len), *tree["attention"][3:]]
     return tree
 
 

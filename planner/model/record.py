@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.layers.kernels import gate_of, is_rms_norm, is_rotary_call, rotates
-from penstock.runtime.layers.transformers_patches import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY, Conv1D
+from penstock.runtime.layers.transformers_patches import (
+    ALL_ATTENTION_FUNCTIONS,
+    EAGER_ATTENTION,
+    LIBRARY_KERNELS,
+    PLAIN_MLP,
+    ROTARY,
+    WITH_SINKS,
+    Conv1D,
+)
 
 from .trace import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Group, LibraryCall, TensorInfo
 
@@ -63,7 +71,7 @@ class _Recorder(TorchDispatchMode):
         self.pending: list[int] = []  # tensors that autograd saved before their call was recorded
         self.needed: set[str] = set()  # weights that autograd saves
         self.is_new = True  # a torch function has begun and no call was recorded since
-        self.attention: list[int | None] | None = None  # heads, key-value heads, head width
+        self.attention: list[int | None] | None = None  # heads, key-value heads, head width; 1 if it has sinks
         for t in [*([] if hidden is None else [hidden]), *inputs]:
             if storage_of(t) not in self.names:
                 self.number(t, internal=False)
@@ -108,8 +116,11 @@ class _Recorder(TorchDispatchMode):
                 return self.at_once(kind, operands, lambda: original(*args, **kwargs))
             if kind == "rotary" and not is_rotary_call(args, kwargs):
                 return original(*args, **kwargs)
-            if kind == "attention":
+            if kind in ("attention", WITH_SINKS):
                 self.attends(*args[1:4])
+            if kind == WITH_SINKS:
+                self.attention = [*(self.attention or ()), 1]
+                return self.at_once(FUSED_ATTENTION, [*args[1:4], kwargs["s_aux"]], lambda: original(*args, **kwargs))
             with self.group(kind, name, [*args, *kwargs.values()]) as results:
                 results.extend(tree_leaves(out := original(*args, **kwargs)))
             return out
@@ -261,6 +272,9 @@ def functions(module: nn.Module, library_kernels: Sequence[str]) -> dict[tuple[i
         for name, kind in ((ROTARY, "rotary"), (EAGER_ATTENTION, "attention"), *libraries):
             if name in glob and name in forward.__code__.co_names and (kind != "rotary" or rotates(glob[name])):
                 places[id(glob), name] = (glob, name, glob[name], kind, "")
+        if getattr(getattr(part, "config", None), "_attn_implementation", None) == WITH_SINKS:
+            registry: Any = ALL_ATTENTION_FUNCTIONS
+            places[id(registry), WITH_SINKS] = (registry, WITH_SINKS, registry[WITH_SINKS], WITH_SINKS, "")
     return places
 
 

@@ -77,7 +77,7 @@ class LayerTrace:
     tensors: list[TensorInfo]
     calls: list[LibraryCall]
     groups: list[Group]
-    attention: list[int | None] | None = None  # heads, key-value heads, head width, window
+    attention: list[int | None] | None = None  # heads, key-value heads, head width, window; and 1, if fused with sinks
     sides: Sequence[int] = ()  # arguments that require grad, other than the hidden state
 
     @classmethod
@@ -98,6 +98,12 @@ class LayerTrace:
         """Experts, inputs and outputs of each stack of experts that may have adapters, by name, in the order of calls."""
         grouped = (call for call in self.calls if call.name == "_grouped_mm" and call.weights)
         return {call.weights[0]: tuple(call.shapes[1]) for call in grouped if STACK.search(call.weights[0])}  # type: ignore[misc]
+
+    @property
+    def unfused_attention(self) -> list[LibraryCall]:
+        """Calls of attention other than products, if no fused kernel computes it."""
+        calls = (call for g in self.groups if g.kind == "attention" for call in self.calls[g.first : g.end])
+        return [call for call in calls if call.name not in _PRODUCTS]
 
 
 def mlp_of(trace: "LayerTrace") -> Group | None:
@@ -236,7 +242,9 @@ class _Replay:
             n_weights, n_trained = map(self._elements, (weights, learns))
             outputs = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
         elif call.name == FUSED_ATTENTION:
-            outputs = [fused.attention(self.tape, reads, call.shapes[0], self.semantics.attention_kernel)]
+            window, sinks, *_ = *(self.trace.attention or [])[3:], None, None
+            kernel, n_trained = self.semantics.attention_kernel, self._elements(learns)
+            outputs = [fused.attention(self.tape, reads, call.shapes[0], kernel, bool(sinks), window, n_trained)]
             outputs += self.tape.steps[-1].outputs[1:]
         else:
             outputs = self._step(n, call, reads, weights, learns)

@@ -48,7 +48,8 @@ from .config import key_of, library_kernels, outlines, read_model, shipped_model
 from .memory_replay import FP32, FP64, INT64, Tape
 from .trace import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, replay
 
-__all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
+__all__ = ["attention_kernels", "attentions", "build_workload", "can_tile_mlp", "fusible", "read_model"]
+__all__ += ["shipped_models", "supported_attention"]
 
 LOG_SOFTMAX_READS = 3
 LOSS_SCRATCH_BYTES = 6 * FP32 + 1  # per logit that `loss: online` converts to fp32 on a CPU: 2 results, 4 intermediates, a mask
@@ -203,11 +204,36 @@ def attentions(model: Model, seq_len: int) -> list[Attention]:
     return [a for kind in tree["kinds"] if (a := _attention(kind["attention"], 1, seq_len)) is not None]
 
 
+def attention_kernels(model: Model, semantics: Semantics) -> dict[str, tuple[int, int]]:
+    """Return the number of layers with each attention kernel, and the memory traffic that fused attention does not have: bytes of
+    one forward of these layers on a micro-batch. Example: `{"eager": (26, 70_000_000_000)}`."""
+    tree = outlines(model, semantics.attention, semantics.micro_batch, semantics.seq_len, semantics.library_kernels)
+    kernels, item_bytes = dict[str, tuple[int, int]](), ITEM_BYTES[semantics.compute_dtype]
+    for kind, trace in enumerate(map(LayerTrace.from_json, tree["kinds"])):
+        n_layers = tree["layers"].count(kind)
+        n_bytes = n_layers * sum(n * item_bytes + rest for n, rest in (call.moved for call in trace.unfused_attention))
+        if trace.attention is not None:
+            name = _attention_kernel(trace, semantics.attention)
+            n_others, others_bytes = kernels.get(name, (0, 0))
+            kernels[name] = n_others + n_layers, others_bytes + n_bytes
+    return kernels
+
+
+def _attention_kernel(trace: LayerTrace, attention: str) -> str:
+    window, *sinks = (trace.attention or [None] * 4)[3:]
+    if trace.unfused_attention:
+        return "eager" if attention == "eager" else "planned as unfused (values have another width than keys)"
+    of_window = "" if window is None else f"window of {window:,} tokens"
+    if sinks:
+        return " and ".join(["fused with sinks", *[f"a {of_window}"] * bool(of_window)])
+    return f"fused with a dense mask ({of_window})" if of_window else "fused"
+
+
 def _attention(fields: list[Any] | None, n_sequences: int, seq_len: int) -> Attention | None:
     if fields is None:
         return None
-    n_heads, n_kv_heads, head_dim, window = fields
-    return Attention(n_sequences, n_heads, head_dim, seq_len, window, n_kv_heads)
+    n_heads, n_kv_heads, head_dim, window, *sinks = fields
+    return Attention(n_sequences, n_heads, head_dim, seq_len, window, n_kv_heads, bool(sinks))
 
 
 def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:

@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from penstock.hwprofiles.quantity import BASES
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.planner.model.workload import attention_kernels
+from penstock.planner.predict.compute_time import BACKWARD_POINTWISE
 from penstock.planner.predict.provenance import Provenance
 from penstock.planner.search.claim import CUT, Claim, Predicted
 from penstock.runtime.plan import Lane
+from penstock.runtime.plan.workload import Saved
 from penstock.runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
@@ -183,6 +186,21 @@ def request_lines(f: Facts) -> Iterator[Line]:
     if s.router_loss:
         yield "routers", f"{s.router_loss:g} times their load-balancing loss, of each micro-batch"
     yield "kernels", kernels_in_words(s)
+    if any(kernel != "fused" for kernel in attention_kernels(plan.model, s)):
+        yield "attention", "; ".join(_attention(f))
+
+
+def _attention(f: Facts) -> Iterator[str]:
+    """Attention kernels by number of layers, and the time that fused attention would save."""
+    plan, device = f.plan, f.profile.device
+    n_all, bytes_per_s = len(plan.policy.saving(Saved.ALL)), (device.eager_bytes_per_s or device.memory_bytes_per_s).value
+    n_passes = 1 + BACKWARD_POINTWISE + 1 - n_all / plan.workload.n_layers  # forward, backward, recompute
+    for kernel, (n_layers, n_bytes) in attention_kernels(plan.model, plan.semantics).items():
+        text = f"{kernel} in {counted(n_layers, 'layer')}"
+        if n_bytes:
+            seconds = plan.semantics.n_micro_batches * n_passes * n_bytes / bytes_per_s
+            text += f": {exact(seconds)} a step of memory traffic that fused attention does not have"
+        yield text + ", predicted at FlashAttention's rate, which a GPU may not reach" * ("mask" in kernel)
 
 
 def policy_lines(f: Facts) -> Iterator[Line]:

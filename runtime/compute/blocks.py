@@ -111,7 +111,7 @@ class Templates:
         """Output (B, T, D) of layer `block` (from 1). `graph_only`, for a recompute: without the output of a tiled MLP."""
         layer_weights, layer = weights_within(self._prefix(block), weights), self.layers[block - 1]
         attention = self.workload.blocks[block].attention
-        with isolated_documents(inputs, self.semantics.attention, None if attention is None else attention.window):
+        with isolated_documents(inputs, self.parts.attention, None if attention is None else attention.window):
             if self._tiled:
                 self._tiled[block - 1].graph_only = graph_only
             return inputs.run(lambda *args, **kwargs: functional_call(layer, layer_weights, args, kwargs), hidden_BTD)

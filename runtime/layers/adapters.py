@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.train import ADAPTERS, EXPERTS, Lora
 
-from .documents import LIBRARY
+from .kernels import LIBRARY
 from .transformers_patches import IS_TRANSPOSED, Conv1D, replace_grouped_products
 
 

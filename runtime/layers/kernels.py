@@ -1,12 +1,12 @@
-"""Fused kernels in transformers' layers: RMS norm, gated activation and rotary embedding.
+"""Fused kernels in transformers' layers: attention, RMS norm, gated activation and rotary embedding.
 
 `forward` of modules is replaced in place. The fused norm is PyTorch's. Fused activation and rotary embedding are one autograd node
 each, save few tensors, and are bitwise identical to eager. Kernels of other packages (linear attention, convolutions) run only if
-the semantics name them.
+the semantics name them. A sink of attention is a learned logit per head that takes part in the softmax and has no value.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan.footprint import padded_tokens
 from penstock.runtime.plan.policy import Semantics
 
 from . import transformers_patches as hf
@@ -23,6 +24,7 @@ from .pointwise import CALL_BY_CALL, GATES, ROTATE, Function, Pair, several
 from .recompute import unrecorded
 
 NORM_ROWS = 1024  # rows of an fp32 chunk in a CPU's norm
+CHUNK_TOKENS = 512  # tokens of an fp32 chunk in the gradient of sinks
 
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -50,6 +52,19 @@ def rotates(function: Callable[..., Any]) -> bool:
 def is_rotary_call(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """True if the arguments of a rotary embedding are those of `rotary`, for whole heads."""
     return len(args) == 4 and not options and args[0].shape[-1] == args[2].shape[-1]
+
+
+@cache
+def adds_sinks(eager: Callable[..., Any]) -> bool:
+    """True if an eager attention of transformers computes the softmax with its module's sinks, like `with_sinks`."""
+    with torch.device("cpu"), torch.no_grad():
+        q, k, v, sinks = _random((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8), (4,))
+        module, hidden = SimpleNamespace(sinks=sinks, num_key_value_groups=2, training=False), _visible(5, 3).logical_not()
+        result = _result(partial(eager, scaling=0.3), module, q, k, v, torch.zeros(1, 1, 5, 5).masked_fill(hidden, -1e30))
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        logits = (0.3 * q @ k.transpose(2, 3)).masked_fill(hidden, -torch.inf)
+        shares = torch.cat([logits, sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)], -1).softmax(-1)[..., :-1]
+        return result is not None and torch.allclose(result[0], (shares @ v).transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 def gate_of(part: nn.Module) -> str | None:
@@ -195,3 +210,189 @@ class _OneNode(torch.autograd.Function):
         with unrecorded():
             results = several(ctx.backward_function(gradients[0], *ctx.saved_tensors))
         return None, None, *results, *[None] * (ctx.n_inputs - len(results))
+
+
+def with_sinks(
+    module: torch.nn.Module,
+    query_BHTE: torch.Tensor,
+    key_BHTE: torch.Tensor,
+    value_BHTE: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    n_tokens: Sequence[int] = (),
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function for transformers' registry, (B, H, T, E) to (B, T, H, E). `s_aux`: sinks (H,); `n_tokens`: document
+    lengths, () for whole sequences. A mask must be the sliding window's. WorkloadError for a call that no fused kernel computes."""
+    window = None if attention_mask is None else sliding_window
+    has_shapes = query_BHTE.shape[2:] == key_BHTE.shape[2:] == value_BHTE.shape[2:]
+    is_plain = dropout == 0.0 and not any(options.get(name) for name in ("position_bias", "softcap"))
+    if s_aux is None or not (has_shapes and is_plain) or (attention_mask is not None and window is None):
+        raise WorkloadError(f"no scaled_dot_product_attention computes {type(module).__name__}; use eager attention")
+    arguments = [*n_tokens], scaling, s_aux, window, attention_mask
+    return FusedAttention.apply(query_BHTE, key_BHTE, value_BHTE, *arguments), None  # type: ignore[no-untyped-call]
+
+
+hf.register_attention(hf.WITH_SINKS, with_sinks)
+
+
+class FusedAttention(torch.autograd.Function):
+    """Fused attention per document in one autograd node, which saves the same tensors as attention of whole sequences.
+
+    With sinks, the kernel's output is multiplied by the softmax's share without the sink, sigmoid(log-sum-exp - sink), and the sink
+    joins the log-sum-exp. From these two, the kernel's backward computes the gradients of queries, keys and values: it reads the
+    probabilities from the log-sum-exp, and rowsum(gradient * output) is the sum over all logits, because the sink has no value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHTE: torch.Tensor,
+        key_BHTE: torch.Tensor,
+        value_BHTE: torch.Tensor,
+        n_tokens: list[int],
+        scale: float | None,
+        sinks_H: torch.Tensor | None = None,
+        window: int | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        operands = query_BHTE, key_BHTE, value_BHTE
+        out_BTHE, sums_BTH = torch.ops.penstock.attention_by_document(*operands, n_tokens, scale, sinks_H, window, mask)
+        ctx.n_tokens, ctx.scale, ctx.window = n_tokens, scale, window
+        ctx.save_for_backward(*operands, out_BTHE, sums_BTH, *([] if sinks_H is None else [sinks_H]))
+        return out_BTHE  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out_BTHE, sums_BTH, *sinks = ctx.saved_tensors
+        operands, d_sinks_H = (query, key, value), None
+        if sinks and ctx.needs_input_grad[5]:
+            d_sinks_H = _sinks_gradient(gradients[0], out_BTHE, sums_BTH, sinks[0])
+        inputs = (gradients[0].transpose(1, 2), *operands, out_BTHE.transpose(1, 2), sums_BTH.transpose(1, 2))
+        if not ctx.n_tokens:
+            return (*_attend_backward(inputs, ctx.scale, ctx.window), None, None, d_sinks_H, None, None)
+        results = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in operands]
+        for row, tokens, n_computed in _document_slices(query, ctx.n_tokens):
+            targets = [x[row, :, tokens] for x in results]
+            padded = [_padded(x[row, :, tokens], n_computed) for x in inputs]
+            _copy_results(targets, _attend_backward(padded, ctx.scale, ctx.window))
+        return (*results, None, None, d_sinks_H, None, None)
+
+
+def _sinks_gradient(
+    d_out_BTHE: torch.Tensor, out_BTHE: torch.Tensor, sums_BTH: torch.Tensor, sinks_H: torch.Tensor
+) -> torch.Tensor:
+    """-sum of p * rowsum(gradient * output), with the sink's probability p, in fp32; tokens in chunks, to bound temporaries."""
+    chunks = zip(*(x.split(CHUNK_TOKENS, 1) for x in (d_out_BTHE, out_BTHE)), strict=True)
+    along_BTH = torch.cat([(d_out.to(sums_BTH.dtype) * out.to(sums_BTH.dtype)).sum(-1) for d_out, out in chunks], 1)
+    shares_BTH = torch.exp(sinks_H.to(sums_BTH.dtype) - sums_BTH) * along_BTH
+    return -shares_BTH.contiguous().sum((0, 1)).to(sinks_H.dtype)  # one order of additions for any memory layout
+
+
+def _attention_by_document(
+    query_BHTE: torch.Tensor,
+    key_BHTE: torch.Tensor,
+    value_BHTE: torch.Tensor,
+    n_tokens: list[int],
+    scale: float | None,
+    sinks_H: torch.Tensor | None = None,
+    window: int | None = None,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs (B, T, H, E) and log-sum-exps (B, T, H). A single library call, so that checkpointing stores both results whole.
+    `mask`: of whole sequences (B, 1, T, T); on a CPU it is compared with the window's."""
+    inputs, (n_sequences, n_heads, seq_len, width) = (query_BHTE, key_BHTE, value_BHTE), query_BHTE.shape
+    if mask is not None and mask.device.type == "cpu" and not bool((mask == _visible(seq_len, window)).all()):
+        raise WorkloadError("its attention computes other masks")
+    if not n_tokens:
+        out_BHTE, sums_BHT = _attend(inputs, scale, sinks_H, window)
+        return out_BHTE.transpose(1, 2), sums_BHT.transpose(1, 2)
+    out_BTHE = query_BHTE.new_empty(n_sequences, seq_len, n_heads, width)
+    sums_BTH = query_BHTE.new_empty(n_sequences, seq_len, n_heads, dtype=torch.promote_types(query_BHTE.dtype, torch.float32))
+    for row, tokens, n_computed in _document_slices(query_BHTE, n_tokens):
+        targets = [x[row, tokens].transpose(1, 2) for x in (out_BTHE, sums_BTH)]
+        _copy_results(targets, _attend([_padded(x[row, :, tokens], n_computed) for x in inputs], scale, sinks_H, window))
+    return out_BTHE, sums_BTH
+
+
+def _document_slices(query_BHTE: torch.Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
+    """(sequence, tokens, number of computed tokens) of each document. In bf16 on a CPU, a document shorter than its sequence is
+    padded to a length class, because PyTorch compiles and caches code for each shape."""
+    seq_len, offset = query_BHTE.shape[2], 0
+    compiles = query_BHTE.device.type == "cpu" and query_BHTE.dtype is not torch.float32
+    for n in n_tokens:
+        row, first = divmod(offset, seq_len)
+        yield slice(row, row + 1), slice(first, first + n), padded_tokens(n) if compiles and n < seq_len else n
+        offset += n
+
+
+def _copy_results(outputs: list[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    """Copy the results of a padded document without its padding."""
+    for out, x in zip(outputs, results, strict=True):
+        out.copy_(x[:, :, : out.shape[2]])
+
+
+def _visible(n_tokens: int, window: int | None) -> torch.Tensor:
+    """Boolean mask (T, T) of causal attention to the last `window` tokens, on the CPU."""
+    ones = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril_()
+    return ones if window is None else ones.triu_(1 - window)
+
+
+def _window_options(query_BHTE: torch.Tensor, window: int | None) -> dict[str, Any]:
+    """Mask of tokens before the window, for the CPU's kernel; {} if it hides none."""
+    n_tokens = query_BHTE.shape[2]
+    if window is None or n_tokens <= window:
+        return {}
+    return {"attn_mask": query_BHTE.new_full((n_tokens, n_tokens), -torch.inf).tril_(-window)}
+
+
+def _attend(
+    inputs: Sequence[torch.Tensor], scale: float | None, sinks_H: torch.Tensor | None = None, window: int | None = None
+) -> Sequence[torch.Tensor]:
+    """Fused causal attention of one document, before its padding: outputs (B, H, T, E) and log-sum-exps (B, H, T)."""
+    aten: Any = torch.ops.aten
+    if inputs[0].is_cuda and window is not None:
+        n, tensors = inputs[0].shape[2], [x.transpose(1, 2) for x in inputs]
+        of_window = {"window_size_left": window - 1, "window_size_right": 0}
+        out, sums_BHT, *_ = aten._flash_attention_forward(*tensors, None, None, n, n, 0.0, True, False, scale=scale, **of_window)
+        out_BHTE = out.transpose(1, 2)
+    elif inputs[0].is_cuda:
+        out_BHTE, sums_BHT = aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)[:2]
+    else:
+        options = _window_options(inputs[0], window)
+        out_BHTE, sums_BHT = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale, **options)
+    if sinks_H is None:
+        return out_BHTE, sums_BHT
+    sinks_H1 = sinks_H.to(sums_BHT.dtype).unsqueeze(1)
+    return out_BHTE.mul_(torch.sigmoid(sums_BHT - sinks_H1).unsqueeze(-1)), torch.logaddexp(sums_BHT, sinks_H1)
+
+
+def _attend_backward(inputs: Sequence[torch.Tensor], scale: float | None, window: int | None = None) -> Sequence[torch.Tensor]:
+    """Gradients of queries, keys and values. `inputs`: output gradient, query, key, value, output, log-sum-exps."""
+    aten: Any = torch.ops.aten
+    *tensors, sums_BHT = inputs
+    if not sums_BHT.is_cuda:
+        options = _window_options(inputs[1], window)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale, **options)  # type: ignore[no-any-return]
+    n_tokens, no_random_numbers = sums_BHT.shape[2], sums_BHT.new_empty(0, dtype=torch.int64)
+    rest = sums_BHT.contiguous(), None, None, n_tokens, n_tokens, 0.0, True, no_random_numbers, no_random_numbers
+    if window is None:
+        return aten._scaled_dot_product_flash_attention_backward(*tensors, *rest, scale=scale)  # type: ignore[no-any-return]
+    by_token, of_window = [x.transpose(1, 2) for x in tensors], {"window_size_left": window - 1, "window_size_right": 0}
+    return [x.transpose(1, 2) for x in aten._flash_attention_backward(*by_token, *rest, scale=scale, **of_window)]
+
+
+def _padded(x: torch.Tensor, n_tokens: int) -> torch.Tensor:
+    """Pad the tokens of (1, H, T, E) or (1, H, T) with zeros."""
+    n_more = n_tokens - x.shape[2]
+    return F.pad(x, (0, 0) * (x.dim() - 3) + (0, n_more)) if n_more else x
+
+
+LIBRARY = torch.library.Library("penstock", "DEF")
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value, int[] n_tokens, float? scale, Tensor? sinks, int? window, Tensor? mask"
+LIBRARY.define(f"attention_by_document({_ARGUMENTS}) -> (Tensor, Tensor)")
+LIBRARY.impl("attention_by_document", _attention_by_document, "CompositeExplicitAutograd")

@@ -1,6 +1,7 @@
 """Models of transformers on the meta device, built from a configuration; vision-language models without their towers."""
 
 import re
+import sys
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +13,7 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.workload import has_towers
 
 from . import transformers_patches as hf
+from .kernels import adds_sinks
 
 # Fields of files that a plan overrides
 OVERRIDDEN = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
@@ -82,6 +84,8 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> hf.PreTra
     sees = sees_images(config)
     mapping: Any = hf.auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else hf.auto.MODEL_FOR_CAUSAL_LM_MAPPING
     kind = mapping.get(type(config), None)
+    if kind is not None and semantics.attention == "sdpa" and uses_sinks(kind):
+        options["attn_implementation"] = hf.WITH_SINKS
     if kind is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = semantics.experts
     factory: Any = hf.AutoModelForImageTextToText if sees else hf.AutoModelForCausalLM
@@ -98,6 +102,12 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> hf.PreTra
     for name in (*towers, *body._parameters):
         setattr(body, name, None)
     return model
+
+
+def uses_sinks(kind: Any) -> bool:
+    """True for a class of models without SDPA and with sinks in its eager attention, which `kernels.with_sinks` computes."""
+    eager = vars(sys.modules[kind.__module__]).get(hf.EAGER_ATTENTION)
+    return not kind._supports_sdpa and eager is not None and adds_sinks(eager)
 
 
 def wide_weights(model: hf.PreTrainedModel, dtype: torch.dtype) -> list[str]:

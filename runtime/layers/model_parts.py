@@ -33,6 +33,7 @@ class ModelParts:
         self.owner = model.get_submodule(self.layers_name.rpartition(".")[0])
         self.owner_name = names[id(self.owner)]
         self._whole_body = self.owner if model.base_model is model else model.base_model  # Llama 4's prefix names a larger model
+        self.attention: str = model.config.get_text_config()._attn_implementation  # in the registry of transformers
         has_towers = sees_images(model.config) and self._whole_body is not self.owner
         self.body: nn.Module = model.get_decoder() if has_towers else self._whole_body
         self.body_name = names[id(self.body)]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto as auto
@@ -32,13 +33,14 @@ __all__ += ["BaseModelOutputWithPast", "Conv1D", "PreTrainedConfig", "PreTrained
 ATTRIBUTES: Mapping[Any, tuple[str, ...]] = {
     PreTrainedModel: (
         *("_can_set_experts_implementation", "_init_weights", "_no_split_modules", "base_model", "base_model_prefix"),
-        *("_get_dtype_plan", "get_decoder", "get_input_embeddings", "get_output_embeddings"),
+        *("_get_dtype_plan", "_supports_sdpa", "get_decoder", "get_input_embeddings", "get_output_embeddings"),
     ),
     PreTrainedConfig: ("_attn_implementation", "_decode_special_floats", "get_text_config", "to_dict", "to_json_string"),
     auto: tuple(f"MODEL_FOR_{kind}_MAPPING" for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION")),
 }
 # Global names in functions of model files
 EAGER_ATTENTION, ROTARY = "eager_attention_forward", "apply_rotary_pos_emb"
+WITH_SINKS = "penstock_with_sinks"  # our fused attention for layers with sinks, in the registry of attention functions
 LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
     "causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
     "torch_chunk_gated_delta_rule": "fla.chunk_gated_delta_rule",
@@ -107,6 +109,12 @@ def _by_document(part: Any, documents: Sequence[Sequence[int]], x: Tensor, posit
         return torch.cat([torch.cat(row, -2) for row in cut], -3)
 
     return tree_map(joined, *tables.values())
+
+
+def register_attention(name: str, function: Callable[..., Any]) -> None:
+    """Register an attention function. It gets the masks of `sdpa`: none if the causal mask hides enough."""
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 @contextmanager

@@ -69,7 +69,9 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
 def _calls_fused(plan: Setup, attention: Attention, on_cuda: bool) -> bool:
     """True if attention within a document uses a fused kernel without a mask."""
     config = text_of(plan.model.config)
-    if plan.semantics.attention != "sdpa" or config.get("attention_dropout") or attention.window is not None:
+    if plan.semantics.attention != "sdpa" or config.get("attention_dropout"):
+        return False
+    if attention.window is not None and not attention.sinks:
         return False
     if "v_head_dim" in config:  # values and keys have different widths
         return False

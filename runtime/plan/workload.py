@@ -65,6 +65,7 @@ class Attention:
     seq_len: Count
     window: Count | None = None
     n_kv_heads: Count | None = None  # None: n_heads
+    sinks: bool = False  # fused attention with a learned logit per head
 
     @property
     def flop(self) -> int:

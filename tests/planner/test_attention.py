@@ -1,6 +1,7 @@
 """Attention kernels: execution of the planned kernel, and rejection of machines without it before allocation."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -8,12 +9,15 @@ import torch
 from penstock.hwprofiles.schema import read_profile
 from penstock.model_checks import missing_kernels
 from penstock.model_checks.missing_kernels import refuse_any_order, refuse_missing_attention
+from penstock.planner.lower.lower import lower
 from penstock.planner.model.config import read_model
 from penstock.planner.model.kernels import with_kernels
-from penstock.planner.model.workload import supported_attention
+from penstock.planner.model.workload import build_workload, supported_attention
+from penstock.planner.show.facts import Facts
+from penstock.planner.show.report_lines import request_lines
 from penstock.runtime.errors import PlanError
 from penstock.runtime.machines.streams import use_attention
-from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan import PlanFile, Policy, Semantics
 from penstock.runtime.plan.workload import Model
 from tests.running import make_home, one_line, plan_in, train
 from tests.tiny import tiny_config
@@ -53,6 +57,39 @@ def test_a_missing_kernel_is_refused_with_another_to_plan(monkeypatch):
     assert queries == [("cudnn", 4, 8, torch.bfloat16), ("deterministic", 4, 8, torch.float32)]
     monkeypatch.setattr(missing_kernels, "_can_use", lambda *arguments: True)
     refuse_missing_attention(plan_with("cudnn"))
+    monkeypatch.setattr(missing_kernels, "_can_use", lambda *arguments: False)
+    with pytest.raises(PlanError, match=r"FlashAttention.* 4 heads of 16 in bf16; plan again with --kernels eager$"):
+        refuse_missing_attention(plan_of(tiny_config("gpt_oss"), semantics_of("gpt_oss"), Policy()))
+
+
+def test_sinks_are_planned_with_eager_attention_if_flash_attention_does_not_take_them():
+    machine, how = read_profile("h100-sxm"), Semantics(256, 4, 1)
+    for semantics, kernels, config, attention in (
+        (how, None, {}, "sdpa"),
+        (how, "eager", {}, "eager"),
+        (dataclasses.replace(how, compute_dtype="fp32"), None, {}, "eager"),
+        (how, None, {"head_dim": 12}, "eager"),
+    ):
+        assert with_kernels(Model(tiny_config("gpt_oss", **config)), semantics, machine, kernels).attention == attention
+    assert with_kernels(Model(tiny_config("gpt_oss")), how, read_profile("cpu-2core")).attention == "sdpa"
+    assert with_kernels(Model(tiny_config("llama")), how, machine, "eager").attention == "sdpa"
+
+
+def test_a_plan_says_which_attention_is_not_fused_and_what_that_costs():
+    for model, options, line in (
+        ("gpt-oss-20b", {}, "fused with sinks and a window of 128 tokens in 12 layers; fused with sinks in 12 layers"),
+        (
+            "gemma2-2b",
+            {"attention": "eager"},
+            r"eager in 26 layers: [\d.]+ m?s a step of memory traffic that fused attention does not have",
+        ),
+        ("gemma3-270m", {}, r"fused with a dense mask \(window of 512 tokens\) in 15 layers, .*; fused in 3 layers"),
+        ("qwen3-0.6b", {}, None),
+    ):
+        semantics, profile = Semantics(1024, 2, 1, **options), read_profile("h100-sxm")
+        plan = lower(read_model(model), build_workload(read_model(model), semantics), semantics, Policy(), profile.to_json())
+        words = dict(request_lines(Facts(PlanFile(plan, None), "here"))).get("attention")
+        assert words is None if line is None else re.fullmatch(line, words), words
 
 
 def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
@@ -75,7 +112,7 @@ def test_deterministic_runs_need_deterministic_plans():
         with pytest.raises(PlanError, match="which sums in any order; plan again with --deterministic"):
             refuse_any_order(semantics_of("llama", attention_kernel=kernel))
     refuse_any_order(semantics_of("llama", attention_kernel="deterministic"))
-    refuse_any_order(semantics_of("gpt_oss"))
+    refuse_any_order(semantics_of("gemma2"))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +122,7 @@ def test_deterministic_runs_need_deterministic_plans():
         ("qwen2.5-7b", "h100-sxm", {"deterministic": True}, ("fused", "online", "fused", "deterministic")),
         ("qwen2.5-7b", "rtx4090-server", {}, ("fused", "online", "fused", "flash")),  # no cuDNN rate in this profile
         ("qwen2.5-7b", "cpu-2core", {}, ("eager", "eager", "eager", "flash")),
-        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "online", "eager", "flash")),  # eager attention only
+        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "online", "eager", "flash")),  # windows and sinks
     ],
 )
 def test_a_plan_names_the_fastest_kernels_of_model_and_machine(model, machine, options, kernels):

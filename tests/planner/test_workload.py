@@ -121,7 +121,7 @@ def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> 
             with Traffic() as traffic:
                 layer(x, **kwargs)
             assert abs(block.n_kernels - traffic.calls.total()) <= 1
-            assert block.pointwise_bytes == pytest.approx(traffic.n_bytes, rel=0.07)
+            assert block.pointwise_bytes == pytest.approx(traffic.n_bytes, rel=0.08)
             gradient = torch.randn_like(x)
             peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
             assert peak <= block.transient_bytes <= 1.5 * peak

@@ -16,8 +16,9 @@ from penstock.planner.check.check import check
 from penstock.planner.lower.forward import forward_plan
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.batch import Batch, positions_of
+from penstock.runtime.errors import WorkloadError
 from penstock.runtime.executor import execute
-from penstock.runtime.layers import documents
+from penstock.runtime.layers import documents, kernels
 from penstock.runtime.layers.layer_chain import trace
 from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.model_parts import ModelParts
@@ -193,6 +194,7 @@ def test_no_device_is_waited_for_after_two_micro_batches():
         *(("llama", Policy(save=save)) for save in (saves(), saves(attention=(1, 2)), saves(all=(1, 2, 3)))),
         *((model_type, Policy(save=saves(products=(1, 2)))) for model_type in ("qwen3_moe", "ernie4_5")),
         *((model_type, Policy(save=saves(all=(1, 2)))) for model_type in ("gemma2", "mistral", "ernie4_5")),
+        *(("gpt_oss", Policy(save=save)) for save in (saves(all=(1, 2)), saves(attention=(1, 2)))),
     ],
 )
 def test_documents_take_the_memory_that_the_plan_books(model_type, way):
@@ -274,7 +276,7 @@ def attended(inputs: Sequence[torch.Tensor], n_tokens: Sequence[int]) -> list[to
     """Return the result of attention by document for queries, keys, values (B, H, T, E) and a result gradient (B, T, H, E), and the
     gradients of the first three; all with tokens second."""
     query, key, value, d_out = (x.detach().requires_grad_() for x in inputs)
-    out = documents._Attention.apply(query, key, value, list(n_tokens), None)
+    out = kernels.FusedAttention.apply(query, key, value, list(n_tokens), None)
     return [out.detach(), *(x.transpose(1, 2) for x in torch.autograd.grad(out, (query, key, value), d_out))]
 
 
@@ -313,6 +315,68 @@ def test_torch_has_the_calls_of_a_document_on_cuda():
     with FakeTensorMode(), torch.no_grad():
         query, key, value = (torch.empty(1, n, 48, 16, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
         sums = torch.empty(1, 4, 48, device="cuda")
-        outputs = documents._attend([query, key, value], 0.25)
-        gradients = documents._attend_backward([query, query, key, value, query, sums], 0.25)
-    assert [x.shape for x in (*outputs, *gradients)] == [x.shape for x in (query, sums, query, key, value)]
+        outputs = kernels._attend([query, key, value], 0.25)
+        gradients = kernels._attend_backward([query, query, key, value, query, sums], 0.25)
+        of_window = kernels._attend([query, key, value], 0.25, torch.empty(4, device="cuda"), 8)
+        towards = kernels._attend_backward([query, query, key, value, query, sums], 0.25, 8)
+    for results in ((*outputs, *gradients), (*of_window, *towards)):
+        assert [x.shape for x in results] == [x.shape for x in (query, sums, query, key, value)]
+    assert {x.device.type for x in (*of_window, *towards)} == {"cuda"}
+
+
+def plainly_attended(query, key, value, sinks, window: int) -> torch.Tensor:
+    """Return attention with sinks (B, T, H, E) by a softmax over the scores and the sink."""
+    n, hidden = query.shape[2], torch.ones(query.shape[2], query.shape[2]).tril().triu(1 - window) == 0
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = (0.3 * query @ key.transpose(2, 3)).masked_fill(hidden, -torch.inf)
+    probabilities = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(len(query), -1, n, 1)], -1).softmax(-1)
+    return (probabilities[..., :-1] @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 64])
+@pytest.mark.parametrize("n_tokens", [(), (80, 80), (1, 63, 9, 7, 80)], ids=str)
+def test_attention_with_sinks_has_the_gradients_of_autograd(n_tokens, window):
+    """In fp64, with a sink that takes almost everything, and one that takes almost nothing."""
+    heads = [x.double() for x in random_heads(80, torch.float32, n_sequences=2)]
+    inputs = [x.requires_grad_() for x in (*heads[:3], torch.tensor([-30.0, 0.0, 1.5, 30.0], dtype=torch.float64))]
+    out = kernels.FusedAttention.apply(*inputs[:3], [*n_tokens], 0.3, inputs[3], window)
+    rows, (query, key, value, sinks) = [], inputs
+    for end, n in zip(accumulate(n_tokens or (80, 80)), n_tokens or (80, 80), strict=True):
+        row, place = (end - n) // 80, slice((end - n) % 80, (end - n) % 80 + n)
+        rows.append(plainly_attended(*(x[row : row + 1, :, place] for x in (query, key, value)), sinks, window or 80))
+    expected = torch.cat(rows, 1).view(2, 80, 4, 16)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    gradients, wanted = (torch.autograd.grad(x, inputs, heads[3]) for x in (out, expected))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-11, atol=1e-12)
+
+
+@mostly_slow("model_type", ["gpt_oss", "flint", "granite_swa"])
+def test_a_model_with_sinks_computes_what_its_eager_attention_does(model_type):
+    """Loss and gradients in fp32, over sequences longer than the window."""
+    config = tiny_config(model_type) if model_type in MODEL_TYPES else tiny(model_type)
+    results = []
+    for attention in ("sdpa", "eager"):
+        model, tokens = resident(config, exact(model_type, attention=attention)), torch.arange(48).view(2, 24)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.add_(0.5 * name.endswith(".sinks"))
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        gradients = torch.autograd.grad(loss, [*(parameters := dict(model.named_parameters())).values()], materialize_grads=True)
+        results.append({"loss": loss} | dict(zip(parameters, gradients, strict=True)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=2e-6)
+    assert min(float(g.abs().max()) for name, g in results[0].items() if name.endswith(".sinks")) > 1e-5
+
+
+def test_masks_and_calls_of_other_attention_are_refused():
+    """A mask must be that of the window; dropout, a bias, and other widths of values need eager attention."""
+    module, (query, key, value, _) = torch.nn.Identity(), random_heads(24, torch.float32)
+    causal, sinks = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril(), torch.zeros(4)
+    same = kernels.with_sinks(module, query, key, value, causal.triu(-7), s_aux=sinks, sliding_window=8)[0]
+    assert torch.allclose(same, plainly_attended(query * 0.25 / 0.3, key, value, sinks, 8), atol=1e-6)
+    with pytest.raises(WorkloadError, match="its attention computes other masks"):
+        kernels.with_sinks(module, query, key, value, causal.triu(-8), s_aux=sinks, sliding_window=8)
+    for options in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": None}, {"sliding_window": None}):
+        with pytest.raises(WorkloadError, match="use eager attention"):
+            kernels.with_sinks(module, query, key, value, causal, **({"s_aux": sinks, "sliding_window": 8} | options))
+    with pytest.raises(WorkloadError, match="use eager attention"):
+        kernels.with_sinks(module, query, key, value[..., :8], None, s_aux=sinks)

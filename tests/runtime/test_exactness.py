@@ -24,7 +24,7 @@ from tests.edits import with_waits
 from tests.lanes import examples, mostly_slow
 from tests.reference import Reference
 from tests.strategies import policies
-from tests.tiny import EXPERT_TYPES, MODEL_TYPES, families, tiny_config
+from tests.tiny import EXPERT_TYPES, MODEL_TYPES, WITH_SINKS, families, tiny_config
 from tests.training import LEAN, Hostile, differences, fused, machine_for, plan_of, same_state, semantics_of, streamed, trained
 
 LAW = settings(max_examples=examples(12), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -39,7 +39,7 @@ def sampled(data: st.DataObject, family: Sequence[str]) -> tuple[dict, Semantics
     compute_dtype = data.draw(st.sampled_from(["bf16", "bf16", "bf16", "fp32"]), label="compute_dtype")
     tied = data.draw(st.booleans(), label="tied")
     clipped = data.draw(st.sampled_from(["never", "some steps", "some steps", "every step"]), label="clipped")
-    dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2]), label="dropout")
+    dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2 * (model_type not in WITH_SINKS)]), label="dropout")
     gradient_dtype = data.draw(st.sampled_from(["bf16", "fp32"]), label="gradient_dtype")
     master_dtype = data.draw(st.sampled_from(["fp32", "fp32", "bf16"]), label="master_dtype") if compute_dtype == "bf16" else "fp32"
     n_layers = data.draw(st.integers(1, 4), label="n_layers")

@@ -29,7 +29,7 @@ from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import Remembering, machine_for, plan_of, semantics_of, streamed
 
 WITH_WEIGHTS = {"mm", "addmm", "_grouped_mm"}
-FUSED = {"_scaled_dot_product_flash_attention_for_cpu"}
+FUSED = {"_scaled_dot_product_flash_attention_for_cpu", "attention_by_document"}
 STORED = {Saved.INPUT: set[str](), Saved.ATTENTION: FUSED, Saved.PRODUCTS: WITH_WEIGHTS | FUSED}
 
 Case = tuple[str, str, str, str]
@@ -193,7 +193,8 @@ REMEMBERING = {
     "on the host": Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3)),
     "all ways at once": Policy(save=saves(all=(1,), products=(2,), attention=(3,))),
 }
-WAYS_OF_EXPERTS = [*product(["qwen3_moe"], ["keep", "on the host"], [None]), *product(["gpt_oss"], ["boundaries", "keep"], [None])]
+WAYS_OF_EXPERTS = [*product(["qwen3_moe"], ["keep", "on the host"], [None])]
+WAYS_OF_EXPERTS += [*product(["gpt_oss"], ["boundaries", "keep", "attention"], [None])]
 BY_TILES = [*product(["llama"], REMEMBERING, [40]), *product(["gemma2"], ["keep", "boundaries", "products"], [40])]
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 3}
 
