@@ -191,15 +191,15 @@ def compare(
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
-    ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
+    ranked, n_tokens = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank), tasks[0][2].all_ranks.tokens_per_step
     if as_json:
         rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
-        about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
+        about = {"model": described.name or str(described.path), "tokens_per_step": n_tokens}
         ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
         click.echo(json.dumps(about | ranking))
         return
     show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
-    click.echo("\n".join(notes(ranked)))
+    click.echo("\n".join([f"Tokens per step: {n_tokens:,}", *notes(ranked)]))
 
 
 @click.command()

@@ -1,0 +1,140 @@
+"""Throughput that other systems publish beside our plan for the same job: wins and losses.
+
+    python -m benchmarks.peers > docs/benchmarks/peers_2026-11-29.md
+
+Plans every row of `benchmarks/published/published_rows.json` whose machine, model and batch are known; the others are listed with the
+reason. Equal jobs are planned once. Three minutes on one core.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import penstock
+from benchmarks.common import without_arguments
+from penstock.results import Planned
+from penstock.runtime.errors import PenstockError
+
+ROWS = Path(__file__).parent / "published" / "published_rows.json"
+MACHINES = {"H100 80GB": "h100-sxm", "H100": "h100-sxm", "RTX 4090": "rtx4090-server", "RTX 5090": "rtx5090-desktop"}
+SEVERAL = {"RTX 4090": "8xrtx4090"}
+LLMQ_SEQUENCES = 512  # also of rows without a batch: "about 500", and four GPUs
+LORA, EXPERTS = "lora:r=16", "lora:r=16,targets=all-linear+experts"
+IN_BF16 = "adamw:moments=bf16,master=bf16"
+UNNAMED = "ktransformers"  # its GPU is not named: planned on rtx4090-server with a whole model
+
+
+class Job(NamedTuple):
+    """Arguments of a plan, and how the job differs from the published one."""
+
+    machine: str
+    model: str
+    arguments: tuple[tuple[str, Any], ...]
+    differs: tuple[str, ...]
+
+    @property
+    def tokens_per_step(self) -> int:
+        given = dict(self.arguments)
+        return int(given["seq_len"] * given["batch_size"])
+
+
+def job_of(row: Mapping[str, Any]) -> Job | str:
+    """Return the job of a published row, or the reason why no plan can express it."""
+    n, what, differs = row.get("gpus", 1), row["what"], []
+    machine = (SEVERAL if n > 1 else MACHINES).get(row["gpu"])
+    batch, seq_len = row.get("batch"), row.get("seq")
+    if row["system"] == UNNAMED and what == "full":
+        machine, batch, seq_len = "rtx4090-server", 1, row["tokens_per_step"]
+        differs.append("the published GPU has no name, and its host computes experts")
+    if row.get("tokens_per_s") is None or machine is None:
+        return "no rate of a step" if row.get("tokens_per_s") is None else f"no profile of {n} x {row['gpu']}"
+    if batch is None and (row["system"] == "llmq" or "500 sequences" in (row.get("note") or "")):
+        batch = LLMQ_SEQUENCES
+        differs.append("sequences a step: about 500" if row.get("note") else "sequences a step are not published")
+    if batch is None or seq_len is None:
+        return "sequences a step, or their tokens, are not published or vary by row"
+    fields = {"seq_len": seq_len, "batch_size": batch}
+    if row.get("compute", "bf16") != "bf16":
+        differs.append(f"it computes in {row['compute']}, ours in bf16")
+    if "lora" in what:
+        fields |= {"train": EXPERTS if "experts" in what else LORA} | ({"base": "nf4"} if "nf4" in what else {})
+        differs += ["its adapters' moments have 8 bits"] if "adamw_8bit" in what else []
+    elif row["system"] == "llmq":
+        fields["optimizer"] = IN_BF16
+    fields |= {"gpus": n} if n > 1 else {}
+    return Job(machine, row["model"].split()[0], tuple(fields.items()), tuple(differs))
+
+
+@cache
+def planned(machine: str, model: str, arguments: tuple[tuple[str, Any], ...]) -> Planned | str:
+    try:
+        return penstock.plan(model, machine, **dict(arguments))
+    except PenstockError as error:
+        return str(error)
+
+
+class Cell(NamedTuple):
+    """A planned row: published tokens/s, ours, and our P10 and P90."""
+
+    line: str
+    published: float
+    ours: float
+    low: float
+    high: float
+    is_bf16: bool
+
+
+def rows() -> tuple[list[Cell], list[str]]:
+    """Return planned rows, and lines of the others with their reasons."""
+    cells, others = [], []
+    for row in json.loads(ROWS.read_text())["rows"]:
+        compute, n = row.get("compute", "bf16"), row.get("gpus", 1)
+        name = f"{row['system']}, {row['what']}, {row['model']}, {n} x {row['gpu']}, {compute}"
+        job = job_of(row)
+        plan = job if isinstance(job, str) else planned(*job[:3])
+        if isinstance(job, str) or isinstance(plan, str):
+            others.append(f"- {name}: {plan}.")
+            continue
+        claim, theirs = plan.answer.claim.prediction, float(row["tokens_per_s"])
+        low, high = (job.tokens_per_step / s for s in (claim.p90_step_s, claim.p10_step_s))
+        cell = Cell("", theirs, plan.tokens_per_s, low, high, compute == "bf16")
+        wins, s = "ours" if cell.ours >= theirs else "theirs", plan.plan.semantics
+        state = f"{s.master_dtype}, {s.optimizer_in_words}" if s.train.all else f"adapters beside {s.base}"
+        size = f"{s.all_ranks.batch_size} x {s.seq_len:,}"
+        figures = f"{theirs:,.0f} | {cell.ours:,.0f} | {low:,.0f} to {high:,.0f} | {cell.ours / theirs:.2f} | {wins}"
+        line = f"| {name} | {job.machine} | {job.tokens_per_step:,} ({size}) | {state} | {figures} | {'; '.join(job.differs)} |"
+        cells.append(cell._replace(line=line))
+    return cells, others
+
+
+def page() -> Iterator[str]:
+    """Yield the page."""
+    cells, others = rows()
+    alike = [cell for cell in cells if cell.is_bf16]
+    held = sum(cell.low <= cell.published <= cell.high for cell in alike)
+    yield f"""# Peers: published throughput and our plan for the same job
+
+Written by `python -m benchmarks.peers`; sources are with each row in `benchmarks/published/published_rows.json`. Ours are plans, not runs: the
+shipped profile of the machine, its usual host, and the fastest micro-batch and kernels. The same tokens a step, sequence length and state
+precision, unless the last column says otherwise. A plan does not predict another system; a published rate inside P10 to P90 of ours
+says that the two cannot be told apart.
+
+Of {len(cells)} rows ours is the faster one in {sum(cell.ours >= cell.published for cell in cells)}, of {len(alike)} in bf16 in \
+{sum(cell.ours >= cell.published for cell in alike)}. P10 to P90 hold {held} of the {len(alike)} rates in bf16.
+
+| system and job | our machine | tokens a step | our state | published tokens/s | ours | P10 to P90 | ratio | faster | differs |
+|---|---|---:|---|---:|---:|---:|---:|---|---|"""
+    yield from (cell.line for cell in cells)
+    yield "\n## Rows without a plan\n"
+    yield from others
+
+
+def main() -> None:
+    without_arguments(__doc__)
+    print("\n".join(page()))
+
+
+if __name__ == "__main__":
+    main()
