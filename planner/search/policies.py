@@ -103,6 +103,9 @@ class Fill:
 def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
     """Schedule of another system on one rank, with micro-batches one after another. Its dtypes, layout and internal copies are not
     modelled. Sources: docs/accuracy.md, assumptions about the systems."""
+    summed = device_sums(semantics, workload, semantics.least_group) or ()
+    if semantics.least_group < semantics.n_micro_batches:
+        summed = tuple(b for b, block in enumerate(workload.blocks) if block.trained)
     spills, update = can_spill(workload)[:-1], Update.EAGER if eager_is_legal(semantics) else Update.BARRIER
     schedules = {
         # Every fourth boundary is kept. Backward recomputes the inputs of layers, then each layer once more.
@@ -119,7 +122,7 @@ def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
         "llmq": Policy(
             update=Update.DEFERRED,
             resident_blocks=tuple(range(len(workload.blocks))),
-            sum_blocks=device_sums(semantics, workload, semantics.least_group) or (),
+            sum_blocks=summed,
             save=tuple(_products_of(workload)),
         ),
     }

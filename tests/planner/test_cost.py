@@ -184,7 +184,9 @@ def test_a_published_layer_of_experts_is_predicted_within_a_third(n_experts, top
     rows = n_rows // n_experts
     shapes = (rows, hidden, 2 * width, n_experts), (rows, width, hidden, n_experts)
     moved = 2 * n_rows * (2 * hidden + 3 * width + 2 * hidden + hidden)  # gather, SwiGLU, scale, sum
-    seconds = sum(products_s("h100-sxm", *shape, grouped=True)[0] for shape in shapes) + moved / profile.device.eager_bytes_per_s.value
+    seconds = (
+        sum(products_s("h100-sxm", *shape, grouped=True)[0] for shape in shapes) + moved / profile.device.eager_bytes_per_s.value
+    )
     assert 0.67 < seconds / published_s < 1.1
 
 
