@@ -19,10 +19,11 @@ from penstock.runtime.errors import PenstockError
 
 ROWS = Path(__file__).parent / "published" / "published_rows.json"
 MACHINES = {"H100 80GB": "h100-sxm", "H100": "h100-sxm", "RTX 4090": "rtx4090-server", "RTX 5090": "rtx5090-desktop"}
-SEVERAL = {"RTX 4090": "8xrtx4090"}
+SEVERAL = {"RTX 4090": "8xrtx4090", "H100": "8xh100"}
 LLMQ_SEQUENCES = 512  # also of rows without a batch: "about 500", and four GPUs
 LORA, EXPERTS = "lora:r=16", "lora:r=16,targets=all-linear+experts"
 IN_BF16 = "adamw:moments=bf16,master=bf16"
+ONE_SEQUENCE = (("seq_len", 4096), ("batch_size", 4), ("micro_batch", 1))
 UNNAMED = "ktransformers"  # its GPU is not named: planned on rtx4090-server with a whole model
 
 
@@ -139,6 +140,10 @@ that a plan with few rows per expert, or narrow products of adapters, waits for 
 in the method, too: they compute 4 micro-batches of one sequence, each of which unpacks and issues everything again, and ours
 computes one of four.
 """
+    one = planned("rtx5090-desktop", "qwen3-30b-a3b", (*ONE_SEQUENCE, ("train", EXPERTS), ("base", "nf4")))
+    assert isinstance(one, Planned), one
+    low, high = (4 * 4096 / s for s in (one.answer.claim.prediction.p90_step_s, one.answer.claim.prediction.p10_step_s))
+    yield f"With one sequence at a time, as theirs, our plan has {one.tokens_per_s:,.0f} tokens/s ({low:,.0f} to {high:,.0f}).\n"
     yield "## Rows without a plan\n"
     yield from others
 
