@@ -29,11 +29,11 @@ from penstock.planner.predict.uncertainty import MAX_STEPS
 
 STEPS = Path(__file__).parent / "own_steps.json"
 N_CORES, SEQ_LEN = 14, 2048  # 16 rented, 2 for the lanes
-OLD = "old"
+OLD, HELD = "old", 0.8
 KERNELS = (
     Constant(OLD, "activations", 0.44, 0.45, "1.5 to 3.5 times the memory time, pytorch #176653 and #193614"),
     Constant(OLD, "loss", 0.19, 0.4, "18 bytes a logit for today's 6, at the 0.58 of single eager modules"),
-    Constant(OLD, "unpack", 0.27, 0.4, "11 bytes a number for today's 3"),
+    Constant(OLD, "unpack", 0.16, 0.4, "11 bytes a number for today's 3, at the same 0.58"),
     Constant(OLD, "update", 0.235e9, 0.4, "2.11 ns a parameter on one AMD core, which two rented threads share"),
     Constant(OLD, "sums", 1.65e9, 0.4, "0.60 ns a bf16 number on one AMD core, which two rented threads share"),
 )
@@ -149,8 +149,22 @@ class Row(NamedTuple):
         return self.without.step_s / self.step.measured_s - 1
 
     @property
-    def is_held(self) -> bool:
-        return self.without.low_s <= self.step.measured_s <= self.without.high_s
+    def deviation(self) -> float:
+        """Error in half widths of the interval: above 1, the step is outside."""
+        p = self.without
+        edge_s = p.high_s if self.step.measured_s > p.step_s else p.low_s
+        return math.log(self.step.measured_s / p.step_s) / math.log(edge_s / p.step_s)
+
+
+def widened(found: list[Row]) -> list[Row]:
+    """Widen every interval by the factor, at least 1, with which it would hold 80 % of the other steps (a conformal quantile)."""
+    result = []
+    for row in found:
+        others = sorted(other.deviation for other in found if other is not row)
+        factor = max(1.0, others[min(len(others), math.ceil(HELD * (len(others) + 1))) - 1])
+        step_s, *edges_s = row.without
+        result.append(row._replace(without=Predicted(step_s, *(step_s * (edge_s / step_s) ** factor for edge_s in edges_s))))
+    return result
 
 
 def rows() -> tuple[list[Row], dict[str, float]]:
@@ -177,7 +191,9 @@ def fitted(steps: list[OwnStep], ours: Mapping[str, Callable[[Mapping[str, float
 def section() -> Iterator[str]:
     """Yield the section of docs/accuracy.md."""
     found, values = rows()
-    errors, n_held = [abs(row.error_fraction) for row in found], sum(row.is_held for row in found)
+    errors, n_held = [abs(row.error_fraction) for row in found], sum(row.deviation <= 1 for row in found)
+    found = widened(found)
+    n_widened = sum(row.deviation <= 1 for row in found)
     yield f"""
 ## Our own GPU steps
 
@@ -189,14 +205,15 @@ kernels that all *other* steps give (below). `today`: the same search with today
 promises. `probed`: today's kernels with the probed profile; some of its rates were set by these steps. No constant of the runs
 of MegaTrain's code was fitted here.
 
-The median error is {statistics.median(errors):.1%} (wanted: 8 %), the worst {max(errors):.1%}; P10 to P90 hold {n_held} of
-{len(found)} steps (wanted: 75 to 90 %).
+The median error is {statistics.median(errors):.1%} (wanted: 8 %), the worst {max(errors):.1%}. P10 to P90 of the spreads hold {n_held} of the
+steps. In the table each interval is widened by the errors of the other steps, and they hold {n_widened} of {len(found)} (wanted: 75 to 90 %).
+An earlier prior of the host's loops, without threads that share a core, gave a median error of 7.6 %, and spreads that hold 7.
 
 | step | measured s | without it (P10 to P90) | error | held | today | probed |
 |---|---:|---:|---:|---|---:|---:|"""
     for step, without, today, probed in found:
         row = Row(step, without, today, probed)
-        cells = f"{without.cells} | {row.error_fraction:+.1%} | {'yes' if row.is_held else 'no'} | {today.cells} | {probed.cells}"
+        cells = f"{without.cells} | {row.error_fraction:+.1%} | {'yes' if row.deviation <= 1 else 'no'} | {today.cells} | {probed.cells}"
         yield f"| {step.name} | {step.measured_s:.4g} | {cells} |"
     yield "\n| rate of the old kernels | prior | all steps give | source of the prior |\n|---|---|---:|---|"
     units = {"update": "parameters/s a core", "sums": "bytes/s a core"}
