@@ -86,5 +86,5 @@ def test_a_published_row_becomes_the_same_job_or_a_reason() -> None:
     assert dict(lora.arguments)["base"] == "nf4"
     assert lora.differs == ("it computes in fp8, ours in bf16",)
     assert "no profile" in peers.job_of(row | {"gpu": "RTX 5090 Laptop 24GB"})
-    assert "no rate" in peers.job_of(row | {"tokens_per_s": None})
+    assert peers.job_of(row | {"tokens_per_s": None}) == "tokens/s are not published"
     assert "not published" in peers.job_of(row | {"batch": None})
