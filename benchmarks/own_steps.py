@@ -34,8 +34,8 @@ KERNELS = (
     Constant(OLD, "activations", 0.44, 0.45, "1.5 to 3.5 times the memory time, pytorch #176653 and #193614"),
     Constant(OLD, "loss", 0.19, 0.4, "18 bytes a logit for today's 6, at the 0.58 of single eager modules"),
     Constant(OLD, "unpack", 0.16, 0.4, "11 bytes a number for today's 3, at the same 0.58"),
-    Constant(OLD, "update", 0.235e9, 0.4, "2.11 ns a parameter on one AMD core, which two rented threads share"),
-    Constant(OLD, "sums", 1.65e9, 0.4, "0.60 ns a bf16 number on one AMD core, which two rented threads share"),
+    Constant(OLD, "update", 0.235e9, 0.4, "2.11 ns a parameter on one AMD core, shared by two rented threads"),
+    Constant(OLD, "sums", 1.65e9, 0.4, "0.60 ns a bf16 number on one AMD core, shared by two rented threads"),
 )
 
 
@@ -137,33 +137,33 @@ def priors() -> dict[str, float]:
 
 
 class Row(NamedTuple):
-    """A measured step: by rates fitted without it, as `plan` answers today, and from the probed profile with today's kernels."""
+    """A measured step: by rates fitted to the others, as `plan` answers today, and from the probed profile with today's kernels."""
 
     step: OwnStep
-    without: Predicted
+    left_out: Predicted
     today: Predicted
     probed: Predicted
 
     @property
     def error_fraction(self) -> float:
-        return self.without.step_s / self.step.measured_s - 1
+        return self.left_out.step_s / self.step.measured_s - 1
 
     @property
     def deviation(self) -> float:
         """Error in half widths of the interval: above 1, the step is outside."""
-        p = self.without
+        p = self.left_out
         edge_s = p.high_s if self.step.measured_s > p.step_s else p.low_s
         return math.log(self.step.measured_s / p.step_s) / math.log(edge_s / p.step_s)
 
 
-def widened(found: list[Row]) -> list[Row]:
-    """Widen every interval by the factor, at least 1, with which it would hold 80 % of the other steps (a conformal quantile)."""
+def widened(predictions: list[Row]) -> list[Row]:
+    """Widen every interval by the factor, at least 1, such that it would hold 80 % of the other steps (a conformal quantile)."""
     result = []
-    for row in found:
-        others = sorted(other.deviation for other in found if other is not row)
-        factor = max(1.0, others[min(len(others), math.ceil(HELD * (len(others) + 1))) - 1])
-        step_s, *edges_s = row.without
-        result.append(row._replace(without=Predicted(step_s, *(step_s * (edge_s / step_s) ** factor for edge_s in edges_s))))
+    for row in predictions:
+        remaining = sorted(rival.deviation for rival in predictions if rival is not row)
+        factor = max(1.0, remaining[min(len(remaining), math.ceil(HELD * (len(remaining) + 1))) - 1])
+        step_s, *edges_s = row.left_out
+        result.append(row._replace(left_out=Predicted(step_s, *(step_s * (edge_s / step_s) ** factor for edge_s in edges_s))))
     return result
 
 
@@ -172,56 +172,56 @@ def rows() -> tuple[list[Row], dict[str, float]]:
     steps, result = read_steps()[0], []
     with TemporaryDirectory() as name:
         folder = Path(name)
-        ours = {step.name: simulator(step, folder) for step in steps if "system" not in step.fields}
+        simulators = {step.name: simulator(step, folder) for step in steps if "system" not in step.fields}
         for step in steps:
             machine, probed = (read_profile(step.fields[key]) for key in ("machine", "probed"))
-            today = without = predicted(step, rented(machine), folder)
-            if step.name in ours:  # a repeated step is left out with the first
+            today = left_out = predicted(step, rented(machine), folder)
+            if step.name in simulators:  # a repeated step is left out with the first
                 base = step.name.removesuffix("-again")
-                others = [s for s in steps if s.name in ours and s.name not in (base, f"{base}-again")]
-                without = predicted(step, rented(machine, fitted(others, ours)), folder)
-            result.append(Row(step, without, today, predicted(step, probed, folder)))
-        return result, fitted([step for step in steps if step.name in ours], ours)
+                remaining = [s for s in steps if s.name in simulators and s.name not in (base, f"{base}-again")]
+                left_out = predicted(step, rented(machine, fitted(remaining, simulators)), folder)
+            result.append(Row(step, left_out, today, predicted(step, probed, folder)))
+        return result, fitted([step for step in steps if step.name in simulators], simulators)
 
 
-def fitted(steps: list[OwnStep], ours: Mapping[str, Callable[[Mapping[str, float]], float]]) -> dict[str, float]:
-    return fit(KERNELS, lambda values: [math.log(ours[step.name](values) / step.measured_s) for step in steps])
+def fitted(steps: list[OwnStep], simulators: Mapping[str, Callable[[Mapping[str, float]], float]]) -> dict[str, float]:
+    return fit(KERNELS, lambda values: [math.log(simulators[step.name](values) / step.measured_s) for step in steps])
 
 
 def section() -> Iterator[str]:
     """Yield the section of docs/accuracy.md."""
-    found, values = rows()
-    errors, n_held = [abs(row.error_fraction) for row in found], sum(row.deviation <= 1 for row in found)
-    found = widened(found)
-    n_widened = sum(row.deviation <= 1 for row in found)
+    predictions, values = rows()
+    errors, n_held = [abs(row.error_fraction) for row in predictions], sum(row.deviation <= 1 for row in predictions)
+    predictions = widened(predictions)
+    n_widened = sum(row.deviation <= 1 for row in predictions)
     yield f"""
-## Our own GPU steps
+## GPU steps that we measured
 
 Every step that this project measured on a rented GPU ([the page](benchmarks/gpu_2026-11-27.md), `benchmarks/own_steps.json`):
 torch 2.11.0, CUDA 13.0, cuDNN 9.19, driver 580.159.04. Later kernels replaced those of that day before a GPU ran them. The
 machines were 16 cores of a larger host, so profiles are used with {N_CORES} cores and that share of the rates of the host's
-memory. `without it`: a search with the shipped profile, into which no probe of the machine went, and with rates of the old
+memory. `without it`: a search with the shipped profile, which no probe of the machine changed, and with rates of the old
 kernels that all *other* steps give (below). `today`: the same search with today's kernels at the shipped rates, as `plan`
 promises. `probed`: today's kernels with the probed profile; some of its rates were set by these steps. No constant of the runs
 of MegaTrain's code was fitted here.
 
 The median error is {statistics.median(errors):.1%} (wanted: 8 %), the worst {max(errors):.1%}. P10 to P90 of the spreads hold
 {n_held} of the steps. In the table each interval is widened by the errors of the other steps, and they hold {n_widened} of
-{len(found)} (wanted: 75 to 90 %).
+{len(predictions)} (wanted: 75 to 90 %).
 Priors and widening were chosen when these errors were known. Tried before: with host loops of cores that no threads share and
-0.27 for unpacking the median was 7.6 %, and spreads held 7; with 0.27 for unpacking alone 8.4 % and 6; with host rates of the probes
-of these machines about 9 %. New steps will be predicted less well.
+0.27 for unpacking the median was 7.6 %, and spreads held 7; with 0.27 for unpacking alone 8.4 % and 6; with host rates of probes
+on these machines about 9 %. New steps will be predicted less well.
 
 | step | measured s | without it (P10 to P90) | error | held | today | probed |
 |---|---:|---:|---:|---|---:|---:|"""
-    for step, without, today, probed in found:
-        row = Row(step, without, today, probed)
+    for step, left_out, today, probed in predictions:
+        row = Row(step, left_out, today, probed)
         error = f"{row.error_fraction:+.1%} | {'yes' if row.deviation <= 1 else 'no'}"
-        yield f"| {step.name} | {step.measured_s:.4g} | {without.cells} | {error} | {today.cells} | {probed.cells} |"
+        yield f"| {step.name} | {step.measured_s:.4g} | {left_out.cells} | {error} | {today.cells} | {probed.cells} |"
     yield "\n| rate of the old kernels | prior | all steps give | source of the prior |\n|---|---|---:|---|"
     units = {"update": "parameters/s a core", "sums": "bytes/s a core"}
     for c in KERNELS:
-        unit = units.get(c.key, "of the memory's rate, of the bytes that today's kernel moves")
+        unit = units.get(c.key, "share of the memory's rate, counting the bytes of today's kernel")
         yield f"| {c.key}, {unit} | {c.prior:.3g} ± {c.spread_fraction:.0%} | {values[c.name]:.3g} | {c.why} |"
     yield "\nMeasured, but not predicted:\n"
     yield from (f"- {name}: {why}." for name, why in read_steps()[1].items())

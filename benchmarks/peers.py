@@ -1,9 +1,9 @@
-"""Throughput that other systems publish beside our plan for the same job: wins and losses.
+"""Throughput that other systems publish, and our plan for the same job: wins and losses.
 
     python -m benchmarks.peers > docs/benchmarks/peers_2026-11-29.md
 
-Plans every row of `benchmarks/published/published_rows.json` whose machine, model and batch are known; the others are listed with
-the reason. Equal jobs are planned once. Three minutes on one core.
+Plans every row of `benchmarks/published/published_rows.json` with a known machine, model and batch; the others are listed with the
+reason. Equal jobs are planned once. Three minutes on one core.
 """
 
 import json
@@ -37,16 +37,16 @@ class Job(NamedTuple):
 
     @property
     def tokens_per_step(self) -> int:
-        given = dict(self.arguments)
-        return int(given["seq_len"] * given["batch_size"])
+        arguments = dict(self.arguments)
+        return int(arguments["seq_len"] * arguments["batch_size"])
 
 
 def job_of(row: Mapping[str, Any]) -> Job | str:
     """Return the job of a published row, or the reason why no plan can express it."""
-    n, what, differs = row.get("gpus", 1), row["what"], []
+    n, kind, differs = row.get("gpus", 1), row["what"], []
     machine = (SEVERAL if n > 1 else MACHINES).get(row["gpu"])
     batch, seq_len = row.get("batch"), row.get("seq")
-    if row["system"] == UNNAMED and what == "full":
+    if row["system"] == UNNAMED and kind == "full":
         machine, batch, seq_len = "rtx4090-server", 1, row["tokens_per_step"]
         differs.append("the published GPU has no name, and its host computes experts")
     if batch is None and (row["system"] == "llmq" or "500 sequences" in (row.get("note") or "")):
@@ -63,9 +63,9 @@ def job_of(row: Mapping[str, Any]) -> Job | str:
     fields = {"seq_len": seq_len, "batch_size": batch}
     if row.get("compute", "bf16") != "bf16":
         differs.append(f"it computes in {row['compute']}, ours in bf16")
-    if "lora" in what:
-        fields |= {"train": EXPERTS if "experts" in what else LORA} | ({"base": "nf4"} if "nf4" in what else {})
-        differs += ["its adapters' moments have 8 bits"] if "adamw_8bit" in what else []
+    if "lora" in kind:
+        fields |= {"train": EXPERTS if "experts" in kind else LORA} | ({"base": "nf4"} if "nf4" in kind else {})
+        differs += ["its adapters' moments have 8 bits"] if "adamw_8bit" in kind else []
     elif row["system"] == "llmq":
         fields["optimizer"] = IN_BF16
     fields |= {"gpus": n} if n > 1 else {}
@@ -85,7 +85,7 @@ class Cell(NamedTuple):
 
     line: str
     published: float
-    ours: float
+    planned: float
     low: float
     high: float
     is_bf16: bool
@@ -93,59 +93,60 @@ class Cell(NamedTuple):
 
 def rows() -> tuple[list[Cell], list[str]]:
     """Return planned rows, and lines of the others with their reasons."""
-    cells, others = [], []
+    cells, unplanned = [], []
     for row in json.loads(ROWS.read_text())["rows"]:
         compute, n = row.get("compute", "bf16"), row.get("gpus", 1)
         name = f"{row['system']}, {row['what']}, {row['model']}, {n} x {row['gpu']}, {compute}"
         job = job_of(row)
         plan = job if isinstance(job, str) else planned(*job[:3])
         if isinstance(job, str) or isinstance(plan, str):
-            others.append(f"- {name}: {plan}.")
+            unplanned.append(f"- {name}: {plan}.")
             continue
-        claim, theirs = plan.answer.claim.prediction, float(row["tokens_per_s"])
+        claim, published = plan.answer.claim.prediction, float(row["tokens_per_s"])
         low, high = (job.tokens_per_step / s for s in (claim.p90_step_s, claim.p10_step_s))
-        cell = Cell("", theirs, plan.tokens_per_s, low, high, compute == "bf16")
-        wins, s = "ours" if cell.ours >= theirs else "theirs", plan.plan.semantics
+        cell = Cell("", published, plan.tokens_per_s, low, high, compute == "bf16")
+        wins, s = "ours" if cell.planned >= published else "theirs", plan.plan.semantics
         state = f"{s.master_dtype}, {s.optimizer_in_words}" if s.train.all else f"adapters beside {s.base}"
         size = f"{s.all_ranks.batch_size} x {s.seq_len:,}"
-        figures = f"{theirs:,.0f} | {cell.ours:,.0f} | {low:,.0f} to {high:,.0f} | {cell.ours / theirs:.2f} | {wins}"
+        figures = f"{published:,.0f} | {cell.planned:,.0f} | {low:,.0f} to {high:,.0f} | {cell.planned / published:.2f} | {wins}"
         line = f"| {name} | {job.machine} | {job.tokens_per_step:,} ({size}) | {state} | {figures} | {'; '.join(job.differs)} |"
         cells.append(cell._replace(line=line))
-    return cells, others
+    return cells, unplanned
 
 
 def page() -> Iterator[str]:
     """Yield the page."""
-    cells, others = rows()
-    alike = [cell for cell in cells if cell.is_bf16]
-    held = sum(cell.low <= cell.published <= cell.high for cell in alike)
+    cells, unplanned = rows()
+    in_bf16 = [cell for cell in cells if cell.is_bf16]
+    held = sum(cell.low <= cell.published <= cell.high for cell in in_bf16)
+    faster, faster_in_bf16 = (sum(cell.planned >= cell.published for cell in part) for part in (cells, in_bf16))
     yield f"""# Peers: published throughput and our plan for the same job
 
 Written by `python -m benchmarks.peers`; sources are with each row in `benchmarks/published/published_rows.json`. Ours are
 plans, not runs: the shipped profile of the machine, its usual host, and the fastest micro-batch and kernels. Tokens a step,
-sequence length and state precision are equal, unless the last column says otherwise. A plan does not predict another system: a
-published rate outside P10 to P90 of ours shows different methods, or an error of ours.
+sequence length and state precision are equal, except as in the last column. A plan does not predict another system: a
+published rate outside our P10 to P90 shows different methods, or an error in our prediction.
 
-Of {len(cells)} rows ours is the faster one in {sum(cell.ours >= cell.published for cell in cells)}, of {len(alike)} in bf16 in \
-{sum(cell.ours >= cell.published for cell in alike)}. P10 to P90 hold {held} of the {len(alike)} rates in bf16.
+The plan is the faster one in {faster} of {len(cells)} rows, and in {faster_in_bf16} of the {len(in_bf16)} in bf16. P10 to P90 \
+hold {held} of the {len(in_bf16)} rates in bf16.
 
 | system and job | our machine | tokens a step | our state | published tokens/s | ours | P10 to P90 | ratio | faster | differs |
 |---|---|---:|---|---:|---:|---:|---:|---|---|"""
     yield from (cell.line for cell in cells)
     yield """
 Experts' products: torch has a kernel for all experts in one call on Hopper and data center Blackwell only. There they are
-planned 1.25 times as long as single products (1.18 to 1.25 published on an H200; two published layers of small experts on an
+planned at 1.25 times the seconds of single products (1.18 to 1.25 published on an H200; two published layers of small experts on an
 H100 imply at most 1.8). On other GPUs, such as the RTX 5090, torch issues a product per expert, planned at 8 us at least, so
 that a plan with few rows per expert, or narrow products of adapters, waits for calls. The rows of 30B-A3B with adapters differ
-in the method, too: they compute 4 micro-batches of one sequence, each of which unpacks and issues everything again, and ours
-computes one of four.
+in the method, too: their micro-batches have one sequence, so that each layer is unpacked and issued four times, and our plan
+has one micro-batch of four.
 """
     one = planned("rtx5090-desktop", "qwen3-30b-a3b", (*ONE_SEQUENCE, ("train", EXPERTS), ("base", "nf4")))
     assert isinstance(one, Planned), one
     low, high = (4 * 4096 / s for s in (one.answer.claim.prediction.p90_step_s, one.answer.claim.prediction.p10_step_s))
-    yield f"With one sequence at a time, as theirs, our plan has {one.tokens_per_s:,.0f} tokens/s ({low:,.0f} to {high:,.0f}).\n"
+    yield f"With one sequence at a time, as there, our plan has {one.tokens_per_s:,.0f} tokens/s ({low:,.0f} to {high:,.0f}).\n"
     yield "## Rows without a plan\n"
-    yield from others
+    yield from unplanned
 
 
 def main() -> None:

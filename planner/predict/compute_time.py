@@ -28,10 +28,10 @@ FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10
 CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's overhead per call, large for so small a model", 9.0, 0.1
 # Without a probed rate; on an H200 it was a third of the memory's (docs/benchmarks/gpu_2026-11-27.md)
 ACTIVATIONS, ACTIVATIONS_OFF_BY = "compiled activations, at the memory's rate", 3.0
-# torch has a kernel for grouped products on compute capability 9 and 10 alone. Unbalanced groups of 1,024 and 2,048 rows take 1.18
-# to 1.25 times as long as single products by their law (H200, pytorch #163425; repeats taken as 1,000), layers of small experts at
-# most 1.8 times (H100, ByteDance-Seed/VeOmni #460). On other GPUs a loop issues a product per expert (pytorch #161407), and issuing
-# a kernel takes 3 to 10 us.
+# torch has a kernel for grouped products on compute capability 9 and 10 alone. Relative to single products by their law, unbalanced
+# groups of 1,024 and 2,048 rows take 1.18 to 1.25 times there (H200, pytorch #163425; repeats taken as 1,000), layers of small
+# experts at most 1.8 times (H100, ByteDance-Seed/VeOmni #460). On other GPUs a loop issues a product per expert (pytorch #161407),
+# and issuing a kernel takes 3 to 10 us.
 GROUPED_GPUS, GROUPED, GROUPED_TIMES, GROUPED_OFF_BY = ("H100", "H200", "B200", "B300"), "grouped products of experts", 1.25, 1.4
 EXPERT_CALLS, EXPERT_CALL_S, EXPERT_CALL_OFF_BY = "a kernel per expert, issued one after another", 8e-6, 2.0
 NARROW = 256  # products with smaller k or n (LoRA) take at least the time of their memory traffic

@@ -16,9 +16,9 @@ PEERS = (ROOT / "docs" / "benchmarks" / "peers_2026-11-29.md").read_text(encodin
 
 
 def test_the_page_has_every_own_step_and_counts_those_that_are_held() -> None:
-    steps, others = read_steps()
+    steps, unplanned = read_steps()
     rows = {step.name: re.findall(rf"^\| {re.escape(step.name)} \|(.*)\|$", ACCURACY, re.M) for step in steps}
-    assert {name: len(found) for name, found in rows.items()} == dict.fromkeys(rows, 1)
+    assert {name: len(matches) for name, matches in rows.items()} == dict.fromkeys(rows, 1)
     n_held = 0
     for step in steps:
         cells = [cell.strip() for cell in rows[step.name][0].split("|")]
@@ -28,7 +28,7 @@ def test_the_page_has_every_own_step_and_counts_those_that_are_held() -> None:
         n_held += low_s <= step.measured_s <= high_s
     assert f"they hold {n_held} of\n{len(steps)} (" in ACCURACY
     assert 0.75 <= n_held / len(steps) <= 0.9
-    assert all(name in ACCURACY for name in others)
+    assert all(name in ACCURACY for name in unplanned)
 
 
 def test_a_fit_finds_a_rate_that_all_steps_agree_on_and_ignores_a_step_that_is_left_out() -> None:
@@ -38,35 +38,35 @@ def test_a_fit_finds_a_rate_that_all_steps_agree_on_and_ignores_a_step_that_is_l
     def made_up(measured_s):  # the step as a function of the first rate, exact at `actual`
         return lambda values: measured_s * (of_products + (1 - of_products) * actual / values[KERNELS[0].name])
 
-    ours = {step.name: made_up(step.measured_s) for step in steps}
-    found = fitted(steps, ours)
-    assert found[KERNELS[0].name] == pytest.approx(actual, rel=0.1)
-    assert [found[c.name] for c in KERNELS[1:]] == [c.prior for c in KERNELS[1:]]
-    wrong = ours | {steps[0].name: lambda values: 10 * made_up(1.0)(values)}
-    assert fitted(steps[1:], wrong) == fitted(steps[1:], ours)
-    assert fitted([], ours) == pytest.approx(priors())
+    simulators = {step.name: made_up(step.measured_s) for step in steps}
+    rates = fitted(steps, simulators)
+    assert rates[KERNELS[0].name] == pytest.approx(actual, rel=0.1)
+    assert [rates[c.name] for c in KERNELS[1:]] == [c.prior for c in KERNELS[1:]]
+    wrong = simulators | {steps[0].name: lambda values: 10 * made_up(1.0)(values)}
+    assert fitted(steps[1:], wrong) == fitted(steps[1:], simulators)
+    assert fitted([], simulators) == pytest.approx(priors())
 
 
 def test_an_interval_is_widened_by_the_errors_of_the_other_steps_alone() -> None:
     steps = read_steps()[0]
-    off = [1.0 + 0.01 * i for i in range(len(steps))]  # each interval is 4 % wide to either side: the last five are outside
+    off = [1.0 + 0.01 * i for i in range(len(steps))]  # intervals 4 % wide on both sides: the last five are outside
     rows = [Row(step, p := Predicted(step.measured_s * f, step.measured_s * f / 1.04, step.measured_s * f * 1.04), p, p)
             for step, f in zip(steps, off, strict=True)]  # fmt: skip
     wide = widened(rows)
     assert sum(row.deviation <= 1 for row in rows) == 5
     assert sum(row.deviation <= 1 for row in wide) == 8
-    first = wide[0].without.high_s / wide[0].without.step_s
+    first = wide[0].left_out.high_s / wide[0].left_out.step_s
     assert math.log(first) / math.log(1.04) == pytest.approx(rows[8].deviation)
-    assert widened([rows[0], rows[0]._replace()])[0].without == rows[0].without, "never narrower"
+    assert widened([rows[0], rows[0]._replace()])[0].left_out == rows[0].left_out, "never narrower"
 
 
 def test_a_rented_machine_has_its_cores_and_their_share_of_the_hosts_memory() -> None:
-    whole = read_profile("h100-sxm")
-    part = rented(whole)
+    profile = read_profile("h100-sxm")
+    part = rented(profile)
     assert part.host.n_cores == 14
-    assert part.host.dram_bytes_per_s.value / whole.host.dram_bytes_per_s.value == pytest.approx(14 / whole.host.n_cores)
-    assert part.device == whole.device
-    assert rented(whole, priors()).device.fused_bytes_per_s.value == pytest.approx(0.44 * whole.device.memory_bytes_per_s.value)
+    assert part.host.dram_bytes_per_s.value / profile.host.dram_bytes_per_s.value == pytest.approx(14 / profile.host.n_cores)
+    assert part.device == profile.device
+    assert rented(profile, priors()).device.fused_bytes_per_s.value == pytest.approx(0.44 * profile.device.memory_bytes_per_s.value)
 
 
 def test_every_published_row_is_on_the_page_with_a_plan_or_a_reason() -> None:
@@ -75,7 +75,7 @@ def test_every_published_row_is_on_the_page_with_a_plan_or_a_reason() -> None:
     reasons = PEERS.partition("## Rows without a plan")[2].strip().splitlines()
     assert len(planned) + len(reasons) == len(published)
     faster = sum("| ours |" in line for line in planned)
-    assert f"Of {len(planned)} rows ours is the faster one in {faster}" in PEERS
+    assert f"faster one in {faster} of {len(planned)} rows" in PEERS
 
 
 def test_a_published_row_becomes_the_same_job_or_a_reason() -> None:
