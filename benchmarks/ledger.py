@@ -3,8 +3,8 @@
     python benchmarks/ledger.py RUNS.json [-o docs/accuracy.md]
 
 Predicts every run, fits the constants of `benchmarks.run_fit` with all runs and without each run, and writes the ledger, with
-sections on several GPUs (`benchmarks/several.py`) and adapters (`benchmarks/adapters.py`). Minutes on one core. Without -o, the
-page is printed.
+sections on several GPUs (`benchmarks/several.py`), adapters (`benchmarks/adapters.py`) and own steps (`benchmarks/own_steps.py`).
+Minutes on one core. Without -o, the page is printed.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.adapters import section as of_adapters
 from benchmarks.claims import PublishedClaim, claims
 from benchmarks.op_profiles import SAME_GPU
+from benchmarks.own_steps import section as of_own_steps
 from benchmarks.published.system_costs import Software
 from benchmarks.published.validate import MEMORY, Ledger, PublishedRun, Row, quantile, read_runs, validate, with_intervals
 from benchmarks.run_fit import SOFTWARE, STAGES, Stage, fit, quantity_of, with_constants
@@ -356,7 +357,7 @@ def main() -> None:
     ledger = with_intervals(validate(runs), runs)
     left_out, refitted = leave_out(runs, ledger, fitter), fitter.values()
     print("planning for several GPUs ...", file=sys.stderr)
-    text = page(ledger, left_out, refitted, claims(), chain(section(read_published()), of_adapters()))
+    text = page(ledger, left_out, refitted, claims(), chain(section(read_published()), of_adapters(), of_own_steps()))
     if arguments.output is None:
         print(text, end="")
     else:

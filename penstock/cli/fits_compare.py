@@ -241,7 +241,7 @@ def compare(
         click.echo(json.dumps(about | ranking))
     else:
         show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
-        click.echo("\n".join(notes(ranked, date.today(), tokens)))
+        click.echo("\n".join([f"Tokens per step: {about['tokens_per_step']:,}", *notes(ranked, date.today(), tokens)]))
     if html is not None:
         from penstock.planner.show.machine_pages import compare_page
 

@@ -40,7 +40,7 @@ from .options import (
 from .outputs import beyond_positions, check_output, note
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
-BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
+BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload", "llmq")
 
 
 class _Plan(Command):

@@ -346,4 +346,5 @@ def _grouped(shapes: Sequence[Sequence[int]], frozen: bool) -> list[Matmul]:
     """Matrix products of balanced experts: row counts differ by at most one; experts without rows compute nothing."""
     (n_rows, k), (n_experts, *_, n) = shapes[:2]
     rows, remainder = divmod(n_rows, n_experts)
-    return [Matmul(m, k, n, count, frozen) for m, count in ((rows, n_experts - remainder), (rows + 1, remainder)) if m and count]
+    sizes = ((rows, n_experts - remainder), (rows + 1, remainder))
+    return [Matmul(m, k, n, count, frozen, grouped=True) for m, count in sizes if m and count]

@@ -28,6 +28,12 @@ FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10
 CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's overhead per call, large for so small a model", 9.0, 0.1
 # Without a probed rate; on an H200 it was a third of the memory's (docs/benchmarks/gpu_2026-11-27.md)
 ACTIVATIONS, ACTIVATIONS_OFF_BY = "compiled activations, at the memory's rate", 3.0
+# torch has a kernel for grouped products on compute capability 9 and 10 alone. Relative to single products by their law, unbalanced
+# groups of 1,024 and 2,048 rows take 1.18 to 1.25 times there (H200, pytorch #163425; repeats taken as 1,000), layers of small
+# experts at most 1.8 times (H100, ByteDance-Seed/VeOmni #460). On other GPUs a loop issues a product per expert (pytorch #161407),
+# and issuing a kernel takes 3 to 10 us.
+GROUPED_GPUS, GROUPED, GROUPED_TIMES, GROUPED_OFF_BY = ("H100", "H200", "B200", "B300"), "grouped products of experts", 1.25, 1.4
+EXPERT_CALLS, EXPERT_CALL_S, EXPERT_CALL_OFF_BY = "a kernel per expert, issued one after another", 8e-6, 2.0
 NARROW = 256  # products with smaller k or n (LoRA) take at least the time of their memory traffic
 ONLINE_TIMES_OF_A_CPU = 3  # memory traffic of `loss: online` on a CPU, which has no fused kernel, relative to the kernel's
 BACKWARD_POINTWISE = 2  # backward traffic relative to forward: reads output and gradient, writes the input's gradient
@@ -179,8 +185,19 @@ class ComputeTime:
             if min(m.k, m.n) < NARROW:
                 narrow = self.profile.device.narrow_bytes_per_s or self.profile.device.memory_bytes_per_s
                 seconds = max(seconds, moved_bytes(m, ITEM_BYTES[dtype]) / narrow.value)
+            if m.grouped and self.profile.device.kind != "cpu":
+                seconds = self._grouped_s(m, seconds)
             self._matmul_s[dtype, m] = seconds
         return seconds
+
+    def _grouped_s(self, m: Matmul, seconds: float) -> float:
+        """Seconds of the experts' products in one call. `seconds`: of the same products alone, one after another."""
+        if any(name in self.profile.device.name for name in GROUPED_GPUS):
+            return self._extrapolated(GROUPED, GROUPED_OFF_BY, GROUPED_TIMES * seconds)
+        issued_s = m.count * EXPERT_CALL_S
+        if issued_s * EXPERT_CALL_OFF_BY <= seconds:
+            return seconds
+        return max(seconds, self._extrapolated(EXPERT_CALLS, EXPERT_CALL_OFF_BY, issued_s))
 
     def _attention(self, semantics: Semantics, attention: Attention | None, backward: bool) -> float:
         if attention is None:

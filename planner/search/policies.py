@@ -22,7 +22,7 @@ from penstock.runtime.plan.workload import Block, Model, Saved, Workload
 
 from . import tuning
 
-BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
+BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload", "llmq")
 MEGATRAIN_STRIDE = 4  # layers per boundary, one of `tuning.STRIDES`
 
 
@@ -103,6 +103,9 @@ class Fill:
 def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
     """Schedule of another system on one rank, with micro-batches one after another. Its dtypes, layout and internal copies are not
     modelled. Sources: docs/accuracy.md, assumptions about the systems."""
+    summed = device_sums(semantics, workload, semantics.least_group) or ()
+    if semantics.least_group < semantics.n_micro_batches:
+        summed = tuple(b for b, block in enumerate(workload.blocks) if block.trained)
     spills, update = can_spill(workload)[:-1], Update.EAGER if eager_is_legal(semantics) else Update.BARRIER
     schedules = {
         # Every fourth boundary is kept. Backward recomputes the inputs of layers, then each layer once more.
@@ -114,8 +117,25 @@ def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
         "slideformer": Policy(2, 2, update=update, spill_blocks=spills),
         # One gradient buffer: the next backward waits for the previous offload.
         "zero3-offload": Policy(1, 1),
+        # Weights and gradient sums stay on the device, masters and moments on the host. Only cheap functions are recomputed. Its
+        # updates on the device, with state streamed from the host, have no form here: the host updates.
+        "llmq": Policy(
+            update=Update.DEFERRED,
+            resident_blocks=tuple(range(len(workload.blocks))),
+            sum_blocks=summed,
+            save=tuple(_products_of(workload)),
+        ),
     }
     return replace(schedules[name], accumulation_group=semantics.least_group)
+
+
+def _products_of(workload: Workload) -> Iterator[Saved]:
+    """Yield `products` for each trained layer, if all of these layers can save them; else nothing."""
+    layers = range(1, workload.n_layers + 1)
+    tiers = [Saved.INPUT if b < workload.first_trained else Saved.PRODUCTS for b in layers]
+    sizes = [blocks for blocks in (workload.blocks, workload.smaller) if blocks]
+    if all(blocks[b].recompute(tiers[b - 1]) is not None for blocks in sizes for b in layers) and Saved.PRODUCTS in tiers:
+        yield from tiers
 
 
 def policy_of(fixed: Policy | str | None, semantics: Semantics, workload: Workload) -> Policy | None:

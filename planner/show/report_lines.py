@@ -174,7 +174,7 @@ def request_lines(f: Facts) -> Iterator[Line]:
     if not plan.workload.trains_all:
         yield "trained", trained_in_words(plan)
     yield "machine", f"{f.profile.name}: {f.profile.summary}"
-    yield "batch", batch_in_words(s)
+    yield "batch", f"{batch_in_words(s)}: {s.all_ranks.tokens_per_step:,} tokens a step"
     clip = "no clipping" if s.clip_norm is None else f"gradients clipped at {s.clip_norm:g}"
     is_sparse = "num_experts" in plan.model.config or "num_local_experts" in plan.model.config
     experts = f", {s.experts} experts" if is_sparse else ""

@@ -49,6 +49,7 @@ class Matmul:
     n: Count
     count: Count = 1
     frozen: bool = False
+    grouped: bool = False  # a product per expert, all in one call
 
     @property
     def flop(self) -> int:

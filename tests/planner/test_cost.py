@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
-from penstock.planner.predict.compute_time import moved_bytes
+from penstock.planner.predict.compute_time import EXPERT_CALL_S, GROUPED, GROUPED_TIMES, moved_bytes
 from penstock.planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param, update_params_per_s
 from penstock.planner.predict.memory import frame
 from penstock.planner.predict.region import Resource
@@ -17,7 +17,7 @@ from penstock.planner.search.result import model_flop
 from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
 from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.train import Lora, Train
-from penstock.runtime.plan.workload import Saved
+from penstock.runtime.plan.workload import Matmul, Saved
 from tests.strategies import plans
 
 MODEL = read_model("qwen2.5-0.5b")  # tied weights
@@ -159,6 +159,35 @@ def test_unpacking_and_narrow_products_take_their_own_rates_where_they_were_meas
         slow_s, usual_s = (CostModel(p)._matmul("bf16", m) for p in (slower, usual))
         assert slow_s == pytest.approx(4 * moved_bytes(m, 2) / memory["value"])
         assert slow_s > usual_s
+
+
+def products_s(machine, *shape, grouped):
+    cost = CostModel(read_profile(machine))
+    return cost._matmul("bf16", Matmul(*shape, grouped=grouped)), cost.outside
+
+
+def test_products_of_experts_take_a_grouped_kernel_or_a_call_each():
+    small, large = (64, 2048, 16, 128), (2048, 2048, 1536, 128)
+    seconds, outside = products_s("h100-sxm", *large, grouped=True)
+    assert seconds == pytest.approx(GROUPED_TIMES * products_s("h100-sxm", *large, grouped=False)[0])
+    assert GROUPED in outside, "unmeasured on the machine, so the interval is wider"
+    assert products_s("rtx5090-desktop", *small, grouped=True)[0] == pytest.approx(128 * EXPERT_CALL_S)
+    assert products_s("rtx5090-desktop", *small, grouped=False)[0] < 128 * EXPERT_CALL_S
+    assert products_s("rtx5090-desktop", *large, grouped=True)[0] == products_s("rtx5090-desktop", *large, grouped=False)[0]
+    assert products_s("cpu-2core", *small, grouped=True)[0] == products_s("cpu-2core", *small, grouped=False)[0]
+
+
+@pytest.mark.parametrize(("n_experts", "top_k", "width", "published_s"), [(128, 8, 768, 10.218e-3), (512, 10, 512, 11.411e-3)])
+def test_a_published_layer_of_experts_is_predicted_within_a_third(n_experts, top_k, width, published_s):
+    """An H100, 32,768 tokens of width 2,048, torch's grouped products (ByteDance-Seed/VeOmni #460), with gather and scatter."""
+    n_rows, hidden, profile = 32768 * top_k, 2048, read_profile("h100-sxm")
+    rows = n_rows // n_experts
+    shapes = (rows, hidden, 2 * width, n_experts), (rows, width, hidden, n_experts)
+    moved = 2 * n_rows * (2 * hidden + 3 * width + 2 * hidden + hidden)  # gather, SwiGLU, scale, sum
+    seconds = (
+        sum(products_s("h100-sxm", *shape, grouped=True)[0] for shape in shapes) + moved / profile.device.eager_bytes_per_s.value
+    )
+    assert 0.67 < seconds / published_s < 1.1
 
 
 def test_a_tied_weight_has_two_gradients_and_one_update(profile):

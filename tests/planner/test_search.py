@@ -28,7 +28,7 @@ from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import CUT
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import Greedy
-from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.micro_batch import SIZES, shared_step, sizes_of
 from penstock.planner.search.policies import BASELINES, Family, Slots, Way, baseline, families, smallest_plans, staying, with_ways
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.search import search, search_machine
@@ -36,6 +36,7 @@ from penstock.planner.search.tree import Tree
 from penstock.planner.search.tuning import GRADIENT_SLOTS, NEAR_FRACTION
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
+from penstock.runtime.plan.legality import refuse_illegal
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Model, Saved
 from penstock.runtime.units import GB
@@ -367,6 +368,22 @@ def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
     busy_s = simulated.busy_s(plan)[Lane.H2D]
     assert busy_s > 1.1 * bounds["lane h2d"]
     assert 0.99 * busy_s <= max(bounds.values()) <= simulated.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("train", ["all", "lora", "layers:2"])
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_the_schedule_of_llmq_is_legal_and_keeps_weights_and_sums_on_the_device(name: str, train: str, micro_batch: int) -> None:
+    model, ways = read_model(name), {"gradient_dtype": "fp32"} if train != "all" else {}
+    semantics = with_kernels(model, Semantics(512, 4, micro_batch, train=parse_train(train), **ways), read_profile("h100-sxm"))
+    for one in (semantics, *([shared_step(semantics, 2, False)] if micro_batch == 1 and name == "qwen2.5-7b" else [])):
+        workload = build_workload(model, one)
+        policy = baseline("llmq", one, workload)
+        refuse_illegal(workload, one, policy)
+        assert policy.resident_blocks == tuple(range(len(workload.blocks)))
+        assert {*policy.save} <= {Saved.INPUT, Saved.PRODUCTS}
+        if policy.accumulation_group < one.n_micro_batches:
+            assert policy.sum_blocks == tuple(b for b, block in enumerate(workload.blocks) if block.trained)
 
 
 @mostly_slow(

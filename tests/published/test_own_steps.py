@@ -1,0 +1,90 @@
+"""Own measured steps and rows of peers: their pages, the fit that leaves a step out, and jobs of published rows."""
+
+import json
+import math
+import re
+
+import pytest
+
+from benchmarks import peers
+from benchmarks.own_steps import KERNELS, Predicted, Row, fitted, priors, read_steps, rented, widened
+from penstock.hwprofiles.schema import read_profile
+from tests.tour import ROOT
+
+ACCURACY = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+PEERS = (ROOT / "docs" / "benchmarks" / "peers_2026-11-29.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_own_step_and_counts_those_that_are_held() -> None:
+    steps, unplanned = read_steps()
+    rows = {step.name: re.findall(rf"^\| {re.escape(step.name)} \|(.*)\|$", ACCURACY, re.M) for step in steps}
+    assert {name: len(matches) for name, matches in rows.items()} == dict.fromkeys(rows, 1)
+    n_held = 0
+    for step in steps:
+        cells = [cell.strip() for cell in rows[step.name][0].split("|")]
+        predicted_s, low_s, high_s = map(float, re.findall(r"[\d.]+", cells[1]))
+        assert float(cells[0]) == pytest.approx(step.measured_s, rel=1e-3)
+        assert predicted_s / step.measured_s - 1 == pytest.approx(float(cells[2].rstrip("%")) / 100, abs=0.01)
+        n_held += low_s <= step.measured_s <= high_s
+    assert f"they hold {n_held} of\n{len(steps)} (" in ACCURACY
+    assert 0.75 <= n_held / len(steps) <= 0.9
+    assert all(name in ACCURACY for name in unplanned)
+
+
+def test_a_fit_finds_a_rate_that_all_steps_agree_on_and_ignores_a_step_that_is_left_out() -> None:
+    steps = read_steps()[0][:4]
+    of_products, actual = 0.8, 2 * KERNELS[0].prior
+
+    def made_up(measured_s):  # the step as a function of the first rate, exact at `actual`
+        return lambda values: measured_s * (of_products + (1 - of_products) * actual / values[KERNELS[0].name])
+
+    simulators = {step.name: made_up(step.measured_s) for step in steps}
+    rates = fitted(steps, simulators)
+    assert rates[KERNELS[0].name] == pytest.approx(actual, rel=0.1)
+    assert [rates[c.name] for c in KERNELS[1:]] == [c.prior for c in KERNELS[1:]]
+    wrong = simulators | {steps[0].name: lambda values: 10 * made_up(1.0)(values)}
+    assert fitted(steps[1:], wrong) == fitted(steps[1:], simulators)
+    assert fitted([], simulators) == pytest.approx(priors())
+
+
+def test_an_interval_is_widened_by_the_errors_of_the_other_steps_alone() -> None:
+    steps = read_steps()[0]
+    off = [1.0 + 0.01 * i for i in range(len(steps))]  # intervals 4 % wide on both sides: the last five are outside
+    rows = [Row(step, p := Predicted(step.measured_s * f, step.measured_s * f / 1.04, step.measured_s * f * 1.04), p, p)
+            for step, f in zip(steps, off, strict=True)]  # fmt: skip
+    wide = widened(rows)
+    assert sum(row.deviation <= 1 for row in rows) == 5
+    assert sum(row.deviation <= 1 for row in wide) == 8
+    first = wide[0].left_out.high_s / wide[0].left_out.step_s
+    assert math.log(first) / math.log(1.04) == pytest.approx(rows[8].deviation)
+    assert widened([rows[0], rows[0]._replace()])[0].left_out == rows[0].left_out, "never narrower"
+
+
+def test_a_rented_machine_has_its_cores_and_their_share_of_the_hosts_memory() -> None:
+    profile = read_profile("h100-sxm")
+    part = rented(profile)
+    assert part.host.n_cores == 14
+    assert part.host.dram_bytes_per_s.value / profile.host.dram_bytes_per_s.value == pytest.approx(14 / profile.host.n_cores)
+    assert part.device == profile.device
+    assert rented(profile, priors()).device.fused_bytes_per_s.value == pytest.approx(0.44 * profile.device.memory_bytes_per_s.value)
+
+
+def test_every_published_row_is_on_the_page_with_a_plan_or_a_reason() -> None:
+    published = json.loads(peers.ROWS.read_text())["rows"]
+    planned = [line for line in PEERS.splitlines() if re.match(r"\| \S+.* \| \d+[\d,]* \(", line)]
+    reasons = PEERS.partition("## Rows without a plan")[2].strip().splitlines()
+    assert len(planned) + len(reasons) == len(published)
+    faster = sum("| ours |" in line for line in planned)
+    assert f"faster one in {faster} of {len(planned)} rows" in PEERS
+
+
+def test_a_published_row_becomes_the_same_job_or_a_reason() -> None:
+    row = {"system": "x", "what": "full", "gpu": "H100", "model": "qwen3-8b", "seq": 1024, "batch": 8, "tokens_per_s": 1.0}
+    assert peers.job_of(row) == ("h100-sxm", "qwen3-8b", (("seq_len", 1024), ("batch_size", 8)), ())
+    lora = peers.job_of(row | {"what": "qlora nf4 r16 attention+experts", "compute": "fp8"})
+    assert dict(lora.arguments)["train"] == peers.EXPERTS
+    assert dict(lora.arguments)["base"] == "nf4"
+    assert lora.differs == ("it computes in fp8, ours in bf16",)
+    assert "no profile" in peers.job_of(row | {"gpu": "RTX 5090 Laptop 24GB"})
+    assert peers.job_of(row | {"tokens_per_s": None}) == "tokens/s are not published"
+    assert "not published" in peers.job_of(row | {"batch": None})
