@@ -1,6 +1,7 @@
 """Named lines and tables about a plan, for the text report and the page."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from textwrap import shorten
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from penstock.planner.model.workload import attention_kernels
 from penstock.planner.predict.compute_time import BACKWARD_POINTWISE
 from penstock.planner.predict.provenance import Provenance
 from penstock.planner.search.claim import CUT, Claim, Predicted
+from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Lane
 from penstock.runtime.plan.workload import Saved
 from penstock.runtime.units import show_bytes, show_count, show_rate, show_seconds
@@ -186,8 +188,9 @@ def request_lines(f: Facts) -> Iterator[Line]:
     if s.router_loss:
         yield "routers", f"{s.router_loss:g} times their load-balancing loss, of each micro-batch"
     yield "kernels", kernels_in_words(s)
-    if any(kernel != "fused" for kernel in attention_kernels(plan.model, s)):
-        yield "attention", "; ".join(_attention(f))
+    with suppress(WorkloadError):  # a model that this version of transformers does not have
+        if any(kernel != "fused" for kernel in attention_kernels(plan.model, s)):
+            yield "attention", "; ".join(_attention(f))
 
 
 def _attention(f: Facts) -> Iterator[str]:

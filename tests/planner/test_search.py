@@ -278,7 +278,7 @@ def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
 
     one_group = Policy(accumulation_group=8, spill_blocks=tuple(range(24)))
     needs = footprint(frame(model, workload, s, one_group), machine)
-    tight = machine.with_memory(None, needs.host_peak_bytes + 10**7)
+    tight = machine.with_memory(needs.device_peak_bytes + 10**7, needs.host_peak_bytes + 10**7)  # too little for sums on the device
     assert search(model, [(s, workload)], tight).plan.policy.accumulation_group > 1
     monkeypatch.setattr("penstock.planner.search.remedy.MAX_PLAN_OPS", 5 * len(workload.blocks))
     with pytest.raises(PlanError, match="use a larger --micro-batch"):

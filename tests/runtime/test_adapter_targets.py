@@ -40,6 +40,7 @@ NOT_BESIDE = {
 }
 OUTSIDE = re.compile(r"model\.(?:altup_(?:un)?embed_projections\.\d|altup_projections\.\d|per_layer_model_projection)")
 WITHIN = {"bailing_hybrid": 1e-3, "qwen3_5_moe_text": 1e-3}  # sums over many steps in fp32: PEFT adds the adapter in another order
+EAGER = ("flint", "granite_swa", "granitemoe_swa")  # sinks, computed by transformers in eager attention alone
 SAMPLED = ("phi3", "deepseek_v3", "qwen3_next", "gpt2", "falcon", "llama4_text", "ctrl")
 DIFFERENT = [t for t in re.search(r"Accepted: (.*)\.\n", PAGE.read_text())[1].split(", ") if t not in SAMPLED]  # type: ignore[index]
 
@@ -55,7 +56,7 @@ def test_adapters_of_all_linear_layers_equal_pefts(model_type: str, tmp_path: Pa
     assert build_workload(Model(config), spelled) == workload
     assert "all-linear" not in spelled.train.lora.targets  # type: ignore[union-attr]
     torch.manual_seed(0)
-    model = hf_model(config, dtype=torch.float32, attn_implementation=semantics.attention)
+    model = hf_model(config, dtype=torch.float32, attn_implementation="eager" if model_type in EAGER else semantics.attention)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(0.5 + 0.2 * torch.randn(p.shape) if p.dim() == 1 else torch.randn(p.shape) * p.shape[-1] ** -0.5)
