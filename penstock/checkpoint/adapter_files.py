@@ -56,10 +56,10 @@ _INSTEAD = "train one without it, or merge it into its model with PEFT's merge_a
 def config_bytes(
     lora: Lora, factors: Iterable[str], base: str | None, other_weights: Collection[str] = (), has_towers: bool = False
 ) -> bytes:
-    """Return `adapter_config.json` for an adapter of the model `base` with factors of these names. `others`: its other weights.
+    """Return `adapter_config.json` for an adapter of the model `base` with factors of these names.
 
-    Its targets are the modules with factors: by their last part, or by whole names if other modules share that, as in towers. PEFT
-    lists parameters apart from modules, in `target_parameters`: experts, and modules that PEFT treats as experts.
+    `other_weights`: names of the model's other weights. Targets are the modules with factors: by their last part, or by whole names
+    if other modules share that, as in towers. PEFT lists experts, and modules that it treats as experts, in `target_parameters`.
     """
     from peft import LoraConfig
 
@@ -168,7 +168,7 @@ def _adapted_parameters(folder: Path, config: "LoraConfig", names: Iterable[str]
 
 
 def _names(modules: Set[str], other_modules: Set[str], has_towers: bool = False) -> list[str]:
-    """Return names that PEFT and `Lora.targets` use to select these modules and none of the `others`."""
+    """Return names that PEFT and `Lora.targets` use to select these modules and none of `other_modules`."""
     ends = {last_part(module) for module in modules}
     is_exact = not has_towers and not any(is_selected(module, end) for module in other_modules for end in ends)
     return sorted(ends if is_exact else modules)

@@ -205,7 +205,7 @@ class CheckpointWriter:
         self._write("config.json", _json_bytes(unquantised | {"dtype": str(dtype).removeprefix("torch.")}))
 
     def write_adapter(self, lora: Lora, model: Model, other_weights: Collection[str]) -> None:
-        """Write the factors in `adapter` as PEFT's files. The configuration names the model. `others`: its other weights."""
+        """Write the factors in `adapter` as PEFT's files. `other_weights`: names of the model's weights without factors."""
         factors = dict(sorted(self.adapter.items()))
         self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
         self._write(CONFIG_FILE, config_bytes(lora, factors, model.path or model.name, other_weights, has_towers(model.config)))
