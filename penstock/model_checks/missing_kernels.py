@@ -9,6 +9,7 @@ import torch
 from penstock.runtime.errors import PlanError
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.plan import Plan, Semantics
+from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS
 from penstock.runtime.plan.policy import AttentionKernel
 
 WORDS: Mapping[AttentionKernel, str] = {
@@ -47,16 +48,15 @@ def refuse_any_order(semantics: Semantics) -> None:
 
 def refuse_missing_attention(plan: Plan) -> None:
     """PlanError if the GPU lacks the kernel, or the kernel does not support the plan's heads."""
-    kernel, blocks = plan.semantics.attention_kernel, plan.workload.blocks
-    attention = next((b.attention for b in blocks if b.attention is not None), None)
-    if attention is None or plan.semantics.attention != "sdpa":
+    kernel, dtype = plan.semantics.attention_kernel, plan.semantics.compute_dtype
+    attentions = [b.attention for b in plan.workload.blocks if b.attention is not None]
+    has_sinks = any(a.sinks for a in attentions)
+    if not attentions or plan.semantics.attention != "sdpa" or (kernel == "flash" and not has_sinks):  # PyTorch falls back from it
         return
-    if kernel == "flash" and not any(b.attention is not None and b.attention.sinks for b in blocks):  # PyTorch falls back from it
-        return
-    if not _can_use(kernel, attention.n_heads, attention.head_dim, DTYPE[plan.semantics.compute_dtype]):
-        heads = f"{attention.n_heads} heads of {attention.head_dim} in {plan.semantics.compute_dtype}"
+    n_heads, width = attentions[0].n_heads, attentions[0].head_dim
+    if (has_sinks and width % CUDA_HEAD_ELEMENTS) or not _can_use(kernel, n_heads, width, DTYPE[dtype]):
         how = "--kernels eager" if kernel != "deterministic" else "--kernels eager, and run without --deterministic"
-        lacks = f"which this GPU or this version of PyTorch does not support for {heads}"
+        lacks = f"which this GPU or this version of PyTorch does not support for {n_heads} heads of {width} in {dtype}"
         raise PlanError(f"the plan uses {WORDS[kernel]}, {lacks}; plan again with {how}")
 
 

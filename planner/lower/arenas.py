@@ -122,8 +122,7 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     if rings:
         yield Arena("saved", Place.DEVICE, tuple(_aligned(n_bytes) for n_bytes in rings for _ in range(policy.saved_slots)))
     on_device = {*policy.device_blocks}
-    leaving = _per_sum(plan, lambda b: gradient_slot_bytes(plan, b) * (b not in on_device))
-    layer_bytes, vocab_bytes = _largest(leaving)
+    layer_bytes, vocab_bytes = _largest(_per_sum(plan, lambda b: gradient_slot_bytes(plan, b) * (b not in on_device)))
     on_device_bytes = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
     yield Arena("gradients", Place.DEVICE, (*[layer_bytes] * policy.gradient_slots, vocab_bytes, *on_device_bytes))
     if policy.device_blocks:

@@ -31,10 +31,9 @@ def with_kernels(
     # fla's kernels are for bf16; the convolution accumulates its weight gradient with atomics
     takes_any = kernels == "fused" and profile.device.kind == "cuda" and semantics.compute_dtype == "bf16"
     layers = attentions(model, semantics.seq_len)
-    odd = profile.device.kind == "cuda" and (
-        semantics.compute_dtype == "fp32" or any(a.head_dim % CUDA_HEAD_ELEMENTS for a in layers)
-    )
-    if any(a.sinks for a in layers) and (is_eager or odd):
+    takes_heads = semantics.compute_dtype != "fp32" and not any(a.head_dim % CUDA_HEAD_ELEMENTS for a in layers)
+    is_fused = not is_eager and (takes_heads or profile.device.kind != "cuda")
+    if any(a.sinks for a in layers) and not is_fused:
         semantics = replace(semantics, attention="eager")
     chosen["library_kernels"] = library_kernels(model) if takes_any and not deterministic else ()
     attention: AttentionKernel = "deterministic" if deterministic else _attention_kernel(model, semantics, profile, kernels)
@@ -42,13 +41,10 @@ def with_kernels(
 
 
 def _attention_kernel(model: Model, semantics: Semantics, profile: Profile, kernels: Kernel) -> AttentionKernel:
-    """cuDNN's where it is measured, supports the head widths, and no layer has a sliding window, which needs a dense mask."""
+    """cuDNN's where it is measured and supports the head widths, and no layer has sinks or a sliding window (a dense mask)."""
     has_rates = semantics.compute_dtype in profile.device.attention.get("cudnn", {})
     if not has_rates or kernels != "fused" or semantics.attention != "sdpa":
         return "flash"
     layers = attentions(model, semantics.seq_len)
-    return (
-        "cudnn"
-        if all(a.window is None and not a.sinks and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers)
-        else "flash"
-    )
+    takes_heads = all(a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers)
+    return "cudnn" if takes_heads and not any(a.sinks or a.window is not None for a in layers) else "flash"

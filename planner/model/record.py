@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
         self.pending: list[int] = []  # tensors that autograd saved before their call was recorded
         self.needed: set[str] = set()  # weights that autograd saves
         self.is_new = True  # a torch function has begun and no call was recorded since
-        self.attention: list[int | None] | None = None  # heads, key-value heads, head width; 1 if it has sinks
+        self.attention: list[int | None] | None = None  # as in `LayerTrace`, without the window
         for t in [*([] if hidden is None else [hidden]), *inputs]:
             if storage_of(t) not in self.names:
                 self.number(t, internal=False)

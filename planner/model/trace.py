@@ -77,7 +77,7 @@ class LayerTrace:
     tensors: list[TensorInfo]
     calls: list[LibraryCall]
     groups: list[Group]
-    attention: list[int | None] | None = None  # heads, key-value heads, head width, window; and 1, if fused with sinks
+    attention: list[int | None] | None = None  # heads, key-value heads, head width, window; with sinks, a fifth entry: 1
     sides: Sequence[int] = ()  # arguments that require grad, other than the hidden state
 
     @classmethod
@@ -242,7 +242,7 @@ class _Replay:
             n_weights, n_trained = map(self._elements, (weights, learns))
             outputs = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
         elif call.name == FUSED_ATTENTION:
-            window, sinks, *_ = *(self.trace.attention or [])[3:], None, None
+            window, *sinks = (self.trace.attention or [None] * 4)[3:]
             kernel, n_trained = self.semantics.attention_kernel, self._elements(learns)
             outputs = [fused.attention(self.tape, reads, call.shapes[0], kernel, bool(sinks), window, n_trained)]
             outputs += self.tape.steps[-1].outputs[1:]

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS
 
-from .kernels import FusedAttention, with_sinks
+from .kernels import FusedAttention, is_plain, with_sinks
 from .layer_chain import Call, Documents, LayerChain, is_view_of_all
 from .recompute import unrecorded
 from .transformers_patches import ALL_ATTENTION_FUNCTIONS, EAGER_ATTENTION, replaced_attention
@@ -82,8 +82,7 @@ def _by_document(
     n_unmasked = 0  # longest document that needs no mask other than the causal one
     if packed.attention is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
         n_unmasked = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
-    is_plain = options.get("is_causal", True) and all(options.get(name) is None for name in ("position_bias", "softcap"))
-    if max(lengths) <= n_unmasked and is_plain and dropout == 0.0 and _is_fused(*operands):
+    if max(lengths) <= n_unmasked and is_plain(dropout, options) and _is_fused(*operands):
         return FusedAttention.apply(*operands, lengths, scaling), None  # type: ignore[no-untyped-call]
     attend = packed.attention or type(module).forward.__globals__[EAGER_ATTENTION]
     rows = list[Tensor]()

@@ -6,7 +6,7 @@ the semantics name them. A sink of attention is a learned logit per head that ta
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from . import transformers_patches as hf
 from .pointwise import CALL_BY_CALL, GATES, ROTATE, Function, Pair, several
 from .recompute import unrecorded
 
+Tensors = Sequence[torch.Tensor]
 NORM_ROWS = 1024  # rows of an fp32 chunk in a CPU's norm
 CHUNK_TOKENS = 512  # tokens of an fp32 chunk in the gradient of sinks
 
@@ -226,18 +227,22 @@ def with_sinks(
     n_tokens: Sequence[int] = (),
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers' registry, (B, H, T, E) to (B, T, H, E). `s_aux`: sinks (H,); `n_tokens`: document
-    lengths, () for whole sequences. A mask must be the sliding window's. WorkloadError for a call that no fused kernel computes."""
+    """Attention function with the parameters of transformers' registry; (B, H, T, E) to (B, T, H, E). `s_aux`: sinks (H,). Ours:
+    `n_tokens`, document lengths. A mask must be the sliding window's. WorkloadError for a call that no fused kernel computes."""
     window = None if attention_mask is None else sliding_window
     has_shapes = query_BHTE.shape[2:] == key_BHTE.shape[2:] == value_BHTE.shape[2:]
-    is_plain = dropout == 0.0 and not any(options.get(name) for name in ("position_bias", "softcap"))
-    if s_aux is None or not (has_shapes and is_plain) or (attention_mask is not None and window is None):
+    if s_aux is None or not (has_shapes and is_plain(dropout, options)) or (attention_mask is not None and window is None):
         raise WorkloadError(f"no scaled_dot_product_attention computes {type(module).__name__}; use eager attention")
-    arguments = [*n_tokens], scaling, s_aux, window, attention_mask
-    return FusedAttention.apply(query_BHTE, key_BHTE, value_BHTE, *arguments), None  # type: ignore[no-untyped-call]
+    operands = query_BHTE, key_BHTE, value_BHTE
+    return FusedAttention.apply(*operands, [*n_tokens], scaling, s_aux, window, attention_mask), None  # type: ignore[no-untyped-call]
 
 
 hf.register_attention(hf.WITH_SINKS, with_sinks)
+
+
+def is_plain(dropout: float, options: Mapping[str, Any]) -> bool:
+    """True for causal attention without dropout, bias and cap of logits. `options`: further arguments of transformers."""
+    return dropout == 0.0 and options.get("is_causal", True) and all(options.get(k) is None for k in ("position_bias", "softcap"))
 
 
 class FusedAttention(torch.autograd.Function):
@@ -276,10 +281,7 @@ class FusedAttention(torch.autograd.Function):
         if not ctx.n_tokens:
             return (*_attend_backward(inputs, ctx.scale, ctx.window), None, None, d_sinks_H, None, None)
         results = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in operands]
-        for row, tokens, n_computed in _document_slices(query, ctx.n_tokens):
-            targets = [x[row, :, tokens] for x in results]
-            padded = [_padded(x[row, :, tokens], n_computed) for x in inputs]
-            _copy_results(targets, _attend_backward(padded, ctx.scale, ctx.window))
+        _each_document(lambda padded: _attend_backward(padded, ctx.scale, ctx.window), inputs, results, ctx.n_tokens)
         return (*results, None, None, d_sinks_H, None, None)
 
 
@@ -313,25 +315,26 @@ def _attention_by_document(
         return out_BHTE.transpose(1, 2), sums_BHT.transpose(1, 2)
     out_BTHE = query_BHTE.new_empty(n_sequences, seq_len, n_heads, width)
     sums_BTH = query_BHTE.new_empty(n_sequences, seq_len, n_heads, dtype=torch.promote_types(query_BHTE.dtype, torch.float32))
-    for row, tokens, n_computed in _document_slices(query_BHTE, n_tokens):
-        targets = [x[row, tokens].transpose(1, 2) for x in (out_BTHE, sums_BTH)]
-        _copy_results(targets, _attend([_padded(x[row, :, tokens], n_computed) for x in inputs], scale, sinks_H, window))
+    results = out_BTHE.transpose(1, 2), sums_BTH.transpose(1, 2)
+    _each_document(lambda padded: _attend(padded, scale, sinks_H, window), inputs, results, n_tokens)
     return out_BTHE, sums_BTH
 
 
-def _document_slices(query_BHTE: torch.Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
-    """(sequence, tokens, number of computed tokens) of each document. In bf16 on a CPU, a document shorter than its sequence is
-    padded to a length class, because PyTorch compiles and caches code for each shape."""
-    seq_len, offset = query_BHTE.shape[2], 0
-    compiles = query_BHTE.device.type == "cpu" and query_BHTE.dtype is not torch.float32
+def _each_document(attend: Callable[[Tensors], Tensors], inputs: Tensors, results: Tensors, n_tokens: list[int]) -> None:
+    """Call `attend` on each document of `inputs` and copy to `results`, all (B, H, T, ...). In bf16 on a CPU, a document shorter
+    than its sequence is padded to a length class, because PyTorch compiles and caches code for each shape."""
+    seq_len, offset = inputs[0].shape[2], 0
+    compiles = inputs[0].device.type == "cpu" and inputs[0].dtype is not torch.float32
     for n in n_tokens:
         row, first = divmod(offset, seq_len)
-        yield slice(row, row + 1), slice(first, first + n), padded_tokens(n) if compiles and n < seq_len else n
+        place = slice(row, row + 1), slice(None), slice(first, first + n)
+        n_computed = padded_tokens(n) if compiles and n < seq_len else n
+        _copy_results([x[place] for x in results], attend([_padded(x[place], n_computed) for x in inputs]))
         offset += n
 
 
-def _copy_results(outputs: list[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-    """Copy the results of a padded document without its padding."""
+def _copy_results(outputs: Tensors, results: Tensors) -> None:
+    """Copy the results of a padded document without its padding. A function, so that none is alive during the next document."""
     for out, x in zip(outputs, results, strict=True):
         out.copy_(x[:, :, : out.shape[2]])
 
@@ -350,15 +353,13 @@ def _window_options(query_BHTE: torch.Tensor, window: int | None) -> dict[str, A
     return {"attn_mask": query_BHTE.new_full((n_tokens, n_tokens), -torch.inf).tril_(-window)}
 
 
-def _attend(
-    inputs: Sequence[torch.Tensor], scale: float | None, sinks_H: torch.Tensor | None = None, window: int | None = None
-) -> Sequence[torch.Tensor]:
-    """Fused causal attention of one document, before its padding: outputs (B, H, T, E) and log-sum-exps (B, H, T)."""
+def _attend(inputs: Tensors, scale: float | None, sinks_H: torch.Tensor | None = None, window: int | None = None) -> Tensors:
+    """Fused causal attention of whole sequences or one document: outputs (B, H, T, E) and log-sum-exps (B, H, T)."""
     aten: Any = torch.ops.aten
     if inputs[0].is_cuda and window is not None:
         n, tensors = inputs[0].shape[2], [x.transpose(1, 2) for x in inputs]
-        of_window = {"window_size_left": window - 1, "window_size_right": 0}
-        out, sums_BHT, *_ = aten._flash_attention_forward(*tensors, None, None, n, n, 0.0, True, False, scale=scale, **of_window)
+        window_sizes = {"window_size_left": window - 1, "window_size_right": 0}
+        out, sums_BHT, *_ = aten._flash_attention_forward(*tensors, None, None, n, n, 0.0, True, False, scale=scale, **window_sizes)
         out_BHTE = out.transpose(1, 2)
     elif inputs[0].is_cuda:
         out_BHTE, sums_BHT = aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)[:2]
@@ -371,7 +372,7 @@ def _attend(
     return out_BHTE.mul_(torch.sigmoid(sums_BHT - sinks_H1).unsqueeze(-1)), torch.logaddexp(sums_BHT, sinks_H1)
 
 
-def _attend_backward(inputs: Sequence[torch.Tensor], scale: float | None, window: int | None = None) -> Sequence[torch.Tensor]:
+def _attend_backward(inputs: Tensors, scale: float | None, window: int | None = None) -> Tensors:
     """Gradients of queries, keys and values. `inputs`: output gradient, query, key, value, output, log-sum-exps."""
     aten: Any = torch.ops.aten
     *tensors, sums_BHT = inputs
@@ -382,8 +383,8 @@ def _attend_backward(inputs: Sequence[torch.Tensor], scale: float | None, window
     rest = sums_BHT.contiguous(), None, None, n_tokens, n_tokens, 0.0, True, no_random_numbers, no_random_numbers
     if window is None:
         return aten._scaled_dot_product_flash_attention_backward(*tensors, *rest, scale=scale)  # type: ignore[no-any-return]
-    by_token, of_window = [x.transpose(1, 2) for x in tensors], {"window_size_left": window - 1, "window_size_right": 0}
-    return [x.transpose(1, 2) for x in aten._flash_attention_backward(*by_token, *rest, scale=scale, **of_window)]
+    by_token, window_sizes = [x.transpose(1, 2) for x in tensors], {"window_size_left": window - 1, "window_size_right": 0}
+    return [x.transpose(1, 2) for x in aten._flash_attention_backward(*by_token, *rest, scale=scale, **window_sizes)]
 
 
 def _padded(x: torch.Tensor, n_tokens: int) -> torch.Tensor:

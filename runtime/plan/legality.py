@@ -132,14 +132,13 @@ def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) 
 
 
 def _refuse_sums(workload: Workload, semantics: Semantics, policy: Policy, is_one_group: bool, mixed: set[int]) -> None:
-    """Raise PlanError for illegal `sum_blocks`. `apart`: partly trained blocks, which the device sums with or without the list."""
+    """Raise PlanError for illegal `sum_blocks`. `mixed`: partly trained blocks, which the device sums with or without the list."""
     if not policy.sum_blocks:
         return
     summed, both = {*policy.sum_blocks}, vocabulary(workload)
-    if odd := [
-        b for b in policy.sum_blocks if b not in range(workload.n_layers + 2) or not workload.blocks[b].trained or b in mixed
-    ]:
-        raise PlanError(f"sum_blocks: block {odd[0]} is not trained, or its sum is on the device as it is in device_blocks")
+    allowed = {b for b, block in enumerate(workload.blocks) if block.trained} - mixed
+    if refused := [b for b in policy.sum_blocks if b not in allowed]:
+        raise PlanError(f"sum_blocks: block {refused[0]} is not trained, or its sum is on the device as it is in device_blocks")
     if not summed | mixed >= {*both}:
         raise PlanError("sum_blocks need embedding and head, if trained: both share a gradient slot")
     if is_one_group and (policy.sum_blocks != tuple(both) or not joins_tied(workload, semantics, policy)):

@@ -353,8 +353,7 @@ def test_attention_with_sinks_has_the_gradients_of_autograd(n_tokens, window):
 @mostly_slow("model_type", ["gpt_oss", "flint", "granite_swa"])
 def test_a_model_with_sinks_computes_what_its_eager_attention_does(model_type):
     """Loss and gradients in fp32, over sequences longer than the window."""
-    config = tiny_config(model_type) if model_type in MODEL_TYPES else tiny(model_type)
-    results = []
+    config, results = (tiny_config if model_type in MODEL_TYPES else tiny)(model_type), []
     for attention in ("sdpa", "eager"):
         model, tokens = resident(config, exact(model_type, attention=attention)), torch.arange(48).view(2, 24)
         with torch.no_grad():
@@ -368,15 +367,16 @@ def test_a_model_with_sinks_computes_what_its_eager_attention_does(model_type):
 
 
 def test_masks_and_calls_of_other_attention_are_refused():
-    """A mask must be that of the window; dropout, a bias, and other widths of values need eager attention."""
+    """A mask must be that of the window; dropout, a bias, later tokens, and other widths of values need eager attention."""
     module, (query, key, value, _) = torch.nn.Identity(), random_heads(24, torch.float32)
     causal, sinks = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril(), torch.zeros(4)
     same = kernels.with_sinks(module, query, key, value, causal.triu(-7), s_aux=sinks, sliding_window=8)[0]
     assert torch.allclose(same, plainly_attended(query * 0.25 / 0.3, key, value, sinks, 8), atol=1e-6)
     with pytest.raises(WorkloadError, match="its attention computes other masks"):
         kernels.with_sinks(module, query, key, value, causal.triu(-8), s_aux=sinks, sliding_window=8)
-    for options in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": None}, {"sliding_window": None}):
+    fields = {"dropout": 0.1, "softcap": 30.0, "position_bias": causal, "is_causal": False, "s_aux": None, "sliding_window": None}
+    for name, field in fields.items():
         with pytest.raises(WorkloadError, match="use eager attention"):
-            kernels.with_sinks(module, query, key, value, causal, **({"s_aux": sinks, "sliding_window": 8} | options))
+            kernels.with_sinks(module, query, key, value, causal, **({"s_aux": sinks, "sliding_window": 8} | {name: field}))
     with pytest.raises(WorkloadError, match="use eager attention"):
         kernels.with_sinks(module, query, key, value[..., :8], None, s_aux=sinks)
