@@ -215,8 +215,9 @@ def compare(
     for machine in _compared(machines, None if has_all else gpus):
         profile = rented(machine.with_prices(**prices), *host)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
-            limit = show_bytes(profile.most_host_bytes or 0)
-            remarks.append(f"{profile.name}: has at most {limit} of memory, and is planned with that")
+            remarks.append(
+                f"{profile.name}: has at most {show_bytes(profile.most_host_bytes or 0)} of memory, and is planned with that"
+            )
             profile = profile.with_memory(None, profile.most_host_bytes)
         else:
             profile = profile.with_memory(None, host_memory)
@@ -292,7 +293,8 @@ def machines(name: str | None, as_json: bool) -> None:
 def _compared(names: str, n_gpus: int | None) -> list[Profile]:
     """Return the named machines without duplicates; for `all`, those with one GPU or with at least `n_gpus` (None: any number)."""
     if names.strip() != "all":
-        return list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
+        named = list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
+        return [p for i, p in enumerate(named) if p not in named[:i]]  # `h100,h100-sxm`
     return [p for p in _profiles() if n_gpus is None or (p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1))]
 
 
