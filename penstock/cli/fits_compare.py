@@ -115,8 +115,7 @@ def fits(
     for (name, profiles), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
             remarks.append(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")
-    for remark in remarks:
-        click.echo(remark, err=True)
+    click.echo("\n".join(remarks), err=True, nl=bool(remarks))
     variants = [semantics]
     if less_state:
         leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in SMALLER_OPTIMIZERS)
@@ -215,9 +214,8 @@ def compare(
     for machine in _compared(machines, None if has_all else gpus):
         profile = rented(machine.with_prices(**prices), *host)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
-            remarks.append(
-                f"{profile.name}: has at most {show_bytes(profile.most_host_bytes or 0)} of memory, and is planned with that"
-            )
+            limit = show_bytes(profile.most_host_bytes or 0)
+            remarks.append(f"{profile.name}: has at most {limit} of memory, and is planned with that")
             profile = profile.with_memory(None, profile.most_host_bytes)
         else:
             profile = profile.with_memory(None, host_memory)
@@ -229,8 +227,7 @@ def compare(
             remarks.append(f"{profile.name}: {exchange}")
         semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
-    for remark in remarks:
-        click.echo(remark, err=True)
+    click.echo("\n".join(remarks), err=True, nl=bool(remarks))
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
