@@ -105,10 +105,9 @@ def test_a_winner_that_depends_on_the_low_end_of_a_range_is_a_tie():
     assert [entry.machine for entry in tied(ranking, bought=False)] == ["a", "b"]
     assert next(notes(ranking)).startswith("Cheapest to rent: a tie, as the ranges of prices overlap: a ")
     assert tied(ranking, bought=True) == []
-    with pytest.raises(ProfileError, match=r"price.usd_per_hour: 1 is not between low and high, 2 and 3"):
-        rented_at("wrong", 1.0, 2.0, 3.0)
-    with pytest.raises(ProfileError, match=r"price.usd_per_hour.low"):
-        rented_at("wrong", 1.0, -1.0, 3.0)
+    for low, words in ((2.0, "usd_per_hour: 1 is not between low and high, 2 and 3"), (-1.0, "usd_per_hour.low: ")):
+        with pytest.raises(ProfileError, match=words):
+            rented_at("wrong", 1.0, low, 3.0)
 
 
 @pytest.mark.parametrize(("day", "is_old"), [(date(2026, 9, 29), False), (date(2026, 10, 1), True)])
