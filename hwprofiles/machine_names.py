@@ -31,8 +31,8 @@ LEAST_ALIKE = 0.6  # ratio of matching letters
 
 
 def squashed(name: str) -> str:
-    """`NVIDIA RTX 4090` -> `rtx4090`."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    """`NVIDIA RTX 4090` -> `rtx4090`; empty for the path of a file."""
+    plain = "" if re.search(r"/|\.json$", name) else re.sub(r"[^a-z0-9]", "", name.lower())
     return MAKERS.sub("", plain) or plain
 
 
@@ -76,6 +76,6 @@ def unknown(name: str, where: str, shipped: Sequence[str]) -> str:
     if (why := refusal(name)) is not None:
         return f"no machine {where!r}: it {why}; choose another of `penstock machines`"
     if (near := nearest(name, shipped)) is None:
-        return f"no machine {where!r}: shipped are {', '.join(shipped)}; or give a file of `penstock probe`"
+        return f"no machine or file {where!r}: `penstock machines` lists shipped ones, and `penstock probe -o FILE` writes one"
     adjust = "adjust it with --device-memory, --host-memory, --host-cores and --link"
     return f"no machine {where!r}: the nearest is {near}; {adjust}, or copy it: penstock machines {near} > mine.json"

@@ -13,6 +13,7 @@ BASES: tuple[Basis, ...] = get_args(Basis)
 Dtype = Literal["bf16", "fp32"]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
 Size = Annotated[int, Field(gt=0, lt=2**53)]
+Positive = Annotated[float, Field(ge=1e-15, le=1e30)]
 Day = Annotated[str, AfterValidator(lambda text: date.fromisoformat(text).isoformat())]
 
 
@@ -33,14 +34,14 @@ class Share(Part):
 class Quantity(Share):
     """A `Share` above zero."""
 
-    value: Annotated[float, Field(ge=1e-15, le=1e30)]
+    value: Positive
 
 
 class Money(Quantity):
     """A price, and the lowest and highest published one; None: one figure, or not known."""
 
-    low: float | None = None
-    high: float | None = None
+    low: Positive | None = None
+    high: Positive | None = None
 
     @model_validator(mode="after")
     def _is_in_its_range(self) -> "Money":

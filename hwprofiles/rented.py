@@ -37,12 +37,10 @@ def rented(
     shown = {flag: f"{n:g}" if flag == "--host-cores" else show_rate(n, "B") for flag, n in stated.items()}
     for flag, value in stated.items():
         if not RANGES[flag][0] <= value <= RANGES[flag][1]:
-            least, largest = (f"{n:g}" if flag == "--host-cores" else show_rate(n, "B") for n in RANGES[flag])
-            raise ProfileError(f"{flag} {shown[flag]}: is not between {least} and {largest}; give the value of the whole host")
+            limits = " and ".join(f"{n:g}" if flag == "--host-cores" else show_rate(n, "B") for n in RANGES[flag])
+            raise ProfileError(f"{flag} {shown[flag]}: is not between {limits}; give the whole host's (--link: one GPU's)")
     fields, words = profile.to_json(), ", ".join(f"{flag} {value}" for flag, value in shown.items())
-    derived = (
-        f"scaled to {words} from {profile.host.n_cores} cores and the rates of {profile.name}, as of two probed virtual machines"
-    )
+    derived = f"scaled to {words} from {profile.host.n_cores} cores and rates of {profile.name}, as of two probed virtual machines"
     for key, kind, detail in (("user_host", "user", f"{words} as given by the user"), ("user_share", "assumed", derived)):
         fields["sources"][key] = {"kind": kind, "detail": detail, "date": None, "device": None, "driver": None}
     if link_bytes_per_s is not None:

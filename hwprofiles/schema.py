@@ -232,7 +232,7 @@ def read_profile(name_or_path: str, note: Callable[[str], None] = lambda text: N
     path = FOLDER / f"{name_or_path}.json" if name_or_path in shipped else Path(name_or_path)
     try:
         text = read_whole(path, MAX_PROFILE_FILE_BYTES)
-    except (FileNotFoundError, ValueError):  # ValueError: not a possible file name
+    except (FileNotFoundError, IsADirectoryError, ValueError):  # ValueError: not a possible file name
         if len(means := machine_names.matching(name_or_path, shipped)) != 1:
             raise ProfileError(machine_names.unknown(name_or_path, where, shipped)) from None
         note(f"machine {where!r} is taken as {means[0]}")

@@ -115,8 +115,7 @@ def fits(
     for (name, profiles), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
             remarks.append(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")
-    for remark in remarks:
-        click.echo(remark, err=True)
+    click.echo("\n".join(remarks), err=True, nl=bool(remarks))
     variants = [semantics]
     if less_state:
         leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in SMALLER_OPTIMIZERS)
@@ -228,8 +227,7 @@ def compare(
             remarks.append(f"{profile.name}: {exchange}")
         semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
-    for remark in remarks:
-        click.echo(remark, err=True)
+    click.echo("\n".join(remarks), err=True, nl=bool(remarks))
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
@@ -292,7 +290,8 @@ def machines(name: str | None, as_json: bool) -> None:
 def _compared(names: str, n_gpus: int | None) -> list[Profile]:
     """Return the named machines without duplicates; for `all`, those with one GPU or with at least `n_gpus` (None: any number)."""
     if names.strip() != "all":
-        return list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
+        named = list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
+        return [p for i, p in enumerate(named) if p not in named[:i]]  # `h100,h100-sxm`
     return [p for p in _profiles() if n_gpus is None or (p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1))]
 
 

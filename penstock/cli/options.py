@@ -81,10 +81,10 @@ BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
 
 
 def parse_rate(text: str) -> int:
-    """Parse bytes per second: `12GB` or `12GB/s`. Raise PenstockError for bits."""
+    """Parse bytes per second: `12GB` or `12GB/s`. Raise PenstockError for bits and numbers without a unit."""
     size = text.strip().removesuffix("/s")
-    if re.search(r"[KMGT]i?b(it)?$|bit$|bps$", size):
-        raise PenstockError(f"{text[:40]!r} is a rate in bits; write it in bytes, for example 12GB/s")
+    if not re.fullmatch(r"[0-9.]+\s*(?:[kKMGT][iI]?B?|[kmgt]i?b)|[0-9]{7,}", size):
+        raise PenstockError(f"{text[:40]!r} is not a rate in bytes; write for example 12GB/s (bits: divide by 8)")
     return parse_bytes(size)
 
 

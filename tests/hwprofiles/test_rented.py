@@ -61,7 +61,7 @@ def test_a_link_has_its_rate_in_each_direction_and_less_in_both() -> None:
     [
         ({"host_cores": 1}, "--host-cores 1: is not between 2 and 1024"),
         ({"host_cores": 2000}, "--host-cores 2000: is not between"),
-        ({"link_bytes_per_s": 1e13}, "--link 10 TB/s: is not between 100 MB/s and 1 TB/s"),
+        ({"link_bytes_per_s": 1e13}, "--link 10 TB/s: is not between 100 MB/s and 1 TB/s; .*one GPU's"),
         ({"host_bandwidth_bytes_per_s": -1.0}, "--host-bandwidth -1 B/s: is not between"),
         ({"link_bytes_per_s": float("nan")}, "--link nan"),
     ],

@@ -77,7 +77,8 @@ def test_a_rented_host_is_planned_with_its_cores_and_link(answered, tmp_path):
     assert planned.plan.profile == PlanFile.read(tmp_path / "p.json").plan.profile
     assert planned.step_s > 2 * json.loads(answered[0].stdout)["baselines"]["zero3-offload"]["step_s"]
     assert not any("another" in conflict for conflict in name_conflicts(planned.plan)), "the user's values are no other machine"
-    one_line(invoke(*SMALL, "--link", "12Gb/s"), 2, "is a rate in bits")
+    one_line(invoke(*SMALL, "--link", "12Gb/s"), 2, "is not a rate in bytes")
+    one_line(invoke(*SMALL, "--link", "12"), 2, "is not a rate in bytes; write for example 12GB/s")
     one_line(invoke(*SMALL, "--host-cores", "5000"), 2, "--host-cores 5000: is not between 2 and 1024")
 
 

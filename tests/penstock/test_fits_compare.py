@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.fits_compare import _larger, swept
+from penstock.cli.fits_compare import _compared, _larger, swept
 from penstock.cli.outputs import show_table
 from penstock.hwprofiles.quantity import BASES
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
@@ -51,6 +51,7 @@ def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytes
     assert {row["machine"] for row in json.loads(result.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
     limited = "rtx5090-desktop: has at most 253 GB of memory, and is planned with that"
     assert result.stderr.splitlines() == [limited, "planning 2 machines"]
+    assert [p.name for p in _compared("a100-sxm,a100", None)] == ["a100-sxm", "a100-40gb", "a100-pcie"], "none twice"
     for args, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
         fewer = penstock(*words, "8xrtx4090", *args)
         assert [row["machine"] for row in json.loads(fewer.stdout)["machines"]] == [name]

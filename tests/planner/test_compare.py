@@ -80,9 +80,7 @@ def test_prices_are_the_same_wherever_they_are_shown():
     assert moved_bytes == (2 + 2 + 12) * 494_032_768, "published weights; weights, masters and moments"
     assert job["around_s"] == 30 * 60 + moved_bytes / 200e6
     assert job["rent_usd"] == pytest.approx(36 * h200.per_million()[0] + 3.59 * job["around_s"] / 3600)
-    fit = Fit(
-        "h200", "h200-pcie5", 1, "qwen", hourly(priced), False, "adamw", "m", 1, h200.speed.predicted.tokens_per_s, moved_bytes
-    )
+    fit = Fit("h200", "h200-pcie5", 1, "qwen", hourly(priced), False, "adamw", "m", 1, h200.tokens_per_s, moved_bytes)
     fields = hourly(priced).job_fields(36_000_000, h200.speed.predicted.tokens_per_s, moved_bytes)
     assert fit.to_json(36_000_000)["job"] == h200.to_json(36_000_000)["job"] == fields["job"]
     text = " ".join(prices_in_words(hourly(priced), h200.speed.predicted.tokens_per_s))
@@ -107,8 +105,9 @@ def test_a_winner_that_depends_on_the_low_end_of_a_range_is_a_tie():
     assert [entry.machine for entry in tied(ranking, bought=False)] == ["a", "b"]
     assert next(notes(ranking)).startswith("Cheapest to rent: a tie, as the ranges of prices overlap: a ")
     assert tied(ranking, bought=True) == []
-    with pytest.raises(ProfileError, match=r"price.usd_per_hour: 1 is not between low and high, 2 and 3"):
-        rented_at("wrong", 1.0, 2.0, 3.0)
+    for low, words in ((2.0, "usd_per_hour: 1 is not between low and high, 2 and 3"), (-1.0, "usd_per_hour.low: ")):
+        with pytest.raises(ProfileError, match=words):
+            rented_at("wrong", 1.0, low, 3.0)
 
 
 @pytest.mark.parametrize(("day", "is_old"), [(date(2026, 9, 29), False), (date(2026, 10, 1), True)])
