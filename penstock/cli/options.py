@@ -154,7 +154,7 @@ with_work = together(
 )
 # The host of a rented machine, as it differs from the profile's: the arguments of `rented`
 with_host = together(
-    click.option("--host-cores", type=COUNT, help="Cores of the host, all of them, for example 16.  [default: the profile's]"),
+    click.option("--host-cores", type=COUNT, help="Cores of the host; more than its profile's add nothing."),
     click.option(
         "--link", "link_bytes_per_s", type=RATE, help="Rate of host to GPU, each direction: 12GB/s.  [default: the profile's]"
     ),
