@@ -42,23 +42,21 @@ def attention(
     shape: Sequence[int],
     kernel: AttentionKernel,
     sinks: bool = False,
-    window: int | None = None,
     n_trained: int = 0,
 ) -> Tensor:
     """Scaled dot-product attention; `reads`: q, k, v and an optional bias (mask), `shape`: (sequences, heads, tokens, width) of q.
 
     CUDA kernels accumulate dq in fp32 and compute dk and dv per query head before the reduction over heads. The deterministic
     kernel uses no atomics and has several dq buffers (FlashAttention-2: SMs / (sequences x heads), rounded up). With sinks, the
-    output is scaled in place, four calls compute the scale, and a CPU makes the mask of a window in the call.
+    output is scaled in place, and four calls compute the scale; the mask that a CPU makes of a window is in `device_needs`.
     """
     n_sequences, n_heads, seq_len, _ = shape
     n_sums = -(-MOST_PROCESSORS // (n_sequences * n_heads)) if kernel == "deterministic" else 1
     sums = Tensor(n_sequences * n_heads * seq_len, FP32)
-    mask_bytes = seq_len**2 * tape.item_bytes if sinks and window is not None and window < seq_len else 0
     return tape.step(
         reads, prod(shape), call=Call.ATTENTION, saves=reads, saves_out=True, extra_outputs=[sums], n_trained=n_trained,
         moved=sinks * (2 * prod(shape) * tape.item_bytes + 7 * sums.n_bytes), n_calls=6 if sinks else 1,
-        scratch=prod(shape) * (n_sums * FP32 + 2 * tape.item_bytes) + mask_bytes,
+        scratch=prod(shape) * (n_sums * FP32 + 2 * tape.item_bytes),
     )  # fmt: skip
 
 

@@ -242,9 +242,9 @@ class _Replay:
             n_weights, n_trained = map(self._elements, (weights, learns))
             outputs = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
         elif call.name == FUSED_ATTENTION:
-            window, *sinks = (self.trace.attention or [None] * 4)[3:]
+            _, *sinks = (self.trace.attention or [None] * 4)[3:]
             kernel, n_trained = self.semantics.attention_kernel, self._elements(learns)
-            outputs = [fused.attention(self.tape, reads, call.shapes[0], kernel, bool(sinks), window, n_trained)]
+            outputs = [fused.attention(self.tape, reads, call.shapes[0], kernel, bool(sinks), n_trained)]
             outputs += self.tape.steps[-1].outputs[1:]
         else:
             outputs = self._step(n, call, reads, weights, learns)

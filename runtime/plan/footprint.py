@@ -17,6 +17,8 @@ def device_needs(plan: Setup, on_cuda: bool, workspace_bytes: float | None) -> d
     """Return peak device bytes by use. `workspace_bytes`: of kernels and libraries; None (old profile): excluded, as documents."""
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.DEVICE}
     needs |= {"kept activations": plan.kept_bytes, "block being computed": plan.transient_bytes}
+    if not on_cuda and (mask_bytes := _window_mask_bytes(plan)):
+        needs["window mask"] = mask_bytes
     if workspace_bytes is not None:
         needs |= {"documents": document_bytes(plan, on_cuda), "kernels and workspaces": round(workspace_bytes)}
     return needs
@@ -39,6 +41,13 @@ def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
         frozen_bytes = sum(len(blocks) * plan.frozen_bytes(blocks[0]) for blocks in plan.workload.classes)
         needs["state"] -= frozen_bytes - -(-frozen_bytes // n_here)
     return needs
+
+
+def _window_mask_bytes(plan: Setup) -> int:
+    """Mask (T, T) that attention with sinks makes of a sliding window on a CPU (`runtime/layers/kernels.py`)."""
+    semantics, layers = plan.semantics, [block.attention for block in plan.workload.blocks if block.attention is not None]
+    makes_mask = any(a.sinks and a.window is not None and a.window < semantics.seq_len for a in layers)
+    return makes_mask * (semantics.attention == "sdpa") * semantics.seq_len**2 * ITEM_BYTES[semantics.compute_dtype]
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:

@@ -96,6 +96,17 @@ def test_bookings_name_kernels_workspaces_and_documents(machine: str) -> None:
     assert sum(planned_device_needs(plan).values()) == plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
 
 
+def test_the_mask_of_a_window_is_booked_on_a_cpu_alone() -> None:
+    """Attention with sinks: a GPU's kernel takes the window itself. Blocks are the same for both."""
+    for seq_len, window, mask_bytes in ((64, 16, 64 * 64 * 2), (64, 64, 0)):
+        plan = plan_of(tiny_config("gpt_oss", sliding_window=window), semantics_of("gpt_oss", seq_len=seq_len), Policy())
+        assert planned_device_needs(plan, on_cuda=False).get("window mask", 0) == mask_bytes
+        assert "window mask" not in planned_device_needs(plan, on_cuda=True)
+    eager = semantics_of("gpt_oss", seq_len=64, attention="eager")
+    plan = plan_of(tiny_config("gpt_oss", sliding_window=16), eager, Policy())
+    assert "window mask" not in planned_device_needs(plan, on_cuda=False)
+
+
 def test_deterministic_attention_books_a_sum_per_processor() -> None:
     """FlashAttention-2's own arithmetic: processors / (sequences x heads), rounded up, at most 192 processors."""
     for n_sequences, n_sums in ((1, 48), (24, 2), (48, 1), (1000, 1)):
