@@ -3,6 +3,7 @@
 The spread is half the width of the 80 % interval, as a fraction of the value.
 """
 
+import datetime
 import errno
 import json
 import math
@@ -165,6 +166,17 @@ class Profile(Part):
         counts: Counter[str] = Counter(self.sources[q.source].kind for _, q in self.quantities())
         return {kind: counts[kind] for kind in SOURCE_KINDS}
 
+    def price_dates(self) -> list[str]:
+        """Return the days of the prices, as `2026-03-31`: those of their sources, and `price.date`."""
+        sources = [self.sources[q.source].date for place, q in self.quantities() if place.startswith("price.")]
+        return [day for day in (*sources, self.price.date) if day is not None]
+
+    @property
+    def is_probed(self) -> bool:
+        """True if a probe measured speeds of this device, or a run the times of its ops (`op_ratios`)."""
+        device = (self.sources[q.source] for place, q in self.quantities() if place.startswith("device."))
+        return bool(self.op_ratios) or any(source.kind == "measured" and not source.scaled for source in device)
+
     def matmul_rate(self, dtype: Dtype, m: int, k: int, n: int) -> Rate:
         """Return FLOP/s of (m, k) @ (k, n) alone. Points are interpolated over (m, sqrt(k n)), because time depends on k n."""
         products = self.device.matmul[dtype]
@@ -240,7 +252,10 @@ def read_profile(name_or_path: str, note: Callable[[str], None] = lambda text: N
     except OSError as error:
         why = "larger than any profile" if error.errno == errno.EFBIG else f"cannot be read ({error.strerror})"
         raise ProfileError(f"{where}: {why}; make one with `penstock probe -o FILE`") from None
-    return _parsed(text, where)
+    profile, latest = _parsed(text, where), datetime.date.today() + datetime.timedelta(days=1)  # one day: time zones
+    if name_or_path not in shipped and (day := max(profile.price_dates(), default="")) > latest.isoformat():
+        raise ProfileError(f"{where}: price of {day}, a day in the future; write the day of the price in price.date or its source")
+    return profile
 
 
 def _explained(error: ValidationError) -> str:

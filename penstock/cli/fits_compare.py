@@ -291,7 +291,11 @@ def _compared(names: str, n_gpus: int | None) -> list[Profile]:
     """Return the named machines without duplicates; for `all`, those with one GPU or with at least `n_gpus` (None: any number)."""
     if names.strip() != "all":
         named = list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
-        return [p for i, p in enumerate(named) if p not in named[:i]]  # `h100,h100-sxm`
+        distinct = [p for i, p in enumerate(named) if p not in named[:i]]  # `h100,h100-sxm`
+        profile_names = [p.name for p in distinct]
+        if (twice := next((name for i, name in enumerate(profile_names) if name in profile_names[:i]), None)) is not None:
+            raise click.UsageError(f"--machines: two different profiles have the name {twice!r}; change `name` in one of the files")
+        return distinct
     return [p for p in _profiles() if n_gpus is None or (p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1))]
 
 

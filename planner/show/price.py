@@ -43,7 +43,7 @@ class Hourly:
     machine_usd: float | None  # depreciation; without host memory if `ram_usd` is set
     ram_usd: float | None  # depreciation of all host memory
     power_usd: float | None
-    date: str | None  # of the oldest price
+    date: str | None  # of the oldest price that is not the user's
     note: str | None  # names missing prices
     rent_range: Ends | None = None
     bought_range: Ends | None = None
@@ -104,9 +104,6 @@ def moved_bytes(plan: Setup) -> int:
 
 def hourly(profile: Profile) -> Hourly:
     price = profile.price
-    priced = [q for q in (price.usd_per_hour, price.usd, price.ram_usd_per_gb) if q is not None]
-    dates = [day for q in priced if (day := profile.sources[q.source].date) is not None]
-    dates += [price.date] if price.date is not None and priced else []
     machine_usd = ram_usd = power_usd = None
     bought_range: Ends | None = None
     if price.usd is not None:
@@ -129,8 +126,8 @@ def hourly(profile: Profile) -> Hourly:
     dated = tuple(
         (name, day) for name, source in shipped.items() if source.kind != "user" and (day := source.date or price.date) is not None
     )
-    rent_range = None if price.usd_per_hour is None else price.usd_per_hour.ends
-    return Hourly(rent_usd, machine_usd, ram_usd, power_usd, min(dates, default=None), note, rent_range, bought_range, dated)
+    rent_range, oldest = price.usd_per_hour and price.usd_per_hour.ends, min((day for _, day in dated), default=None)
+    return Hourly(rent_usd, machine_usd, ram_usd, power_usd, oldest, note, rent_range, bought_range, dated)
 
 
 def prices_in_words(hour: Hourly, tokens_per_s: float, today: datetime.date | None = None) -> list[str]:

@@ -164,6 +164,7 @@ def short_report(f: Facts) -> Iterator[Line]:
         is_other = f.plan.semantics.optimizer.rule != "adamw"
         difference = "another optimizer than AdamW" if is_other else "other rounding than torch's AdamW"
         yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: {difference} (docs/optimizers.md)"
+    yield from _attention(f, is_cost=True)
     yield "schedule", shorten("; ".join(clauses(f.plan.policy, f.plan).values()), MOST_LETTERS, placeholder=" ...")
     yield "more", "reasons, provenance, time and memory in parts, other systems' schedules: plan -v, or penstock report"
 
@@ -188,21 +189,27 @@ def request_lines(f: Facts) -> Iterator[Line]:
     if s.router_loss:
         yield "routers", f"{s.router_loss:g} times their load-balancing loss, of each micro-batch"
     yield "kernels", kernels_in_words(s)
+    yield from _attention(f)
+
+
+def _attention(f: Facts, is_cost: bool = False) -> Iterator[Line]:
+    """Attention kernels, if some are not the fused one; `is_cost`: only if they have memory traffic that it does not have."""
     with suppress(WorkloadError):  # a model that this version of transformers does not have
-        if any(kernel != "fused" for kernel in attention_kernels(plan.model, s)):
-            yield "attention", "; ".join(_attention(f))
+        kernels = attention_kernels(f.plan.model, f.plan.semantics)
+        if any(n_bytes if is_cost else kernel != "fused" for kernel, (_, n_bytes) in kernels.items()):
+            yield "attention", "; ".join(_attention_costs(f, kernels))
 
 
-def _attention(f: Facts) -> Iterator[str]:
+def _attention_costs(f: Facts, kernels: dict[str, tuple[int, int]]) -> Iterator[str]:
     """Attention kernels by number of layers, and the time that fused attention would save."""
     plan, device = f.plan, f.profile.device
     n_all, bytes_per_s = len(plan.policy.saving(Saved.ALL)), (device.eager_bytes_per_s or device.memory_bytes_per_s).value
     n_passes = 1 + BACKWARD_POINTWISE + 1 - n_all / plan.workload.n_layers  # forward, backward, recompute
-    for kernel, (n_layers, n_bytes) in attention_kernels(plan.model, plan.semantics).items():
+    for kernel, (n_layers, n_bytes) in kernels.items():
         text = f"{kernel} in {counted(n_layers, 'layer')}"
         if n_bytes:
             seconds = plan.semantics.n_micro_batches * n_passes * n_bytes / bytes_per_s
-            text += f": {exact(seconds)} a step of memory traffic that fused attention does not have"
+            text += f": {exact(seconds)} a step ({seconds / f.step_s:.0%}) of memory traffic that fused attention does not have"
         yield text + ", predicted at FlashAttention's rate, which a GPU may not reach" * ("mask" in kernel)
 
 

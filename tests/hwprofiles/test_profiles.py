@@ -1,7 +1,9 @@
 """Profiles: content of the shipped ones, interpolation, and errors of invalid ones."""
 
+import json
 import math
 from copy import deepcopy
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,21 @@ def test_a_value_that_cannot_be_is_refused_at_its_place(place: str, value: objec
     assert key in holder
     holder[key] = value
     assert complaint in refusal(fields)
+
+
+@pytest.mark.parametrize("place", ["price.date", "sources.rental.date"])
+def test_a_price_of_the_future_is_refused_in_a_file(tmp_path: Path, place: str) -> None:
+    """Up to a day is accepted, because of time zones."""
+    fields, file = fields_of(), tmp_path / "mine.json"
+    holder, key = holder_of(fields, place)
+    for days, is_refused in ((0, False), (1, False), (3, True)):
+        holder[key] = (date.today() + timedelta(days=days)).isoformat()
+        file.write_text(json.dumps(fields))
+        if is_refused:
+            with pytest.raises(ProfileError, match=f"mine.json: price of {holder[key]}, a day in the future; write the day"):
+                read_profile(str(file))
+        else:
+            assert holder[key] in read_profile(str(file)).price_dates()
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,16 @@ def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytes
         assert fewer.stderr == f"8xrtx4090: {n} of its 8 GPUs\n"
 
 
+def test_two_profiles_of_one_name_are_refused(tmp_path: Path) -> None:
+    """A row and a mark could not be told apart. The same profile twice is one machine."""
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(read_profile("h100-sxm").to_json()))
+    assert [p.name for p in _compared(f"h100-sxm,{mine}", None)] == ["h100-sxm"]
+    mine.write_text(json.dumps(read_profile("h100-sxm").with_prices(usd_per_hour=1.5).to_json()))
+    message = "two different profiles have the name 'h100-sxm'; change `name` in one of the files"
+    one_line(penstock("compare", "qwen2.5-0.5b", "--machines", f"h100-sxm,{mine}"), 2, message)
+
+
 def test_results_of_processes_come_in_the_order_of_the_tasks() -> None:
     assert [*swept(divmod, [(7, 2), (9, 4), (8, 8)], "divisions")] == [(3, 1), (2, 1), (1, 0)]
 

@@ -14,7 +14,7 @@ from penstock.planner.model.config import read_model
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.planner.show.facts import Facts
-from penstock.planner.show.report_lines import request_lines
+from penstock.planner.show.report_lines import request_lines, short_report
 from penstock.runtime.errors import PlanError
 from penstock.runtime.machines.streams import use_attention
 from penstock.runtime.plan import PlanFile, Policy, Semantics
@@ -79,15 +79,17 @@ def test_a_plan_says_which_attention_is_not_fused_and_what_that_costs():
         (
             "gemma2-2b",
             {"attention": "eager"},
-            r"eager in 26 layers: [\d.]+ m?s a step of memory traffic that fused attention does not have",
+            r"eager in 26 layers: [\d.]+ m?s a step \(\d+%\) of memory traffic that fused attention does not have",
         ),
         ("gemma3-270m", {}, r"fused with a dense mask \(window of 512 tokens\) in 15 layers, .*; fused in 3 layers"),
         ("qwen3-0.6b", {}, None),
     ):
         semantics, profile = Semantics(1024, 2, 1, **options), read_profile("h100-sxm")
         plan = lower(read_model(model), build_workload(read_model(model), semantics), semantics, Policy(), profile.to_json())
-        words = dict(request_lines(Facts(PlanFile(plan, None), "here"))).get("attention")
+        facts = Facts(PlanFile(plan, None), "here")
+        words = dict(request_lines(facts)).get("attention")
         assert words is None if line is None else re.fullmatch(line, words), words
+        assert dict(short_report(facts)).get("attention") == (words if "eager" in (words or "") else None)
 
 
 def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):

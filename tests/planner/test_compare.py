@@ -119,6 +119,15 @@ def test_a_price_older_than_six_months_says_so(day, is_old):
     assert not any("six months" in note for note in notes(ranking)), "without a date of today nothing is old"
 
 
+def test_prices_have_a_date_only_if_the_profile_has_a_price():
+    """A price of memory alone buys nothing; a price of the user has no date."""
+    bare = named(H200, "bare", usd_per_hour=None, usd=None)
+    assert bare.price.ram_usd_per_gb is not None
+    for profile, day in ((H200, "2026-03-31"), (bare, None), (bare.with_prices(usd_per_hour=3.0), None)):
+        assert hourly(profile).date == day
+        assert any(note.startswith(f"Prices as of {day}") for note in notes(compared(profile))) == (day is not None)
+
+
 def test_eight_gpus_of_a_profile_of_one_name_the_machine_of_eight():
     one, eight = read_profile("h100-sxm"), read_profile("8xh100")
     assert "profile is of one GPU: 8 are assumed to share its host" in exchange_in_words(one, 8)

@@ -24,6 +24,7 @@ const all = (selector, tell) => [...document.querySelectorAll('#scatter ' + sele
 return {
   texts: all('text', (e) => [e.textContent, box(e)]), labelled: all('.label', (e) => e.dataset.machine),
   marks: all('.mark', (e) => [e.dataset.machine, e.classList[1], ...middle(e)]),
+  prices: all('.prices', (e) => [e.dataset.machine, e.classList[1], box(e)[0], box(e)[2], middle(e)[1]]),
   x: all('.tick.x', (e) => [e.dataset.value, middle(e)[0]]), y: all('.tick.y', (e) => [e.dataset.value, middle(e)[1]]),
   isWithin: document.documentElement.scrollWidth <= innerWidth,
 };
@@ -37,7 +38,9 @@ def crowd(n: int) -> list[Candidate]:
     for i in range(n):
         step_s = base.speed.predicted.step_s * random.choice([1, 1.02, 1.1, 3])
         times = {"step_s": step_s, "p10_step_s": 0.9 * step_s, "p90_step_s": 1.2 * step_s, "tokens_per_s": 512 / step_s}
-        hour = replace(base.hourly, rent_usd=random.choice([None, 1.0, 1.01, 2.0]), machine_usd=random.choice([None, 0.9, 1.5]))
+        rent_usd, machine_usd = random.choice([None, 1.0, 1.01, 2.0]), random.choice([None, 0.9, 1.5])
+        hour = replace(base.hourly, rent_usd=rent_usd, machine_usd=machine_usd, bought_range=None)
+        hour = replace(hour, rent_range=rent_usd and (0.8 * rent_usd, 1.5 * rent_usd))
         speed = replace(base.speed, predicted=replace(base.speed.predicted, **times))
         machines.append(Candidate(f"machine-{i}" if i else HOSTILE, hour, speed, None))
     return sorted(machines, key=Candidate.rank)
@@ -76,6 +79,11 @@ def test_labels_do_not_overlap_and_marks_are_at_the_numbers(tmp_path, n, width):
     for name, way, x, y in shown["marks"]:
         assert y == pytest.approx(place(shown["y"], fitting[name].tokens_per_s), abs=1.5)
         assert way == "unpriced" or x == pytest.approx(place(shown["x"], prices[name][way]), abs=1.5)
+    assert sorted(name for name, *_ in shown["prices"]) == sorted(name for name, by_way in prices.items() if by_way["rented"])
+    for name, way, *ends, y in shown["prices"]:
+        usds = fitting[name].per_million_range(way == "bought")
+        assert ends == pytest.approx([place(shown["x"], usd) for usd in usds], abs=2)
+        assert y == pytest.approx(place(shown["y"], fitting[name].tokens_per_s), abs=1.5)
 
 
 def place(ticks: list[tuple[str, float]], value: float) -> float:

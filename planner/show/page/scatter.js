@@ -1,5 +1,5 @@
 "use strict";
-// Machines of a comparison: tokens per second against dollars per million tokens, with P10 to P90, as an SVG with one label a machine.
+// Machines of a comparison: tokens per second against dollars per million tokens, with P10 to P90 and ranges of prices, as an SVG with one label a machine.
 
 const PRICES = [["rented", "usd_per_million_tokens"], ["bought", "bought_usd_per_million_tokens"]];
 const LOG_RATIO = 6; // from this ratio of the extremes on, an axis is logarithmic; below, it begins at zero
@@ -9,8 +9,11 @@ const plot = document.getElementById("scatter");
 const speeds = data.machines.filter((machine) => machine.fits).map((machine) => {
   const rates = [machine.p90_step_s, machine.step_s, machine.p10_step_s].map((step_s) => (machine.tokens_per_s * machine.step_s) / step_s);
   const priced = PRICES.filter(([, field]) => machine[field] !== null);
-  const marks = priced.map(([way, field]) => ({ way, usd: machine[field], usds: rates.map((rate) => (machine[field] * machine.tokens_per_s) / rate) }));
-  return { machine, rates, marks: marks.length ? marks : [{ way: "unpriced", usd: null, usds: [] }] };
+  const marks = priced.map(([way, field]) => ({
+    way, usd: machine[field], usds: rates.map((rate) => (machine[field] * machine.tokens_per_s) / rate),
+    ends: (machine[field + "_range"] ?? [0])[0] > 0 ? machine[field + "_range"] : [], // a logarithmic axis has no zero
+  }));
+  return { machine, rates, marks: marks.length ? marks : [{ way: "unpriced", usd: null, usds: [], ends: [] }] };
 });
 const hasUnpriced = speeds.some(({ marks }) => marks[0].usd === null);
 
@@ -69,7 +72,7 @@ function drawAt(height, isStrict) {
   const width = plot.clientWidth, frame = { left: 62, right: width - 8, top: 22, bottom: height - 46 };
   plot.setAttribute("height", height);
   plot.replaceChildren();
-  const edge = frame.right - (hasUnpriced ? (width < NARROW ? 70 : 110) : 0), usds = speeds.flatMap(({ marks }) => marks.flatMap((mark) => mark.usds));
+  const edge = frame.right - (hasUnpriced ? (width < NARROW ? 70 : 110) : 0), usds = speeds.flatMap(({ marks }) => marks.flatMap((mark) => [...mark.usds, ...mark.ends]));
   const y = axis(speeds.flatMap(({ rates }) => rates), frame.bottom, frame.top, 34);
   const x = usds.length ? axis(usds, frame.left, edge, 62) : { at: () => edge, ticks: [] };
   for (const [value, text] of y.ticks) {
@@ -94,7 +97,9 @@ function drawAt(height, isStrict) {
     speed.marks.forEach((mark, i) => {
       const [lowX, highX] = mark.usd === null ? [places[i][0], places[i][0]] : [x.at(mark.usds[0]), x.at(mark.usds[2])];
       draw(plot, "line", { class: "range " + mark.way, x1: lowX, y1: low, x2: highX, y2: high });
-      taken.push(...along([lowX, low], [highX, high]), { ...around(...places[i], 6), isSolid: true }); // a leader may cross a bar
+      const [from, to] = mark.ends.map(x.at), isRange = to - from > 1; // lowest to highest published price
+      if (isRange) draw(plot, "line", { class: "prices " + mark.way, "data-machine": speed.machine.machine, x1: from, y1: middle, x2: to, y2: middle });
+      taken.push(...(isRange ? along([from, middle], [to, middle]) : []), ...along([lowX, low], [highX, high]), { ...around(...places[i], 6), isSolid: true }); // a leader may cross a bar
     });
   }
   for (const [speed, places] of points) {
@@ -130,7 +135,10 @@ function shortened(name) {
 
 function tipOf({ machine, rates, marks }) {
   const lines = [machine.machine, digits(rates[1], 4) + " tokens/s (P10 to P90: " + digits(rates[0], 4) + " to " + digits(rates[2], 4) + ")"];
-  for (const { way, usd, usds } of marks) lines.push(usd === null ? "no price" : `${way}: ${digits(usd)} USD per million tokens (${digits(usds[2])} to ${digits(usds[0])})`);
+  for (const { way, usd, usds, ends } of marks) {
+    lines.push(usd === null ? "no price" : `${way}: ${digits(usd)} USD per million tokens (P10 to P90: ${digits(usds[2])} to ${digits(usds[0])})`);
+    if (ends[1] > ends[0]) lines.push(`${way}, by its range of prices: ${digits(ends[0])} to ${digits(ends[1])}`);
+  }
   return lines;
 }
 
