@@ -1,16 +1,18 @@
 """Shared code of the scripts: the line with commit and machine of a page, medians with a range, and commands in other processes."""
 
 import argparse
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import median
 
+TAIL = 0.9  # share of values that one end of P10 to P90 holds
 # Runs a command of the project, and prints its peak memory (not that of the process which started it) and its CPU seconds
 CHILD = """
 import resource, penstock.cli.main
@@ -40,6 +42,13 @@ def middle_and_range(values: Sequence[float]) -> tuple[float, float, float]:
     """Return median, P10 and P90."""
     ordered = sorted(values)
     return median(ordered), ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+
+
+def conformal_factor(ratios: Iterable[float]) -> float:
+    """Return the factor, at least 1, by which an end of an interval moves: of the ratios of values over that end, the one of rank
+    0.9 (n + 1), or the largest of fewer than nine (conformalized quantile regression, for one tail of 10 %)."""
+    ordered = sorted(ratios) or [1.0]
+    return max(1.0, ordered[min(len(ordered), math.ceil(TAIL * (len(ordered) + 1))) - 1])
 
 
 def command(*words: object) -> list[str]:

@@ -11,6 +11,7 @@ from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.model.workload import attention_kernels
 from penstock.planner.predict.compute_time import BACKWARD_POINTWISE
 from penstock.planner.predict.provenance import Provenance
+from penstock.planner.predict.uncertainty import UNPROBED_P90
 from penstock.planner.search.claim import CUT, Claim, Predicted
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Lane
@@ -235,6 +236,9 @@ def provenance_lines(f: Facts) -> Iterator[Line]:
     yield "rests on", _rests_on(device, "the device's")
     if device.fraction(BASES[0]) < ENOUGH_FRACTION:
         yield "", "measure the machine with `penstock probe` and plan again: the prediction is only as good as its sources"
+    if f.claim is not None and not f.profile.is_probed:
+        why = "steps took longer than profiles without a probe predict (docs/accuracy.md)"
+        yield "", f"P90 is {UNPROBED_P90} times that of the spreads: {why}"
     if other_lanes is not None:
         yield "", _rests_on(other_lanes, "the other lanes'")
     if by_formula := f.plan.semantics.library_kernels:

@@ -1,19 +1,21 @@
 """Prediction intervals: widths from the spreads of a profile."""
 
 import random
+from dataclasses import replace
 from statistics import quantiles
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.hwprofiles.components import OpRatio
+from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.compute_time import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.scaled_profile import Group, group_of, sped_up, with_quantities
-from penstock.planner.predict.uncertainty import interval, off_by
+from penstock.planner.predict.uncertainty import UNPROBED_P90, interval, off_by
 from penstock.planner.show.waterfall import RESOURCES
 from penstock.runtime.host import slabs
 from penstock.runtime.plan import Policy, Semantics
@@ -23,14 +25,21 @@ from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
 from tests.tiny import tiny_config
 
+
+def probed(profile):
+    """Return the profile as if a probe had measured its rates, so that the interval is that of its spreads."""
+    found = {"kind": "measured", "device": "made up", "scaled": False}
+    return profile.model_copy(update={"sources": {name: s.model_copy(update=found) for name, s in profile.sources.items()}})
+
+
 MANY = 5  # samples: first and last are exactly the 10th and 90th percentile of one group
 
 
 def spread(profile, fraction, *groups):
-    """Set this spread for the quantities of the groups (default: all groups) and zero elsewhere."""
+    """Return a probed profile with this spread for the quantities of the groups (default: all groups) and zero elsewhere."""
     inside = groups or tuple(Group)
     spread = lambda place: {"spread_fraction": fraction if group_of(place) in inside else 0.0}  # noqa: E731
-    return with_quantities(profile, lambda place, q: q.model_copy(update=spread(place)))
+    return with_quantities(probed(profile), lambda place, q: q.model_copy(update=spread(place)))
 
 
 def width_s(prediction):
@@ -79,6 +88,28 @@ def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction,
     if n_draws == MANY:
         assert result.p10_step_s == pytest.approx(alone_s / (1 + fraction), rel=1e-6)
         assert result.p90_step_s == pytest.approx(alone_s * (1 + fraction), rel=1e-6)
+
+
+@given(cases(), st.integers(1, 8))
+@settings(deadline=None, max_examples=examples(20))
+def test_p90_of_a_machine_without_a_probe_is_later_by_what_own_steps_took(case, n_draws):
+    """P10 and the median are those of the spreads. A datasheet's device of a probed host is not probed; a run's op times are."""
+    bare, measured = interval(case.plan, MADE_UP, n_draws), interval(case.plan, probed(MADE_UP), n_draws)
+    assert replace(bare, p90_step_s=bare.p90_step_s / UNPROBED_P90) == replace(
+        measured, p90_step_s=pytest.approx(measured.p90_step_s)
+    )
+    ratios = (OpRatio(kind="forward", block=1, ratio=1.0, n_samples=4),)
+    assert interval(case.plan, MADE_UP.model_copy(update={"op_ratios": ratios}), n_draws).p90_step_s < bare.p90_step_s
+
+
+def test_shipped_profiles_are_probed_or_not():
+    measured = {name for name in shipped_profiles() if read_profile(name).is_probed}
+    assert measured == {"cpu-2core", "h100-16core", "h200-16core"}
+    fields = read_profile("h100-sxm").to_json()
+    fields["sources"]["host"] = fields["sources"]["ops_memory"] | {"kind": "measured"}
+    assert not Profile.from_json(fields).is_probed, "measurements of its host alone"
+    fields["sources"]["ops_memory"] |= {"kind": "measured", "scaled": True}
+    assert not Profile.from_json(fields).is_probed, "measurements of another device"
 
 
 def gridded(lowest, highest):
@@ -167,6 +198,6 @@ def test_the_interval_is_that_of_plain_sampling():
         moved = with_quantities(profile, lambda place, q: sped_up(place, q, (1 + q.spread_fraction) ** z[group_of(place)]))  # noqa: B023
         steps_s.append(predicted(plan, moved).step_s)
     tenths = quantiles(steps_s, n=10)
-    result = interval(plan, profile, 64)
+    result = interval(plan, probed(profile), 64)
     percentiles = result.p10_step_s, result.p50_step_s, result.p90_step_s
     assert percentiles == pytest.approx((tenths[0], tenths[4], tenths[8]), rel=0.04)
