@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import penstock
-from benchmarks.common import without_arguments
+from benchmarks.common import conformal_factor, without_arguments
 from penstock.results import Planned
 from penstock.runtime.errors import PenstockError
 
@@ -81,14 +81,30 @@ def planned(machine: str, model: str, arguments: tuple[tuple[str, Any], ...]) ->
 
 
 class Cell(NamedTuple):
-    """A planned row: published tokens/s, ours, and our P10 and P90."""
+    """A planned row: published tokens/s, ours, and our P10 and P90. `line` has a place for the interval of the peer."""
 
     line: str
+    system: str
     published: float
     planned: float
     low: float
     high: float
     is_bf16: bool
+
+    @property
+    def is_held(self) -> bool:
+        return self.low <= self.published <= self.high
+
+
+def of_peers(cells: list[Cell]) -> list[Cell]:
+    """Move the ends of each interval by the conformal factors of the rows of all *other* systems, in bf16: what the schedules of
+    peers lose or gain against our plan. A plan's own interval has no such factor."""
+    result = []
+    for cell in cells:
+        others = [other for other in cells if other.is_bf16 and other.system != cell.system]
+        loses, gains = (conformal_factor(x) for x in ((c.low / c.published for c in others), (c.published / c.high for c in others)))
+        result.append(cell._replace(low=cell.low / loses, high=cell.high * gains))
+    return result
 
 
 def rows() -> tuple[list[Cell], list[str]]:
@@ -104,11 +120,11 @@ def rows() -> tuple[list[Cell], list[str]]:
             continue
         claim, published = plan.answer.claim.prediction, float(row["tokens_per_s"])
         low, high = (job.tokens_per_step / s for s in (claim.p90_step_s, claim.p10_step_s))
-        cell = Cell("", published, plan.tokens_per_s, low, high, compute == "bf16")
+        cell = Cell("", row["system"].split()[0], published, plan.tokens_per_s, low, high, compute == "bf16")
         wins, s = "ours" if cell.planned >= published else "theirs", plan.plan.semantics
         state = f"{s.master_dtype}, {s.optimizer_in_words}" if s.train.all else f"adapters beside {s.base}"
         size = f"{s.all_ranks.batch_size} x {s.seq_len:,}"
-        figures = f"{published:,.0f} | {cell.planned:,.0f} | {low:,.0f} to {high:,.0f} | {cell.planned / published:.2f} | {wins}"
+        figures = f"{published:,.0f} | {cell.planned:,.0f} | {low:,.0f} to {high:,.0f} | PEER | {cell.planned / published:.2f} | {wins}"
         line = f"| {name} | {job.machine} | {job.tokens_per_step:,} ({size}) | {state} | {figures} | {'; '.join(job.differs)} |"
         cells.append(cell._replace(line=line))
     return cells, unplanned
@@ -117,8 +133,9 @@ def rows() -> tuple[list[Cell], list[str]]:
 def page() -> Iterator[str]:
     """Yield the page."""
     cells, unplanned = rows()
-    in_bf16 = [cell for cell in cells if cell.is_bf16]
-    held = sum(cell.low <= cell.published <= cell.high for cell in in_bf16)
+    peers, in_bf16 = of_peers(cells), [cell for cell in cells if cell.is_bf16]
+    held, held_peers = (sum(cell.is_held for cell in part if cell.is_bf16) for part in (cells, peers))
+    factors = sorted(cell.low / peer.low for cell, peer in zip(cells, peers, strict=True))
     faster, faster_in_bf16 = (sum(cell.planned >= cell.published for cell in part) for part in (cells, in_bf16))
     yield f"""# Peers: published throughput and our plan for the same job
 
@@ -127,12 +144,17 @@ plans, not runs: the shipped profile of the machine, its usual host, and the fas
 sequence length and state precision are equal, except as in the last column. A plan does not predict another system: a
 published rate outside our P10 to P90 shows different methods, or an error in our prediction.
 
-The plan is the faster one in {faster} of {len(cells)} rows, and in {faster_in_bf16} of the {len(in_bf16)} in bf16. P10 to P90 \
-hold {held} of the {len(in_bf16)} rates in bf16.
+**The two intervals.** `P10 to P90` is what `plan` prints: of our step. `of a peer` is that of a published rate of another
+system, with the conformal factors of the rows of all other systems ([own steps](../accuracy.md#gpu-steps-that-we-measured) have
+the same kind of factor): what peers' schedules lose or gain against our plan. Only this page uses it. It is wide, {factors[0]:.2f} to {factors[-1]:.2f} \
+times further down, and tells little of one peer.
 
-| system and job | our machine | tokens a step | our state | published tokens/s | ours | P10 to P90 | ratio | faster | differs |
-|---|---|---:|---|---:|---:|---:|---:|---|---|"""
-    yield from (cell.line for cell in cells)
+The plan is the faster one in {faster} of {len(cells)} rows, and in {faster_in_bf16} of the {len(in_bf16)} in bf16. P10 to P90 \
+hold {held} of the {len(in_bf16)} rates in bf16, those of a peer {held_peers} (wanted: 75 to 90 %).
+
+| system and job | our machine | tokens a step | our state | published tokens/s | ours | P10 to P90 | of a peer | ratio | faster | differs |
+|---|---|---:|---|---:|---:|---:|---:|---:|---|---|"""
+    yield from (cell.line.replace("PEER", f"{cell.low:,.0f} to {cell.high:,.0f}") for cell in peers)
     yield """
 Experts' products: torch has a kernel for all experts in one call on Hopper and data center Blackwell only. There they are
 planned at 1.25 times the seconds of single products (1.18 to 1.25 published on an H200; two published layers of small experts on an

@@ -96,6 +96,33 @@ def test_every_published_row_is_on_the_page_with_a_plan_or_a_reason() -> None:
     assert f"faster one in {faster} of {len(planned)} rows" in PEERS
 
 
+def test_the_page_counts_the_rates_that_both_intervals_hold() -> None:
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in PEERS.splitlines() if re.match(r"\| \S+.*, bf16 \| \S+ \|", line)]
+    held = {6: 0, 7: 0}
+    for cells in lines:
+        published, *_ = numbers(cells[4])
+        for column in held:
+            low, high = numbers(cells[column])
+            held[column] += low <= published <= high
+    text = f"P10 to P90 hold {held[6]} of the {len(lines)} rates in bf16, those of a peer {held[7]} (wanted: 75 to 90 %)."
+    assert text in " ".join(PEERS.split())
+    assert 0.75 <= held[7] / len(lines) <= 0.9
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(text.replace(",", "")) for text in cell.split(" to ")]
+
+
+def test_the_interval_of_a_peer_has_the_factors_of_other_systems_alone() -> None:
+    slow, fast = (peers.Cell("", name, published, 100.0, 90.0, 110.0, True) for name, published in (("slow", 45.0), ("fast", 121.0)))
+    fp8 = peers.Cell("", "other", 1.0, 100.0, 90.0, 110.0, False)
+    moved = peers.of_peers([slow, slow, fast, fp8])
+    assert [(cell.low, cell.high) for cell in moved] == [
+        (90.0, pytest.approx(121)), (90.0, pytest.approx(121)), (45.0, 110.0), (45.0, pytest.approx(121)),
+    ]  # fmt: skip
+    assert [cell.is_held for cell in moved] == [False, False, False, False]
+
+
 def test_a_published_row_becomes_the_same_job_or_a_reason() -> None:
     row = {"system": "x", "what": "full", "gpu": "H100", "model": "qwen3-8b", "seq": 1024, "batch": 8, "tokens_per_s": 1.0}
     assert peers.job_of(row) == ("h100-sxm", "qwen3-8b", (("seq_len", 1024), ("batch_size", 8)), ())
