@@ -102,7 +102,9 @@ def of_peers(cells: list[Cell]) -> list[Cell]:
     result = []
     for cell in cells:
         others = [other for other in cells if other.is_bf16 and other.system != cell.system]
-        loses, gains = (conformal_factor(x) for x in ((c.low / c.published for c in others), (c.published / c.high for c in others)))
+        loses, gains = (
+            conformal_factor(x) for x in ((c.low / c.published for c in others), (c.published / c.high for c in others))
+        )
         result.append(cell._replace(low=cell.low / loses, high=cell.high * gains))
     return result
 
@@ -124,7 +126,9 @@ def rows() -> tuple[list[Cell], list[str]]:
         wins, s = "ours" if cell.planned >= published else "theirs", plan.plan.semantics
         state = f"{s.master_dtype}, {s.optimizer_in_words}" if s.train.all else f"adapters beside {s.base}"
         size = f"{s.all_ranks.batch_size} x {s.seq_len:,}"
-        figures = f"{published:,.0f} | {cell.planned:,.0f} | {low:,.0f} to {high:,.0f} | PEER | {cell.planned / published:.2f} | {wins}"
+        figures = (
+            f"{published:,.0f} | {cell.planned:,.0f} | {low:,.0f} to {high:,.0f} | PEER | {cell.planned / published:.2f} | {wins}"
+        )
         line = f"| {name} | {job.machine} | {job.tokens_per_step:,} ({size}) | {state} | {figures} | {'; '.join(job.differs)} |"
         cells.append(cell._replace(line=line))
     return cells, unplanned

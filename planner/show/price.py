@@ -126,7 +126,8 @@ def hourly(profile: Profile) -> Hourly:
     dated = tuple(
         (name, day) for name, source in shipped.items() if source.kind != "user" and (day := source.date or price.date) is not None
     )
-    rent_range, oldest = price.usd_per_hour and price.usd_per_hour.ends, min((day for _, day in dated), default=None)
+    rent_range = None if price.usd_per_hour is None else price.usd_per_hour.ends
+    oldest = min((day for _, day in dated), default=None)
     return Hourly(rent_usd, machine_usd, ram_usd, power_usd, oldest, note, rent_range, bought_range, dated)
 
 

@@ -97,7 +97,9 @@ def test_every_published_row_is_on_the_page_with_a_plan_or_a_reason() -> None:
 
 
 def test_the_page_counts_the_rates_that_both_intervals_hold() -> None:
-    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in PEERS.splitlines() if re.match(r"\| \S+.*, bf16 \| \S+ \|", line)]
+    lines = [
+        [c.strip() for c in line.split("|")[1:-1]] for line in PEERS.splitlines() if re.match(r"\| \S+.*, bf16 \| \S+ \|", line)
+    ]
     held = {6: 0, 7: 0}
     for cells in lines:
         published, *_ = numbers(cells[4])
@@ -109,12 +111,29 @@ def test_the_page_counts_the_rates_that_both_intervals_hold() -> None:
     assert 0.75 <= held[7] / len(lines) <= 0.9
 
 
+def test_the_page_of_intervals_adds_up_the_other_pages() -> None:
+    text = (ROOT / "docs" / "benchmarks" / "intervals_2026-11-29.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .+ \| (\d+) \| (\d+)(?: \(\d+ %\))? \| (\d+)(?: \(\d+ %\))? \|$", text, re.M)
+    *parts, total = [tuple(map(int, row)) for row in rows]
+    assert total == tuple(map(sum, zip(*parts, strict=True)))
+    own = re.search(r"of `today` hold (\d+) of (\d+) .*? spreads alone hold (\d+) and", " ".join(ACCURACY.split()))
+    of_plan = re.search(r"P10 to P90 hold (\d+) of the (\d+) rates in bf16, those of a peer (\d+)", PEERS)
+    assert parts[0] == (int(own[2]), int(own[1]), int(own[3]))
+    assert parts[2][:2] == (int(of_plan[2]), int(of_plan[3]))
+    share = re.search(r"and (\d+)% where each run is left out", " ".join(ACCURACY.split()))
+    assert round(100 * parts[1][1] / parts[1][0]) == int(share[1])
+    assert f"other systems, {of_plan[1]} of the {of_plan[2]} rows are held" in " ".join(text.split())
+    assert all(0.75 <= held / n <= 0.9 for n, held, _ in (*parts, total))
+
+
 def numbers(cell: str) -> list[float]:
     return [float(text.replace(",", "")) for text in cell.split(" to ")]
 
 
 def test_the_interval_of_a_peer_has_the_factors_of_other_systems_alone() -> None:
-    slow, fast = (peers.Cell("", name, published, 100.0, 90.0, 110.0, True) for name, published in (("slow", 45.0), ("fast", 121.0)))
+    slow, fast = (
+        peers.Cell("", name, published, 100.0, 90.0, 110.0, True) for name, published in (("slow", 45.0), ("fast", 121.0))
+    )
     fp8 = peers.Cell("", "other", 1.0, 100.0, 90.0, 110.0, False)
     moved = peers.of_peers([slow, slow, fast, fp8])
     assert [(cell.low, cell.high) for cell in moved] == [
