@@ -150,13 +150,14 @@ published rate outside our P10 to P90 shows different methods, or an error in ou
 
 **The two intervals.** `P10 to P90` is what `plan` prints: of our step. `of a peer` is that of a published rate of another
 system, with the conformal factors of the rows of all other systems ([own steps](../accuracy.md#gpu-steps-that-we-measured) have
-the same kind of factor): what peers' schedules lose or gain against our plan. Only this page uses it. It is wide, {factors[0]:.2f} to {factors[-1]:.2f} \
-times further down, and tells little of one peer.
+the same kind of factor): what peers' schedules lose or gain against our plan. Only this page uses it. It is wide,
+{factors[0]:.2f} to {factors[-1]:.2f} times further down, and tells little of one peer.
 
 The plan is the faster one in {faster} of {len(cells)} rows, and in {faster_in_bf16} of the {len(in_bf16)} in bf16. P10 to P90 \
 hold {held} of the {len(in_bf16)} rates in bf16, those of a peer {held_peers} (wanted: 75 to 90 %).
 
-| system and job | our machine | tokens a step | our state | published tokens/s | ours | P10 to P90 | of a peer | ratio | faster | differs |
+| system and job | our machine | tokens a step | our state | published tokens/s | ours | P10 to P90 | of a peer \
+| ratio | faster | differs |
 |---|---|---:|---|---:|---:|---:|---:|---:|---|---|"""
     yield from (cell.line.replace("PEER", f"{cell.low:,.0f} to {cell.high:,.0f}") for cell in peers)
     yield """
