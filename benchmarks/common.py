@@ -45,8 +45,8 @@ def middle_and_range(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def conformal_factor(ratios: Iterable[float]) -> float:
-    """Return the factor, at least 1, by which an end of an interval moves: of the ratios of values over that end, the one of rank
-    0.9 (n + 1), or the largest of fewer than nine (conformalized quantile regression, for one tail of 10 %)."""
+    """Return the factor, at least 1, for one end of an interval. `ratios`: values over that end; the factor is the ratio of rank
+    0.9 (n + 1), or the largest of fewer than nine (conformalized quantile regression, one tail of 10 %)."""
     ordered = sorted(ratios) or [1.0]
     return max(1.0, ordered[min(len(ordered), math.ceil(TAIL * (len(ordered) + 1))) - 1])
 

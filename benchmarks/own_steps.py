@@ -218,15 +218,15 @@ def section() -> Iterator[str]:
 Every step that this project measured on a rented GPU ([the page](benchmarks/gpu_2026-11-27.md), `benchmarks/own_steps.json`):
 torch 2.11.0, CUDA 13.0, cuDNN 9.19, driver 580.159.04. Later kernels replaced those of that day before a GPU ran them. The
 machines were 16 cores of a larger host, so profiles are used with {N_CORES} cores and that share of the rates of the host's
-memory. `today`: what `plan` promises, a search with the shipped profile, which no probe of the machine changed. `without it`:
+memory. `today`: the promise of `plan`, a search with the shipped profile, which no probe of the machine changed. `without it`:
 the same with rates of the old kernels that all *other* steps give (below). `probed`: today's kernels with the probed profile;
 some of its rates were set by these steps. No constant of the runs of MegaTrain's code was fitted here.
 
 The median error is {statistics.median(errors):.1%} with the kernels of those days (wanted: 8 %), the worst {max(errors):.1%}.
 
 **P90 of a machine without a probe is multiplied by {UNPROBED_P90}**, in `plan`, `compare`, plan files and their checks. The
-factor is the largest ratio of a measured step to the P90 of the spreads (`over P90`), a conformal quantile, rounded up: what steps
-take longer than single ops, in kernels that were replaced, updates beside copies, power. P10 is not changed: steps took longer, not
+factor is the largest ratio of a measured step to the P90 of the spreads (`over P90`), a conformal quantile, rounded up. Steps
+take longer than single ops: kernels that were replaced, updates next to copies, power. P10 is not changed: steps took longer, not
 shorter. A probed profile, and one with the measured times of a run, keeps the interval of its spreads. In the table each P90 has
 the factor of the other steps alone. With it P10 to P90 of `today` hold {n_held_today} of {len(raw)} (wanted: 75 to 90 %), of
 `without it` {n_held}; spreads alone hold {n_raw_today} and {n_raw}. With the old kernels' own rates the factor would be \
@@ -239,10 +239,10 @@ probes on these machines (about 9 %).
 
 | step | measured s | without it (P10 to P90) | error | held | today (P10 to P90) | over P90 | held | probed |
 |---|---:|---:|---:|---|---:|---:|---|---:|"""
-    for row, before in zip(predictions, raw, strict=True):
+    for row, spreads in zip(predictions, raw, strict=True):
         error = f"{row.error_fraction:+.1%} | {'yes' if row.holds(row.left_out) else 'no'}"
         is_held, measured = "yes" if row.holds(row.today) else "no", f"{row.step.name} | {row.step.measured_s:.4g}"
-        promised = f"{row.today.cells} | {before.beyond:.3f} | {is_held}"
+        promised = f"{row.today.cells} | {spreads.beyond:.3f} | {is_held}"
         yield f"| {measured} | {row.left_out.cells} | {error} | {promised} | {row.probed.cells} |"
     yield "\n| rate of the old kernels | prior | all steps give | source of the prior |\n|---|---|---:|---|"
     units = {"update": "parameters/s a core", "sums": "bytes/s a core"}

@@ -97,13 +97,13 @@ class Cell(NamedTuple):
 
 
 def of_peers(cells: list[Cell]) -> list[Cell]:
-    """Move the ends of each interval by the conformal factors of the rows of all *other* systems, in bf16: what the schedules of
-    peers lose or gain against our plan. A plan's own interval has no such factor."""
+    """Move the ends of each interval by the conformal factors of the rows of all *other* systems, in bf16: the time that schedules
+    of peers lose or gain against our plan. A plan's own interval has no such factor."""
     result = []
     for cell in cells:
-        others = [other for other in cells if other.is_bf16 and other.system != cell.system]
+        rivals = [rival for rival in cells if rival.is_bf16 and rival.system != cell.system]
         loses, gains = (
-            conformal_factor(x) for x in ((c.low / c.published for c in others), (c.published / c.high for c in others))
+            conformal_factor(x) for x in ((c.low / c.published for c in rivals), (c.published / c.high for c in rivals))
         )
         result.append(cell._replace(low=cell.low / loses, high=cell.high * gains))
     return result
@@ -148,10 +148,10 @@ plans, not runs: the shipped profile of the machine, its usual host, and the fas
 sequence length and state precision are equal, except as in the last column. A plan does not predict another system: a
 published rate outside our P10 to P90 shows different methods, or an error in our prediction.
 
-**The two intervals.** `P10 to P90` is what `plan` prints: of our step. `of a peer` is that of a published rate of another
+**The two intervals.** `P10 to P90` is the one of `plan`, of our step. `of a peer` is that of a published rate of another
 system, with the conformal factors of the rows of all other systems ([own steps](../accuracy.md#gpu-steps-that-we-measured) have
-the same kind of factor): what peers' schedules lose or gain against our plan. Only this page uses it. It is wide,
-{factors[0]:.2f} to {factors[-1]:.2f} times further down, and tells little of one peer.
+the same kind of factor): the time that peers' schedules lose or gain against our plan. Only this page uses it. It is wide,
+{factors[0]:.2f} to {factors[-1]:.2f} times further down, and of little use for one peer.
 
 The plan is the faster one in {faster} of {len(cells)} rows, and in {faster_in_bf16} of the {len(in_bf16)} in bf16. P10 to P90 \
 hold {held} of the {len(in_bf16)} rates in bf16, those of a peer {held_peers} (wanted: 75 to 90 %).

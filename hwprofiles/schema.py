@@ -166,11 +166,6 @@ class Profile(Part):
         counts: Counter[str] = Counter(self.sources[q.source].kind for _, q in self.quantities())
         return {kind: counts[kind] for kind in SOURCE_KINDS}
 
-    def price_dates(self) -> list[str]:
-        """Return the days of the prices, as `2026-03-31`: those of their sources, and `price.date`."""
-        sources = [self.sources[q.source].date for place, q in self.quantities() if place.startswith("price.")]
-        return [day for day in (*sources, self.price.date) if day is not None]
-
     @property
     def is_probed(self) -> bool:
         """True if a probe measured speeds of this device, or a run the times of its ops (`op_ratios`)."""
@@ -225,6 +220,12 @@ class Profile(Part):
         return min(1.0, along(curve, threads)) if len(curve) == len(points) else None
 
 
+def _price_days(profile: Profile) -> list[str]:
+    """Return the days of the prices, as `2026-03-31`: those of their sources, and `price.date`."""
+    sources = [profile.sources[q.source].date for place, q in profile.quantities() if place.startswith("price.")]
+    return [day for day in (*sources, profile.price.date) if day is not None]
+
+
 def _parsed(text: str | bytes, where: str) -> Profile:
     try:
         return Profile.model_validate_json(text)
@@ -253,7 +254,7 @@ def read_profile(name_or_path: str, note: Callable[[str], None] = lambda text: N
         why = "larger than any profile" if error.errno == errno.EFBIG else f"cannot be read ({error.strerror})"
         raise ProfileError(f"{where}: {why}; make one with `penstock probe -o FILE`") from None
     profile, latest = _parsed(text, where), datetime.date.today() + datetime.timedelta(days=1)  # one day: time zones
-    if name_or_path not in shipped and (day := max(profile.price_dates(), default="")) > latest.isoformat():
+    if name_or_path not in shipped and (day := max(_price_days(profile), default="")) > latest.isoformat():
         raise ProfileError(f"{where}: price of {day}, a day in the future; write the day of the price in price.date or its source")
     return profile
 

@@ -43,7 +43,7 @@ class Hourly:
     machine_usd: float | None  # depreciation; without host memory if `ram_usd` is set
     ram_usd: float | None  # depreciation of all host memory
     power_usd: float | None
-    date: str | None  # of the oldest price that is not the user's
+    date: str | None  # oldest price that is not the user's
     note: str | None  # names missing prices
     rent_range: Ends | None = None
     bought_range: Ends | None = None

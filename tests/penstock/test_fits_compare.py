@@ -59,7 +59,7 @@ def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytes
 
 
 def test_two_profiles_of_one_name_are_refused(tmp_path: Path) -> None:
-    """A row and a mark could not be told apart. The same profile twice is one machine."""
+    """Rows and marks would be ambiguous. The same profile twice is one machine."""
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps(read_profile("h100-sxm").to_json()))
     assert [p.name for p in _compared(f"h100-sxm,{mine}", None)] == ["h100-sxm"]

@@ -28,8 +28,8 @@ from tests.tiny import tiny_config
 
 def probed(profile):
     """Return the profile as if a probe had measured its rates, so that the interval is that of its spreads."""
-    found = {"kind": "measured", "device": "made up", "scaled": False}
-    return profile.model_copy(update={"sources": {name: s.model_copy(update=found) for name, s in profile.sources.items()}})
+    fields = {"kind": "measured", "device": "made up", "scaled": False}
+    return profile.model_copy(update={"sources": {name: s.model_copy(update=fields) for name, s in profile.sources.items()}})
 
 
 MANY = 5  # samples: first and last are exactly the 10th and 90th percentile of one group

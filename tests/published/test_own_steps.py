@@ -63,13 +63,13 @@ def test_p90_moves_by_the_ratios_of_the_other_steps_alone() -> None:
     plans = [row for row in rows if "system" not in row.step.fields]
     assert unprobed_factor(rows) == pytest.approx(1.07), "the largest of eight plans"
     result = judged(rows)
-    moved = {row.step.name: row.today.high_s / before.today.high_s for row, before in zip(result, rows, strict=True)}
+    moved = {row.step.name: row.today.high_s / raw.today.high_s for row, raw in zip(result, rows, strict=True)}
     largest = plans[-1].step.name
     assert moved[largest] == pytest.approx(1.06)
     assert {name: factor for name, factor in moved.items() if name != largest} == pytest.approx(
         {row.step.name: 1.07 if row in plans else 1.0 for row in rows if row.step.name != largest}
     )
-    assert all(row.probed == before.probed for row, before in zip(result, rows, strict=True)), "a probed profile keeps its interval"
+    assert all(row.probed == raw.probed for row, raw in zip(result, rows, strict=True)), "a probed profile keeps its interval"
 
 
 def test_the_conformal_factor_is_the_ratio_of_its_rank() -> None:
@@ -116,9 +116,9 @@ def test_the_page_of_intervals_adds_up_the_other_pages() -> None:
     rows = re.findall(r"^\| .+ \| (\d+) \| (\d+)(?: \(\d+ %\))? \| (\d+)(?: \(\d+ %\))? \|$", text, re.M)
     *parts, total = [tuple(map(int, row)) for row in rows]
     assert total == tuple(map(sum, zip(*parts, strict=True)))
-    own = re.search(r"of `today` hold (\d+) of (\d+) .*? spreads alone hold (\d+) and", " ".join(ACCURACY.split()))
+    of_steps = re.search(r"of `today` hold (\d+) of (\d+) .*? spreads alone hold (\d+) and", " ".join(ACCURACY.split()))
     of_plan = re.search(r"P10 to P90 hold (\d+) of the (\d+) rates in bf16, those of a peer (\d+)", PEERS)
-    assert parts[0] == (int(own[2]), int(own[1]), int(own[3]))
+    assert parts[0] == (int(of_steps[2]), int(of_steps[1]), int(of_steps[3]))
     assert parts[2][:2] == (int(of_plan[2]), int(of_plan[3]))
     share = re.search(r"and (\d+)% where each run is left out", " ".join(ACCURACY.split()))
     assert round(100 * parts[1][1] / parts[1][0]) == int(share[1])
