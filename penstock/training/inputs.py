@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -160,8 +160,8 @@ def read_inputs(
         refuse_what_does_not_fit(plan, device, settings.device, n_here)
     disk = file_on_disk(settings, plan, digest)
     report("reading the data")
-    data = request.batches or data_of(settings, plan, folder, report=report)
-    held_out = held_out_of(settings, plan, folder, report) if leads else None
+    data = request.batches or data_of(settings, plan, folder, report=report, rows=request.rows)
+    held_out = request.held_out or held_out_of(settings, plan, folder, report) if leads else None
     return RunInputs(request, plan, device, data, folder, weights, digest, loss, state, disk, held_out)
 
 
@@ -269,9 +269,16 @@ def with_ends_of_answers(inputs: RunInputs) -> tuple[RunInputs, str | None]:
     return replace(inputs, ends=tuple(ends)), f"{added}: the model's own would not stop there"
 
 
-def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = no_report) -> RunData:
-    """Return the training batches, or with `held_out` the sequences for evaluation."""
-    return read_data(data_request(settings, plan, folder, held_out), report)
+def data_of(
+    settings: RunSettings,
+    plan: Plan,
+    folder: Path | None,
+    held_out: bool = False,
+    report: Report = no_report,
+    rows: Iterable[Any] | None = None,
+) -> RunData:
+    """Return the training batches, or with `held_out` the sequences for evaluation. `rows`: of a program, instead of files."""
+    return read_data(replace(data_request(settings, plan, folder, held_out), rows=rows), report)
 
 
 def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False) -> DataRequest:
@@ -315,14 +322,15 @@ def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: 
     return data_of(replace(settings, data=held_out_settings), plan, folder, held_out=True, report=report)
 
 
-def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompts | None:
+def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None, request: RunRequest | None = None) -> Prompts | None:
     """Return the prompts in the settings: user turns if the model is trained on conversations, otherwise text to continue."""
     texts = settings.evaluation.prompts
     if not texts:
         return None
-    request = data_request(settings, plan, folder)
-    tokenizer = read_tokenizer(request.model_folder, settings.data.chat_template)
-    readers = [reader_of(request, part, tokenizer) for part in settings.data.parts]
+    rows, has_batches = (None, False) if request is None else (request.rows, request.batches is not None)
+    data = replace(data_request(settings, plan, folder), rows=rows)
+    tokenizer = read_tokenizer(data.model_folder, settings.data.chat_template)
+    readers = [] if has_batches else [reader_of(data, part, tokenizer) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
     turns = [[{"role": "user", "content": text}] for text in texts]
     ids = [chats[0].template.prompt(turn) for turn in turns] if chats else [tokenizer.encode(text) for text in texts]
