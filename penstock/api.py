@@ -34,12 +34,13 @@ from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
 
 from .arguments.keywords import named_arguments
-from .arguments.options import SETTINGS, AnyPlan, StepOptions, TrainOptions, TrainRequest
+from .arguments.options import AnyPlan, StepOptions, TrainOptions, named_settings
 from .caches import cache_layer_traces
 from .ranks import joined
 from .results import Planned, Trained
 from .run_config import PLAN_FILE, RunRequest, read_run
 from .run_files import read_measured
+from .settings import DataSettings, RunSettings
 
 if TYPE_CHECKING:
     from penstock.arguments.options import Data
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.training.trainer import Metrics, Trainer, Turn
 
 Fields = TypeVar("Fields")
+DEFAULT_OUT = RunSettings(DataSettings()).out
 
 
 @named_arguments()
@@ -254,14 +256,15 @@ def train(plan: AnyPlan, data: "Data", **options: Unpack[TrainOptions]) -> Train
     current step and saves.
     """
     history = list["Metrics"]()
-    request = TrainRequest(plan, data, **options)
 
     def step(metrics: "Metrics") -> None:
         history.append(metrics)
-        request.on_step(metrics)
+        if on_step := options.get("on_step"):
+            on_step(metrics)
 
-    run: RunRequest | None = _run_request(request, None)
+    run: RunRequest | None = _run_request(plan, data, options, None)
     assert run is not None
+    out = run.settings.out
     with joined(run) as ranks:
         while run is not None:  # again with each plan of the run
             with _trainer(run, step, ranks) as trainer:
@@ -269,7 +272,7 @@ def train(plan: AnyPlan, data: "Data", **options: Unpack[TrainOptions]) -> Train
                 first_step, late, following = trainer.session.first_step, trainer.session.late_fraction, trainer.following
             del trainer  # and its memory
             run = None if following is None else replace(following, settings=run.settings)
-    return Trained(Path(request.out), history[-1].step if history else first_step, tuple(history), timeline, late)
+    return Trained(Path(out), history[-1].step if history else first_step, tuple(history), timeline, late)
 
 
 @named_arguments(TrainOptions)
@@ -283,15 +286,14 @@ def stream(plan: AnyPlan, data: "Data", *, every: int = 1, **options: Unpack[Tra
     """
     if not isinstance(every, int) or every < 1:
         raise PlanError(f"every is {every}; give 1 step or more")
-    request = TrainRequest(plan, data, **options)
-    run = _run_request(request, every)
-    with joined(run) as ranks, _trainer(run, request.on_step, ranks, every) as trainer:
+    run = _run_request(plan, data, options, every)
+    with joined(run) as ranks, _trainer(run, options.get("on_step"), ranks, every) as trainer:
         yield from trainer.turns()
 
 
 @contextmanager
 def _trainer(
-    run: RunRequest, on_step: "Callable[[Metrics], None]", ranks: "Processes | None", every: int | None = None
+    run: RunRequest, on_step: "Callable[[Metrics], None] | None", ranks: "Processes | None", every: int | None = None
 ) -> "Iterator[Trainer]":
     """Open a session and yield its trainer."""
     from penstock.training.run_folder import write_settings
@@ -300,7 +302,8 @@ def _trainer(
 
     def named_step(metrics: "Metrics") -> None:
         with user_code(f"on_step, after step {metrics.step},"):
-            on_step(metrics)
+            if on_step is not None:
+                on_step(metrics)
 
     cache_layer_traces()
     with open_session(run, ranks) as session:
@@ -309,29 +312,27 @@ def _trainer(
         yield trainer
 
 
-def _run_request(request: TrainRequest, every: int | None) -> RunRequest:
+def _run_request(plan: AnyPlan, data: "Data", options: TrainOptions, every: int | None) -> RunRequest:
     """Return the run that a program requests. `every`: steps between turns of its loop, if it has one."""
-    _, file = _file_of(request.plan)
-    settings = request.settings or {}
-    if every is not None and settings.get("checkpoint.background"):
-        raise PlanError("settings: checkpoint.background has no effect in a loop, which saves between steps; leave it out")
-    if every is not None and settings.get("replan"):
-        raise PlanError("settings: replan has no effect in a loop, which holds one plan; leave it out, or call train")
-    data, held_out = _data(request.data, request.eval_data, file.plan, settings)
-    named = request.named_settings({**held_out.settings, **data.settings, "plan": str(Path(request.out) / PLAN_FILE)})
+    file, settings = _file_of(plan)[1], named_settings(options)
+    for name, reason in (("checkpoint.background", "saves between steps"), ("replan", "holds one plan")):
+        if every is not None and settings.get(name):
+            raise PlanError(f"settings: {name} has no effect in a loop, which {reason}; leave it out")
     # No background thread: an error in the loop body would leave it waiting
-    background = {} if every is None else {"checkpoint.background": False}
+    settings |= {} if every is None else {"checkpoint.background": False}
+    training, held_out = _data(data, options.get("eval_data"), file.plan, settings)
+    settings |= {**held_out.settings, **training.settings, "plan": str(Path(settings.get("out", DEFAULT_OUT)) / PLAN_FILE)}
     return RunRequest(
-        read_run(None, _settings(named, settings) | background),
+        read_run(None, settings),
         file,
-        resume=request.resume,
-        resume_from=None if request.resume_from is None else str(request.resume_from),
-        time_scale=request.time_scale,
-        batches=data.batches,
-        rows=data.rows,
+        resume=options.get("resume", False),
+        resume_from=None if (checkpoint := options.get("resume_from")) is None else str(checkpoint),
+        time_scale=options.get("time_scale"),
+        batches=training.batches,
+        rows=training.rows,
         held_out=held_out.batches,
-        loss=request.loss,
-        stop=request.stop or Stop(),
+        loss=options.get("loss"),
+        stop=options.get("stop") or Stop(),
     )
 
 
@@ -356,33 +357,26 @@ def forward(
     from penstock.training.session import write_forward
 
     where, file = _file_of(plan)
-    request = TrainRequest(plan, data, f"{out}.work", None, None, None, model, adapter, None, seed, device=device)
-    request = replace(request, from_scratch=from_scratch)
-    sources = _data(data, eval_data, file.plan, settings or {})
+    options: TrainOptions = {"model": model, "adapter": adapter, "from_scratch": from_scratch, "seed": seed, "device": device}
+    named = named_settings(options | {"settings": {"tokenizer": tokenizer} | dict(settings or {})})
+    sources = _data(data, eval_data, file.plan, named)
     if any(source.batches is not None or source.rows is not None for source in sources):
         raise PlanError("forward: its data is read before the pass; give files, a list of rows or a Dataset")
-    values = sources[1].settings | sources[0].settings | {"plan": where, "tokenizer": tokenizer}
-    run_settings = read_run(None, _settings(request.named_settings(values), settings or {}))
-    write_forward(RunRequest(run_settings, file, where), Path(out))
+    named |= {**sources[1].settings, **sources[0].settings, "plan": where, "out": f"{out}.work"}
+    write_forward(RunRequest(read_run(None, named), file, where), Path(out))
     return Path(out)
-
-
-def _settings(named: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings. PlanError for one among `others` that is an argument."""
-    arguments = {setting: name for name, setting in SETTINGS.items()} | {"data.path": "data", "data.mix": "data"}
-    if doubled := [name for name in others if name in {*named, "optimizer.lr", "steps", "data.path", "data.mix"}]:
-        raise PlanError(f"settings: {doubled[0]} is an argument; give it as {arguments.get(doubled[0], doubled[0])}=")
-    return named | dict(others)
 
 
 def _data(data: "Data", eval_data: "Data | None", plan: Plan, settings: Mapping[str, Any]) -> "tuple[GivenData, GivenData]":
     """Return the training data and the held-out data of a program."""
     from penstock.data.objects import GivenData, held_out_data, training_data
+    from penstock.model_checks.document_isolation import supports_documents
 
     columns = settings.get("data.columns")
     read = [*columns.values()] if isinstance(columns, Mapping) else []
-    held_out = GivenData() if eval_data is None else held_out_data(eval_data, plan, read)
-    return training_data(data, plan, read), held_out
+    no_documents = supports_documents(plan.model.config, plan.semantics)
+    held_out = GivenData() if eval_data is None else held_out_data(eval_data, plan, no_documents, read)
+    return training_data(data, plan, no_documents, read), held_out
 
 
 def _file_of(plan: AnyPlan) -> tuple[str, PlanFile]:

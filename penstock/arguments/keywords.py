@@ -1,14 +1,15 @@
 """Names in the Python interface: advice on unknown arguments, and messages with keywords in place of the flags of commands."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import lru_cache, wraps
 from inspect import Parameter, isgeneratorfunction, signature
 from typing import Any, ParamSpec, TypeVar, cast
 
 from penstock.run_config import ALSO_KNOWN_AS, PLAN_KEYS, absent_advice, closest
 from penstock.runtime.errors import PenstockError, PlanError
+from penstock.runtime.executor import phrasing
 from penstock.runtime.units import parse_bytes
 from penstock.settings import settings_of
 
@@ -16,7 +17,7 @@ from .options import SETTINGS, StepOptions, TrainOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Flags whose keyword has another name. `*`: in bytes
+# Keywords that differ from the name of their flag. `*`: in bytes
 _RENAMED = {"--host-memory": "host_memory_bytes*", "--device-memory": "device_memory_bytes*", "--link": "link_bytes_per_s*"}
 _RENAMED |= {
     "--host-bandwidth": "host_bandwidth_bytes_per_s*",
@@ -88,13 +89,14 @@ def _named(name: str, value: str, is_of_plan: bool = False) -> str:
 def _call(words: str | None) -> str:
     if not words:
         return ""
-    first, _, others = words.partition(" ")
-    return f"(..., {words})" if "=" in first else f"({first}{', ' * bool(others)}{others})"
+    first, _, rest = words.partition(" ")
+    return f"(..., {words})" if "=" in first else f"({first}{', ' * bool(rest)}{rest})"
 
 
 @contextmanager
 def python_words() -> Iterator[None]:
-    """Change the message and the notes of an error to the words of Python."""
+    """Change messages, and the message and notes of an error, to the words of Python."""
+    token = phrasing.set(in_python)
     try:
         yield
     except PenstockError as error:
@@ -102,6 +104,8 @@ def python_words() -> Iterator[None]:
         if notes := getattr(error, "__notes__", None):
             notes[:] = map(in_python, notes)
         raise
+    finally:
+        phrasing.reset(token)
 
 
 def named_arguments(*options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -109,28 +113,35 @@ def named_arguments(*options: type) -> Callable[[Callable[P, R]], Callable[P, R]
     words of Python. `options`: types of its `**options`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        own = [p for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        names = [p.name for p in own] + [name for kind in options for name in kind.__annotations__]
+        parameters = [p for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        names = [p.name for p in parameters] + [name for kind in options for name in kind.__annotations__]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if unknown := [name for name in kwargs if name not in names]:
                 raise PlanError("; ".join(_unknown(function.__name__, name, names) for name in unknown[:4]))
             if isgeneratorfunction(function):
-                return cast(R, _iterated(cast(Iterator[Any], function(*args, **kwargs))))
+                return cast(R, _iterated(cast(Generator[Any, None, None], function(*args, **kwargs))))
             with python_words():
                 return function(*args, **kwargs)
 
-        added = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in names[len(own) :]]
-        call.__signature__ = signature(function).replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        added = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in names[len(parameters) :]]
+        call.__signature__ = signature(function).replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
         return call
 
     return decorate
 
 
-def _iterated(values: Iterator[Any]) -> Iterator[Any]:
-    with python_words():
-        yield from values
+def _iterated(values: Generator[Any, None, None]) -> Iterator[Any]:
+    """Yield the values of a generator. The code between two of them keeps its words."""
+    with closing(values):
+        while True:
+            with python_words():
+                try:
+                    value = next(values)
+                except StopIteration:
+                    return
+            yield value
 
 
 def _unknown(function: str, name: str, names: list[str]) -> str:
@@ -154,9 +165,9 @@ def _meaning(function: str, name: str, names: list[str]) -> str:
             keyword = next((key for key, dotted in SETTINGS.items() if dotted == setting), "data" if setting == "data.path" else "")
             if keyword in names:
                 return f"did you mean {keyword}?"
-            return f"it is {keyword or _named(setting, '')} of `penstock run`"
+            return f"it is {f'{keyword}=' if keyword else _named(setting, '')} of `penstock run`"
         if name in trains and function == "plan":
-            return f"it is {name} of `penstock run`"
+            return f"it is {name}= of `penstock run`"
         if name in plans and function != "plan":
             return f"the plan sets it: give {name}= to `penstock plan`"
     near = closest(name, names)

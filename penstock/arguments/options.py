@@ -1,11 +1,11 @@
 """Keyword arguments of `plan`, `train`, `stream` and `forward`, with their types, and the settings that they name."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from penstock.results import Planned
+from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.optimizer import MasterDtype
 from penstock.runtime.plan.packed import Base
@@ -75,35 +75,13 @@ class TrainOptions(TypedDict, total=False):
     loss: Callable[..., Any] | None  # the function of a plan with a loss of your own
 
 
-@dataclass(frozen=True, slots=True)
-class TrainRequest:
-    """Arguments of `train`, with their defaults."""
-
-    plan: AnyPlan
-    data: "Data"
-    out: str | Path = "penstock-run"
-    steps: int | None = None
-    epochs: float | None = None
-    lr: float | None = None
-    model: str | Path | None = None
-    adapter: str | Path | None = None
-    reference: str | Path | None = None
-    seed: int | None = None
-    eval_data: "Data | None" = None
-    eval_every: int | None = None
-    save_every: int | None = None
-    device: str = "auto"
-    resume: bool = False
-    resume_from: str | Path | None = None
-    from_scratch: bool = False
-    settings: Mapping[str, Any] | None = None
-    time_scale: float | None = None
-    on_step: "Callable[[Metrics], None]" = lambda metrics: None
-    stop: "Stop | None" = None
-    loss: Callable[..., Any] | None = None
-
-    def named_settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that the arguments name, by dotted name: `values` in place of data; without None."""
-        named = {setting: getattr(self, name) for name, setting in SETTINGS.items() if name != "eval_data"}
-        named = {setting: str(value) if isinstance(value, Path) else value for setting, value in named.items()}
-        return {setting: value for setting, value in named.items() if value is not None} | dict(values)
+def named_settings(options: TrainOptions) -> dict[str, Any]:
+    """Return the settings that arguments name, by dotted name, without data. PlanError for one that is named in `settings`, too."""
+    named = {setting: options.get(name) for name, setting in SETTINGS.items() if name != "eval_data"}
+    named = {setting: str(value) if isinstance(value, Path) else value for setting, value in named.items() if value is not None}
+    arguments = {setting: name for name, setting in SETTINGS.items()} | {"data.path": "data", "data.mix": "data"}
+    single = {*named, "optimizer.lr", "steps", "out", "device", "from_scratch", "data.path", "data.mix"}
+    single |= {"evaluation.data"} if options.get("eval_data") is not None else set()
+    if doubled := [name for name in options.get("settings") or {} if name in single]:
+        raise PlanError(f"settings: {doubled[0]} is an argument; give it as {arguments[doubled[0]]}=")
+    return named | dict(options.get("settings") or {})

@@ -40,10 +40,10 @@ def rows_of_batch(batch: Any, where: str, seq_len: int, inputs: Sequence[LossInp
     if not isinstance(batch, Mapping):
         raise DataError(f"{where} is a {type(batch).__name__}; give dicts with input_ids and labels, or rows as a datasets.Dataset")
     extras = {row.name for row in inputs}
-    found, missing = ", ".join(map(str, batch)) or "nothing", [name for name in NAMES[:2] if batch.get(name) is None]
+    columns_text, missing = ", ".join(map(str, batch)) or "nothing", [name for name in NAMES[:2] if batch.get(name) is None]
     if missing:
         how = "labels of -100 are ignored, and a copy of input_ids learns all" if missing == ["labels"] else "give dicts of tokens"
-        raise DataError(f"{where} has no {missing[0]} (it has {found}); {how}, or give rows as a datasets.Dataset")
+        raise DataError(f"{where} has no {missing[0]} (it has {columns_text}); {how}, or give rows as a datasets.Dataset")
     if unknown := [str(name) for name in batch if name not in NAMES and name not in extras]:
         raise DataError(f"{where} has {', '.join(unknown)[:120]}, which nothing reads; give {', '.join(NAMES)} alone")
     columns = {name: _rows(batch[name], f"{where}: {name}", name) for name in NAMES if batch.get(name) is not None}
@@ -121,7 +121,7 @@ def batch_of_rows(rows: Sequence[TokenRow]) -> Batch:
 @dataclass(slots=True, eq=False)
 class DictBatches:
     """Batches of an iterable of dict batches, of any number of rows: a step takes the next `n_rows` rows. At its end the
-    iterable is iterated again. A resumed run skips the rows of finished steps, whose digest a checkpoint holds."""
+    iterable is iterated again. A resumed run skips the rows of finished steps; a checkpoint holds their digest."""
 
     source: Iterable[Any]
     seq_len: int
@@ -144,13 +144,11 @@ class DictBatches:
         )
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of `step`, counted from 0. DataError if the iterable ends, or cannot be iterated again for it."""
+        """Return the batch of `step`, counted from 0. DataError if the iterable ends."""
         if step in self._recent:
             return self._recent[step]
         if self._rows is None or step < self._next:
-            if self._next and isinstance(self.source, Iterator):
-                advice = "give a list, a DataLoader, or an object whose __iter__ begins again"
-                raise DataError(f"a {self.name} cannot be started again, which step {step + 1} needs; {advice}")
+            self._refuse_to_restart(step if self._next else 0)
             self._rows, self._next = self._all_rows(), 0
         try:
             while self._next <= step:
@@ -187,6 +185,12 @@ class DictBatches:
             if isinstance(self.source, Iterator) or not n_rows:
                 raise DataError(f"the {self.name} ended after {n_rows:,} rows; give more, or fewer --steps")
 
+    def _refuse_to_restart(self, step: int) -> None:
+        """Raise CheckpointError if the source is an iterator and the next step is not its first."""
+        if step and isinstance(self.source, Iterator):
+            advice = "give a list, a DataLoader, or an object with an __iter__ that begins again"
+            raise CheckpointError(f"a {self.name} cannot be started again, and the run continues after step {step}; {advice}")
+
     def position(self, step: int) -> dict[str, Any]:
         """Return the digest of all rows before `step`. CheckpointError if they were not read."""
         if step not in self._digests:
@@ -197,9 +201,7 @@ class DictBatches:
         """Skip to a step. Return True if the skipped rows are those of that position. CheckpointError if the source is an iterator,
         which may have begun elsewhere."""
         if step not in self._digests:
-            if isinstance(self.source, Iterator):
-                advice = "give a list, a DataLoader, or an object whose __iter__ begins again"
-                raise CheckpointError(f"a {self.name} cannot be started again, and the run goes on after step {step}; {advice}")
+            self._refuse_to_restart(step)
             self._recent.clear()
             self.batch(step - 1)
         return position.get("rows") == self._digests[step].hex()

@@ -62,7 +62,7 @@ class Limits:
 
 
 LIMITS = Limits()
-FIRST_ROWS = 8  # of a program's stream, which identify it
+FIRST_ROWS = 8  # rows that identify a program's stream
 
 
 @dataclass(frozen=True, slots=True)

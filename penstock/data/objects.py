@@ -13,7 +13,6 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from penstock.caches import cache_folder
-from penstock.model_checks.document_isolation import supports_documents
 from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan import Plan
 from penstock.settings import DataPart
@@ -38,19 +37,21 @@ class GivenData:
     rows: Iterable[Any] | None = None
 
 
-def training_data(data: Any, plan: Plan, columns: Collection[str] = ()) -> GivenData:
-    """Return the training data that a program gives. `columns`: further columns that are read. DataError for other objects."""
+def training_data(data: Any, plan: Plan, no_documents: str | None = None, columns: Collection[str] = ()) -> GivenData:
+    """Return the training data of a program. `no_documents`: why the model cannot isolate packed documents, or None; `columns`:
+    further columns to read. DataError for an object that is no data."""
     if isinstance(data, IterableDataset):
         name = f"an {type(data).__name__}"
         return GivenData({"data.path": name, "data.streaming": True}, rows=data)
     if (settings := _in_files(data, columns)) is not None:
         return GivenData(settings)
     n_rows = plan.semantics.all_ranks.batch_size
-    batches = user_batches(data, plan, n_rows) if _has_batches(data) else user_batches(_dicts(data, plan, n_rows), plan, n_rows)
+    program = data if _has_batches(data) else _dicts(data, plan, n_rows)
+    batches = user_batches(program, plan, n_rows, no_documents)
     return GivenData({"data.path": batches.fingerprint}, batches)
 
 
-def held_out_data(data: Any, plan: Plan, columns: Collection[str] = ()) -> GivenData:
+def held_out_data(data: Any, plan: Plan, no_documents: str | None = None, columns: Collection[str] = ()) -> GivenData:
     """Return held-out data of a program, like `training_data`. Rows and batches that come one by one are read whole."""
     if isinstance(data, IterableDataset):
         data = _at_most(data, f"the {type(data).__name__}")
@@ -65,14 +66,17 @@ def held_out_data(data: Any, plan: Plan, columns: Collection[str] = ()) -> Given
     n = batches.count_rows() // n_rows
     if not n:
         raise DataError(f"eval_data: a {type(data).__name__} with fewer than {n_rows} rows; give more")
-    return GivenData({"evaluation.data": f"batches of {type(data).__qualname__}"}, user_batches(batches, plan, n_rows, n))
+    return GivenData(
+        {"evaluation.data": f"batches of {type(data).__qualname__}"}, user_batches(batches, plan, n_rows, no_documents, n)
+    )
 
 
-def user_batches(program: Batches | DictBatches, plan: Plan, n_rows: int, n_steps: int | None = None) -> UserBatches:
+def user_batches(
+    program: Batches | DictBatches, plan: Plan, n_rows: int, no_documents: str | None, n_steps: int | None = None
+) -> UserBatches:
     """Return batches of `n_rows` rows that are validated for the plan."""
     semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    reason = supports_documents(plan.model.config, semantics)
-    return UserBatches(program, semantics.seq_len, n_rows, vocab_size, reason, semantics.objective, n_steps)
+    return UserBatches(program, semantics.seq_len, n_rows, vocab_size, no_documents, semantics.objective, n_steps)
 
 
 def _has_batches(data: Any) -> bool:
@@ -115,8 +119,8 @@ def _of_list(items: list[Any] | tuple[Any, ...], columns: Collection[str]) -> di
             raise DataError(
                 f"data: item {i} of the list is {_kind(is_named)}, and item 0 {_kind(is_path[0])}; give a list of one kind"
             )
-        if isinstance(item, Mapping) and is_named and (others := [str(name) for name in item if name not in _PART]):
-            problem = f"data: item {i} of the list has path, as an entry of data.mix, and {', '.join(others)[:80]}, as a row"
+        if isinstance(item, Mapping) and is_named and (unknown := [str(name) for name in item if name not in _PART]):
+            problem = f"data: item {i} of the list has path, as an entry of data.mix, and {', '.join(unknown)[:80]}, as a row"
             raise DataError(f"{problem}; call the column path otherwise, or leave the others out")
     if items and not is_path[0]:
         return {"data.path": str(write_rows(items, columns))}
@@ -142,7 +146,7 @@ def _dataset_rows(data: Dataset, columns: Collection[str]) -> Iterator[dict[str,
 
 
 def _at_most(data: Iterable[Any], name: str) -> list[Any]:
-    """Return the items of finite data, rows without nulls in structs. DataError if there are too many to hold."""
+    """Return the items of finite data, rows without nulls in structs. DataError for more than can be held."""
     with user_code(name):
         items = [without_nulls(item) if isinstance(data, IterableDataset) else item for item in islice(data, MOST_HELD_OUT + 1)]
     if len(items) > MOST_HELD_OUT:

@@ -59,14 +59,14 @@ def test_rows_of_any_layout_are_the_batches_of_their_file(home: Path, layout: st
         DataRequest(DataSettings(str(path)), None, 272, 128, 4, 0, home / "cache", objective=parse_objective(loss))
         for path in paths
     ]
-    expected, *others = [read_data(one) for one in request]
-    for data in others:
+    expected, *copies = [read_data(one) for one in request]
+    for data in copies:
         for step in range(3):
             batch, reference = data.batch(step), expected.batch(step)
             assert torch.equal(batch.input_ids, reference.input_ids)
             assert torch.equal(batch.targets, reference.targets)
             assert all(torch.equal(batch.extras[name], value) for name, value in reference.extras.items())
-    assert others[0].fingerprint == expected.fingerprint, "the tokens in the cache are the same"
+    assert copies[0].fingerprint == expected.fingerprint, "the tokens in the cache are the same"
 
 
 def test_a_dataset_trains_evaluates_and_resumes_as_its_file(home: Path) -> None:
@@ -88,13 +88,13 @@ def test_a_streamed_dataset_resumes_at_its_row(home: Path) -> None:
     plan = planned(home)
     stream = IterableDataset.from_generator(lambda: iter(TEXTS)).shuffle(seed=1, buffer_size=5)
     settings: dict[str, Any] = {"data.shuffle_buffer": 4}
-    whole = train_new(plan, stream, settings, out=home / "a", steps=9, lr=1e-3)
+    unbroken = train_new(plan, stream, settings, out=home / "a", steps=9, lr=1e-3)
     train_new(plan, stream, settings, out=home / "b", steps=3, lr=1e-3)
     rest = train_new(plan, stream, settings, out=home / "b", steps=9, lr=1e-3, resume=True)
-    assert weights_sha(rest.checkpoint) == weights_sha(whole.checkpoint)
+    assert weights_sha(rest.checkpoint) == weights_sha(unbroken.checkpoint)
     as_rows = as_file(home, [*stream])
     of_file = train_new(plan, as_rows, settings | {"data.streaming": True}, out=home / "c", steps=9, lr=1e-3)
-    assert weights_sha(of_file.checkpoint) == weights_sha(whole.checkpoint)
+    assert weights_sha(of_file.checkpoint) == weights_sha(unbroken.checkpoint)
     with pytest.raises(penstock.PenstockError, match="the length of streamed data is unknown: give steps="):
         train_new(plan, stream, out=home / "d")
     with pytest.raises(CheckpointError, match="data"):
@@ -118,12 +118,12 @@ def test_a_loader_is_taken_row_by_row_and_resumed_to_the_bits(home: Path) -> Non
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         return DataLoader(Rows(), batch_size=3, shuffle=True, generator=generator)
 
-    whole = train_new(plan, loader(), out=home / "a", steps=5, lr=1e-3)
+    unbroken = train_new(plan, loader(), out=home / "a", steps=5, lr=1e-3)
     train_new(plan, loader(), out=home / "b", steps=3, lr=1e-3)
     with pytest.raises(CheckpointError, match="is not one of step 3; resume with the data it began with"):
         train_new(plan, loader(1), out=home / "b", steps=5, lr=1e-3, resume=True)
     rest = train_new(plan, loader(), out=home / "b", steps=5, lr=1e-3, resume=True)
-    assert weights_sha(rest.checkpoint) == weights_sha(whole.checkpoint)
+    assert weights_sha(rest.checkpoint) == weights_sha(unbroken.checkpoint)
     ids = torch.cat([batch["input_ids"] for _ in range(2) for batch in [*loader(0)]])[:8].long()
     first = DictBatches(loader(), 32, 4).batch(0)
     assert torch.equal(first.input_ids, ids[:4])
@@ -132,10 +132,12 @@ def test_a_loader_is_taken_row_by_row_and_resumed_to_the_bits(home: Path) -> Non
 
 def test_a_generator_is_read_once(home: Path) -> None:
     plan, batches = planned(home), tokens(IDS)
-    whole = train_new(plan, batches, out=home / "a", steps=4, lr=1e-3)
+    unbroken = train_new(plan, batches, out=home / "a", steps=4, lr=1e-3)
     once = train_new(plan, (batch for batch in batches), out=home / "b", steps=4, lr=1e-3, eval_data=iter(batches[:2]))
-    assert weights_sha(once.checkpoint) == weights_sha(whole.checkpoint)
-    with pytest.raises(CheckpointError, match="a generator cannot be started again, and the run goes on after step 4; give a list"):
+    assert weights_sha(once.checkpoint) == weights_sha(unbroken.checkpoint)
+    with pytest.raises(
+        CheckpointError, match="a generator cannot be started again, and the run continues after step 4; give a list"
+    ):
         train_new(plan, (batch for batch in batches), out=home / "b", steps=5, lr=1e-3, resume=True)
     message = r"the generator ended after 20 rows; give more, or fewer steps=; the state after step 5 is saved, to resume from"
     with pytest.raises(penstock.PenstockError, match=f"^{message}$"):
