@@ -181,8 +181,6 @@ def advice(place: str) -> str:
         return absent
     if key in PLAN_KEYS:
         return f"it belongs to the plan: give {PLAN_KEYS[key]} to `penstock plan`"
-    if key in ALSO_KNOWN_AS:
-        return f"did you mean {ALSO_KNOWN_AS[key]}?"
     names = [name for name, _ in settings_of()]
     siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == section}
     anywhere = {name.rpartition(".")[2]: name for name in reversed(names)} | ALSO_KNOWN_AS

@@ -133,12 +133,13 @@ def test_every_flag_has_a_keyword_or_setting_of_its_own() -> None:
     assert wrong == {}
 
 
-def test_named_arguments_are_settings_of_the_run_and_are_given_once(home: Path) -> None:
+def test_named_arguments_are_settings_of_the_run_and_are_given_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(home)
     assert repr(plan).count("\n") == 0
     assert re.fullmatch(r"Planned\(\S*model on cpu-2core: .+ a step, [\d,]+ tokens/s\)", repr(plan))
     named: dict[str, Any] = {"epochs": 0.5, "seed": 7, "eval_data": home / "data", "eval_every": 2, "save_every": 3}
     trained = train_new(plan, home / "data", out=home / "out", model=home / "model", **named)
+    assert "RANDOM WEIGHTS: trained from scratch (from_scratch=True)" in capsys.readouterr().err
     text = (trained.folder / "run.yaml").read_text()
     for line in ("epochs: 0.5", "seed: 7", "every: 2", "every: 3", f"data: {home}/data", f"model: {home}/model"):
         assert line in text

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 import penstock
 from penstock.data.data import DataRequest, read_data
 from penstock.data.dict_batches import DictBatches, batch_of_rows, rows_of_batch
+from penstock.data.files import without_nulls
 from penstock.data.objects import training_data, write_rows
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.plan.objective import parse_objective
@@ -66,6 +67,8 @@ def test_rows_of_any_layout_are_the_batches_of_their_file(home: Path, layout: st
             assert torch.equal(batch.input_ids, reference.input_ids)
             assert torch.equal(batch.targets, reference.targets)
             assert all(torch.equal(batch.extras[name], value) for name, value in reference.extras.items())
+    row = {"messages": [{"content": "a", "tool_calls": None}], "system": None}
+    assert without_nulls(row) == {"messages": [{"content": "a"}], "system": None}, "as of a table"
     assert copies[0].fingerprint == expected.fingerprint, "the tokens in the cache are the same"
 
 
