@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -35,7 +36,7 @@ from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.layers.meta_models import difference
 from penstock.runtime.plan import Plan
-from penstock.runtime.plan.optimizer import RULES, AdamW
+from penstock.runtime.plan.optimizer import RULES, AdamW, RateGroup
 from penstock.runtime.plan.workload import has_towers
 from penstock.runtime.units import on_one_line
 from penstock.settings import ADAPTERS_LR, RunSettings
@@ -95,6 +96,7 @@ class RunInputs:
         optimizer, frozen = self.settings.optimizer, None if are_saved_whole(self.plan) else self.weights_digest
         horizon = self.n_steps if optimizer.schedule.kind != "constant" else None
         fields = asdict(optimizer) | {"no_decay": list(optimizer.no_decay), "n_steps": horizon}
+        fields |= {"groups": list(groups)} if (groups := fields.pop("groups")) else {}
         return identity(self.plan, self.data, self.settings.seed, fields, frozen)
 
     @property
@@ -177,7 +179,15 @@ def with_defaults(request: RunRequest) -> RunRequest:
     for part in optimizer.no_decay:
         if not any(part in name for name in names):
             raise RunConfigError(f"optimizer.no_decay: no parameter's name holds {part[:60]!r}; names are for example {names[1]}")
-    optimizer = replace(optimizer, lr=optimizer.lr or usual, beta2=beta2)
+    lr, groups = optimizer.lr or usual, list[RateGroup]()
+    for group in optimizer.groups:
+        if not any(fnmatchcase(name, group.pattern) for name in names):
+            place = f"optimizer.groups: no parameter's name matches {group.pattern[:60]!r}"
+            raise RunConfigError(f"{place}; write for example '*norm*': names are for example {names[1]}")
+        if (group.lr is not None and group.lr_factor is not None) or group == RateGroup(group.pattern):
+            raise RunConfigError(f"optimizer.groups: {group.pattern[:60]!r}: give lr or lr_factor, weight_decay, or both")
+        groups.append(replace(group, lr=group.lr if group.lr_factor is None else lr * group.lr_factor, lr_factor=None))
+    optimizer = replace(optimizer, lr=lr, beta2=beta2, groups=tuple(groups))
     return replace(request, settings=replace(request.settings, optimizer=optimizer))
 
 
