@@ -112,6 +112,7 @@ def test_settings_of_other_trainers_get_true_advice(home: Path) -> None:
         ("plan again with --deterministic", "plan again with deterministic=True"),
         ("leave out --deterministic", 'leave out settings={"deterministic": True}'),
         ("the command line: seed: no", "settings: seed: no"),
+        ("convert it, with --resume-from checkpoint-3, or", 'convert it, with resume_from="checkpoint-3", or'),
         ("hf download A --local-dir B", "hf download A --local-dir B"),
     ],
 )
