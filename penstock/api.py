@@ -5,12 +5,12 @@ Modules that import slowly are imported inside functions: the search, the simula
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,7 +20,7 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.check.check import check as prove
 from penstock.planner.check.check import summary
 from penstock.planner.model.config import without_dropout
-from penstock.planner.model.kernels import FUSED, with_kernels
+from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import read_model, spelled_out, supported_attention
 from penstock.planner.search.claim import CUT, claimed
 from penstock.runtime.errors import PlanError, WrongPlanError, user_code
@@ -33,21 +33,27 @@ from penstock.runtime.plan.train import training
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
 
+from .arguments.keywords import named_arguments
+from .arguments.options import AnyPlan, StepOptions, TrainOptions, named_settings
 from .caches import cache_layer_traces
 from .ranks import joined
 from .results import Planned, Trained
 from .run_config import PLAN_FILE, RunRequest, read_run
 from .run_files import read_measured
+from .settings import DataSettings, RunSettings
 
 if TYPE_CHECKING:
-    from penstock.data.user_batches import Batches, UserBatches
+    from penstock.arguments.options import Data
+    from penstock.data.objects import GivenData
     from penstock.planner.predict.simulate import Prediction
     from penstock.runtime.machines.processes import Processes
     from penstock.training.trainer import Metrics, Trainer, Turn
 
 Fields = TypeVar("Fields")
+DEFAULT_OUT = RunSettings(DataSettings()).out
 
 
+@named_arguments()
 def probe(
     device: str = "auto",
     quick: bool = False,
@@ -71,6 +77,7 @@ def probe(
     return profile if disk is None else with_disk(profile, target, Path(disk), report)
 
 
+@named_arguments(StepOptions)
 def plan(
     model: str | Path,
     machine: str | Path | Profile,
@@ -94,19 +101,18 @@ def plan(
     loss: "str | Callable[..., Any] | None" = None,
     measured: str | Path | None = None,
     no_dropout: bool = False,
-    **semantics: Any,
+    **semantics: Unpack[StepOptions],
 ) -> Planned:
     """Search for the fastest schedule of `model` on `machine`. With several GPUs: the schedule of each rank.
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
-    Profile. `policy`: a Policy, its fields, or the name of another system, instead of a search. `semantics`: further fields of
-    Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
-    `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
-    `host_cores`, `link_bytes_per_s` (each direction), `host_bandwidth_bytes_per_s`: of the whole host, instead of the profile's.
-    `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
-    `loss`: a value of `--loss`, or a function (docs/losses.md). `no_dropout`: train with the configuration's dropout off.
-    `measured`: the folder of a run of this model on this machine, which scales predicted op times. DoesNotFitError names the
-    smallest changes that would fit.
+    Profile. `policy`: a Policy, its fields, or the name of another system, instead of a search. `semantics`: StepOptions, for
+    example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`; None or absent: the fastest.
+    `clipped_fraction`: known share of steps with a clipped gradient. `host_cores`, `link_bytes_per_s` (each direction),
+    `host_bandwidth_bytes_per_s`: of the whole host, instead of the profile's. `network_gbit`: Gbit/s of each host, instead of the
+    profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers. `loss`: by name (`dpo:beta=0.1`), or a function
+    (docs/losses.md). `no_dropout`: train with the configuration's dropout off. `measured`: the folder of a run of this model
+    on this machine, which scales predicted op times. DoesNotFitError names the smallest changes that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import search_machine
@@ -140,8 +146,6 @@ def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: 
     """Return the semantics of a step, with defaults and kernels for the model and the machine."""
     from penstock.planner.search.tuning import LOSS_TILE
 
-    if decided := sorted(raw.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
-        raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
     objective = raw["objective"]
@@ -199,7 +203,8 @@ def _validated(kind: type[Fields], fields: Mapping[str, Any], label: str) -> Fie
         raise PlanError(f"{label}: {place}{problem}{value}") from None
 
 
-def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) -> str:
+@named_arguments()
+def check(plan: AnyPlan, search: bool = False) -> str:
     """Check a plan and the claim of its file. Return a summary that names the unchecked parts. WrongPlanError names a fault.
 
     `search`: repeat the search too, which takes the time of `plan`. Without a claim, only the plan itself is checked.
@@ -228,7 +233,8 @@ def proven(where: str, file: PlanFile, search: bool) -> str:
     return f"{summary(plan)}; claim recomputed" + (f"; not checked: {'; '.join(unchecked)}" if unchecked else ", search and all")
 
 
-def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | Profile | None = None) -> "Prediction":
+@named_arguments()
+def predict(plan: AnyPlan, machine: str | Path | Profile | None = None) -> "Prediction":
     """Simulate a step of the plan, op by op, on its machine or another. The result has `step_s` and `timeline`."""
     from penstock.planner.predict.cost import costs, region_of
     from penstock.planner.predict.simulate import simulate
@@ -238,63 +244,30 @@ def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | 
     return simulate(file.plan, costs(file.plan, profile), region_of(profile))
 
 
-@dataclass(frozen=True, slots=True)
-class TrainRequest:
-    """Arguments of `train`."""
-
-    plan: Planned | PlanFile | Plan | str | Path
-    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches"
-    out: str | Path = "penstock-run"
-    steps: int | None = None
-    lr: float | None = None
-    device: str = "auto"
-    resume: bool = False
-    from_scratch: bool = False
-    settings: Mapping[str, Any] | None = None
-    time_scale: float | None = None
-    on_step: "Callable[[Metrics], None]" = lambda metrics: None
-    stop: "Stop | None" = None
-    loss: "Callable[..., Any] | None" = None
-
-
-def train(
-    plan: Planned | PlanFile | Plan | str | Path,
-    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
-    *,
-    out: str | Path = "penstock-run",
-    steps: int | None = None,
-    lr: float | None = None,
-    device: str = "auto",
-    resume: bool = False,
-    from_scratch: bool = False,
-    settings: Mapping[str, Any] | None = None,
-    time_scale: float | None = None,
-    on_step: "Callable[[Metrics], None]" = lambda metrics: None,
-    stop: "Stop | None" = None,
-    loss: "Callable[..., Any] | None" = None,
-) -> Trained:
+@named_arguments(TrainOptions)
+def train(plan: AnyPlan, data: "Data", **options: Unpack[TrainOptions]) -> Trained:
     """Train with a plan and save checkpoints. The result is bitwise identical to `penstock run` and to a loop over `stream`.
 
-    `data`: a folder or file, as for `--data`; a list of them, or of entries of `data.mix`; or an object with `batch(step)`.
-    `settings`: other settings of a run by dotted name, for example `{"model": "Qwen3-8B", "optimizer.weight_decay": 0.1}`; `model`
-    is required unless the plan's folder has weights, or `from_scratch` starts from random ones. `time_scale`: slowdown of an
-    emulated machine. `on_step` is called after every step. `stop.request()`, in `on_step` or in another thread, ends training after
-    the current step and saves. `loss`: the function of a plan with a user-defined loss.
+    `data`: a folder or file; a list of them, or of entries of `data.mix`; rows in any layout that files have, as a list of dicts, a
+    `datasets.Dataset` or an `IterableDataset`; a DataLoader or another iterable of dict batches (docs/losses.md); or an object with
+    `batch(step)`. `eval_data`: the same, but for `batch(step)`. `settings`: other settings of a run by dotted name, for example
+    `{"optimizer.weight_decay": 0.1}`. `model` is required unless the plan's folder has weights, or `from_scratch` starts from
+    random ones. `on_step` is called after every step. `stop.request()`, in `on_step` or in another thread, ends training after the
+    current step and saves.
     """
     history = list["Metrics"]()
 
     def step(metrics: "Metrics") -> None:
         history.append(metrics)
-        on_step(metrics)
+        if on_step := options.get("on_step"):
+            on_step(metrics)
 
-    request = TrainRequest(
-        plan, data, out, steps, lr, device, resume, from_scratch, settings, time_scale, on_step=step, stop=stop, loss=loss
-    )
-    run: RunRequest | None = _run_request(request, None)
+    run: RunRequest | None = _run_request(plan, data, options, None)
     assert run is not None
+    out = run.settings.out
     with joined(run) as ranks:
         while run is not None:  # again with each plan of the run
-            with _trainer(run, request, ranks) as trainer:
+            with _trainer(run, step, ranks) as trainer:
                 timeline, _ = trainer.train()
                 first_step, late, following = trainer.session.first_step, trainer.session.late_fraction, trainer.following
             del trainer  # and its memory
@@ -302,13 +275,8 @@ def train(
     return Trained(Path(out), history[-1].step if history else first_step, tuple(history), timeline, late)
 
 
-def stream(
-    plan: Planned | PlanFile | Plan | str | Path,
-    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
-    *,
-    every: int = 1,
-    **options: Any,
-) -> "Iterator[Turn]":
+@named_arguments(TrainOptions)
+def stream(plan: AnyPlan, data: "Data", *, every: int = 1, **options: Unpack[TrainOptions]) -> "Iterator[Turn]":
     """Train like `train`, under the control of a loop: `for turn in penstock.stream(plan, data, steps=100): ...`.
 
     After `every` steps all lanes are idle and the loop body runs; the next step waits for it, so that two steps cannot overlap.
@@ -318,96 +286,100 @@ def stream(
     """
     if not isinstance(every, int) or every < 1:
         raise PlanError(f"every is {every}; give 1 step or more")
-    try:
-        request = TrainRequest(plan, data, **options)
-    except TypeError as error:
-        raise PlanError(f"stream: {str(error).partition('() ')[2]}; it takes the arguments of train, and every") from None
-    run = _run_request(request, every)
-    with joined(run) as ranks, _trainer(run, request, ranks, every) as trainer:
+    run = _run_request(plan, data, options, every)
+    with joined(run) as ranks, _trainer(run, options.get("on_step"), ranks, every) as trainer:
         yield from trainer.turns()
 
 
 @contextmanager
-def _trainer(run: RunRequest, request: TrainRequest, ranks: "Processes | None", every: int | None = None) -> "Iterator[Trainer]":
+def _trainer(
+    run: RunRequest, on_step: "Callable[[Metrics], None] | None", ranks: "Processes | None", every: int | None = None
+) -> "Iterator[Trainer]":
     """Open a session and yield its trainer."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
-    def on_step(metrics: "Metrics") -> None:
+    def named_step(metrics: "Metrics") -> None:
         with user_code(f"on_step, after step {metrics.step},"):
-            request.on_step(metrics)
+            if on_step is not None:
+                on_step(metrics)
 
     cache_layer_traces()
     with open_session(run, ranks) as session:
-        trainer = Trainer(session, on_step, every=every)
+        trainer = Trainer(session, named_step, every=every)
         write_settings(replace(run, file=session.inputs.request.file))
         yield trainer
 
 
-def _run_request(request: TrainRequest, every: int | None) -> RunRequest:
+def _run_request(plan: AnyPlan, data: "Data", options: TrainOptions, every: int | None) -> RunRequest:
     """Return the run that a program requests. `every`: steps between turns of its loop, if it has one."""
-    _, file = _file_of(request.plan)
-    settings = request.settings or {}
-    named_arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
-    if duplicates := [name for name in settings if name in named_arguments]:
-        raise PlanError(f"settings: {duplicates[0]} is an argument of train; give it as one")
-    if every is not None and settings.get("checkpoint.background"):
-        raise PlanError("settings: checkpoint.background has no effect in a loop, which saves between steps; leave it out")
-    if every is not None and settings.get("replan"):
-        raise PlanError("settings: replan has no effect in a loop, which holds one plan; leave it out, or call train")
-    named, batches = _data(request.data, file.plan)
-    known = {**named, "out": str(request.out), "device": request.device, "from_scratch": request.from_scratch}
-    known |= {"steps": request.steps} if request.steps is not None else {}
-    known |= {"optimizer.lr": request.lr} if request.lr is not None else {}
+    file, settings = _file_of(plan)[1], named_settings(options)
+    for name, reason in (("checkpoint.background", "saves between steps"), ("replan", "holds one plan")):
+        if every is not None and settings.get(name):
+            raise PlanError(f"settings: {name} has no effect in a loop, which {reason}; leave it out")
     # No background thread: an error in the loop body would leave it waiting
-    fixed = {"plan": str(Path(request.out) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
+    settings |= {} if every is None else {"checkpoint.background": False}
+    training, held_out = _data(data, options.get("eval_data"), file.plan, settings)
+    settings |= {**held_out.settings, **training.settings, "plan": str(Path(settings.get("out", DEFAULT_OUT)) / PLAN_FILE)}
     return RunRequest(
-        read_run(None, {**known, **settings, **fixed}),
+        read_run(None, settings),
         file,
-        resume=request.resume,
-        time_scale=request.time_scale,
-        batches=batches,
-        loss=request.loss,
-        stop=request.stop or Stop(),
+        resume=options.get("resume", False),
+        resume_from=None if (checkpoint := options.get("resume_from")) is None else str(checkpoint),
+        time_scale=options.get("time_scale"),
+        batches=training.batches,
+        rows=training.rows,
+        held_out=held_out.batches,
+        loss=options.get("loss"),
+        stop=options.get("stop") or Stop(),
     )
 
 
-def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out: str | Path, **settings: Any) -> Path:
-    """Write the log-probability of each answer in `data` under the plan's model to `out`, like `penstock forward`. For a loss
-    `distill`: its most likely tokens at each position. The setting `reference` of `train` names this file. `settings`: other
-    settings of a run, for example `model="Qwen3-8B"`."""
+@named_arguments()
+def forward(
+    plan: AnyPlan,
+    data: "Data",
+    out: str | Path,
+    *,
+    eval_data: "Data | None" = None,
+    model: str | Path | None = None,
+    adapter: str | Path | None = None,
+    from_scratch: bool = False,
+    tokenizer: Literal["model", "bytes"] = "model",
+    seed: int | None = None,
+    device: str = "auto",
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the log-probability of each answer in `data` and `eval_data` under the plan's model to `out`, like `penstock forward`.
+    For a loss `distill`: its most likely tokens at each position. The argument `reference` of `train` names this file. `data`:
+    files, or rows as a list or a Dataset; `settings`: other settings of a run by dotted name, as of `train`."""
     from penstock.training.session import write_forward
 
     where, file = _file_of(plan)
-    run_settings = read_run(None, {**settings, "data.path": str(data), "out": f"{out}.work", "plan": where})
-    write_forward(RunRequest(run_settings, file, where), Path(out))
+    options: TrainOptions = {"model": model, "adapter": adapter, "from_scratch": from_scratch, "seed": seed, "device": device}
+    named = named_settings(options | {"settings": {"tokenizer": tokenizer} | dict(settings or {})})
+    sources = _data(data, eval_data, file.plan, named)
+    if any(source.batches is not None or source.rows is not None for source in sources):
+        raise PlanError("forward: its data is read before the pass; give files, a list of rows or a Dataset")
+    named |= {**sources[1].settings, **sources[0].settings, "plan": where, "out": f"{out}.work"}
+    write_forward(RunRequest(read_run(None, named), file, where), Path(out))
     return Path(out)
 
 
-def _data(
-    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: Plan
-) -> "tuple[dict[str, Any], UserBatches | None]":
-    """Return the settings that name the data, and the program's batches, checked against the plan's shape, or None."""
-    match data:
-        case str() | Path():
-            return {"data.path": str(data)}, None
-        case list() | tuple():
-            return {"data.mix": [dict(part) if isinstance(part, Mapping) else {"path": str(part)} for part in data]}, None
-    kind = type(data).__qualname__
-    if not callable(getattr(data, "batch", None)):
-        raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or an object with one")
-    from penstock.data.user_batches import UserBatches
+def _data(data: "Data", eval_data: "Data | None", plan: Plan, settings: Mapping[str, Any]) -> "tuple[GivenData, GivenData]":
+    """Return the training data and the held-out data of a program."""
+    from penstock.data.objects import GivenData, held_out_data, training_data
     from penstock.model_checks.document_isolation import supports_documents
 
-    semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    reason, objective = supports_documents(plan.model.config, semantics), semantics.objective
-    n_rows = semantics.all_ranks.batch_size
-    batches = UserBatches(cast("Batches", data), semantics.seq_len, n_rows, vocab_size, reason, objective)
-    return {"data.path": batches.fingerprint}, batches
+    columns = settings.get("data.columns")
+    read = [*columns.values()] if isinstance(columns, Mapping) else []
+    no_documents = supports_documents(plan.model.config, plan.semantics)
+    held_out = GivenData() if eval_data is None else held_out_data(eval_data, plan, no_documents, read)
+    return training_data(data, plan, no_documents, read), held_out
 
 
-def _file_of(plan: Planned | PlanFile | Plan | str | Path) -> tuple[str, PlanFile]:
+def _file_of(plan: AnyPlan) -> tuple[str, PlanFile]:
     """Return a name for messages, and the plan file with its claim."""
     match plan:
         case Planned():

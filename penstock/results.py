@@ -12,6 +12,7 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.search.claim import Certificate
 from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.timeline import Timeline
+from penstock.runtime.units import on_one_line, show_seconds
 
 from .run_config import PLAN_FILE
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 PAGE_PIXELS = 900  # height of a report in a notebook
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Planned:
     """A plan with its prediction and certificate. `print` shows the output of `penstock plan`; a notebook shows the report."""
 
@@ -57,6 +58,10 @@ class Planned:
         """Write the plan and its claim, for `penstock check`, `report` and `run`."""
         self.file.write(Path(path))
         return Path(path)
+
+    def __repr__(self) -> str:
+        name = f"{self.plan.model.name or self.plan.model.path} on {self.profile.name}"
+        return f"Planned({on_one_line(name)}: {show_seconds(self.step_s)} a step, {self.tokens_per_s:,.0f} tokens/s)"
 
     def __str__(self) -> str:
         from penstock.planner.show.facts import Facts

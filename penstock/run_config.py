@@ -47,7 +47,7 @@ def _by_alias(table: str) -> dict[str, str]:
 ALSO_KNOWN_AS = _by_alias("settings")  # other trainer's name of a setting: our name
 PLAN_FLAGS = _by_alias("plan_flags")
 _PATHS = ("model", "adapter", "packed", "path", "data", "chat_template")
-_PLAN_KEYS = PLAN_FLAGS | _by_alias("decided_by_plan")
+PLAN_KEYS = PLAN_FLAGS | _by_alias("decided_by_plan")
 _EXPECTED = {
     "tuple_type": "should be a list",
     "dataclass_type": "should hold keys of its own",
@@ -81,6 +81,8 @@ class RunRequest:
     resume_from: str | None = None
     time_scale: float | None = None  # slowdown of an emulated machine
     batches: "UserBatches | None" = None  # of a program, instead of the settings' data
+    rows: Iterable[Any] | None = None  # of a program, streamed instead of the settings' data
+    held_out: "UserBatches | None" = None  # of a program, instead of evaluation.data
     loss: Callable[..., Any] | None = None  # of a program, for a plan with a user loss
     stop: Stop = field(default_factory=Stop)
     report: Callable[[str], None] = lambda words: None  # receives progress messages
@@ -162,20 +164,30 @@ def data_named(paths: Iterable[Any]) -> dict[str, Any]:
     return {"path": parts[0]["path"], "mix": ()} if is_one else {"path": None, "mix": parts}
 
 
+def absent_advice(name: str) -> str | None:
+    """Return the advice on another trainer's name that no setting has, or None."""
+    return next((str(words) for names, words in _TABLES["absent"].items() if re.fullmatch(names, name)), None)
+
+
+def closest(name: str, names: Iterable[str], cutoff: float = 0.75) -> str | None:
+    """Return the most similar name, or None."""
+    return next(iter(difflib.get_close_matches(name, [*names], 1, cutoff)), None)
+
+
 def advice(place: str) -> str:
     """Suggest a key for one that does not exist."""
     section, _, key = place.rpartition(".")
-    if absent := next((words for names, words in _TABLES["absent"].items() if re.fullmatch(names, key)), None):
-        return str(absent)
-    if key in _PLAN_KEYS:
-        return f"it belongs to the plan: give {_PLAN_KEYS[key]} to `penstock plan`"
+    if (absent := absent_advice(key)) is not None:
+        return absent
+    if key in PLAN_KEYS:
+        return f"it belongs to the plan: give {PLAN_KEYS[key]} to `penstock plan`"
     names = [name for name, _ in settings_of()]
     siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == section}
     anywhere = {name.rpartition(".")[2]: name for name in reversed(names)} | ALSO_KNOWN_AS
     full_names = {name: name for name in names}
     for text, candidates, cutoff in ((key, siblings, 0.75), (key, anywhere, 0.75), (place, full_names, 0.6), (key, siblings, 0.4)):
-        if matches := difflib.get_close_matches(text, candidates, 1, cutoff):
-            return f"did you mean {candidates[matches[0]]}?"
+        if (near := closest(text, candidates, cutoff)) is not None:
+            return f"did you mean {candidates[near]}?"
     return f"there are {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}"
 
 

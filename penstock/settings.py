@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from penstock.runtime.plan.optimizer import Above0, AdamW, AtLeast0, Beta, Text
+from penstock.runtime.plan.optimizer import Above0, AdamW, AtLeast0, Beta, RateGroup, Text
 from penstock.runtime.plan.workload import Count, Natural
 
 Value = TypeVar("Value")
@@ -116,6 +116,9 @@ class OptimizerSettings(AdamW):
     lr: Above0 | None = flagged(None, "--lr", "Learning rate.", "1e-05; adapters: 0.0001; Lion: 0.3 of it")  # type: ignore[assignment]
     beta2: Beta | None = None  # type: ignore[assignment]  # None: 0.999; Lion: 0.99
     weight_decay: AtLeast0 = flagged(0.0, "--weight-decay", "Weight decay of matrices.")
+    groups: tuple[RateGroup, ...] = flagged(
+        (), "--lr-group", "Learning rate by name: '*norm*=1e-5', or '*norm*=0.1x,decay=0'.", metavar="PATTERN=RATE", repeats=True
+    )
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     __pydantic_config__ = LENIENT
 

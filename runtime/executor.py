@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -346,5 +347,8 @@ class _Worker(threading.Thread):
         return True
 
 
+phrasing: ContextVar[Callable[[str], str]] = ContextVar("phrasing", default=str)  # changes the words of messages
+
+
 def say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+    print(phrasing.get()(words), file=sys.stderr, flush=True)

@@ -388,10 +388,12 @@ def packed(model: torch.nn.Module, semantics: Semantics, batch, rows: torch.Tens
     return {"lengths": lengths, "position_ids": torch.tensor([[t for n in of_row for t in range(n)] for of_row in lengths])}
 
 
-def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], batches: list, settings: list[dict]) -> Reference:
+def train(
+    config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], batches: list, settings: list[dict], groups=()
+) -> Reference:
     """Train one step per batch from these master weights. `settings`: keyword arguments of torch.optim.AdamW, by step.
 
-    A bf16 master weight is stored as fp32 here.
+    A bf16 master weight is stored as fp32 here. `groups`: (part of names, rates by step, weight decay), with settings of their own.
     """
     compute, gradient_dtype = DTYPE[semantics.compute_dtype], DTYPE[semantics.gradient_dtype]
     model = build(config, semantics, compute)
@@ -405,15 +407,18 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
     masters = {name: torch.nn.Parameter(masters[name].float().clone()) for name in parameters}
     first = dict(settings[0])
     decay = first.pop("weight_decay", 0.0)
+    in_groups = {n for part, *_ in groups for n in masters if part in n}
     no_decay = [n for n in masters if masters[n].dim() == 1 or "norm" in n or n.endswith("bias")]
-    decaying = {"params": [masters[n] for n in masters if n not in no_decay], "weight_decay": decay}
-    not_decaying = {"params": [masters[n] for n in no_decay], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([decaying, not_decaying], fused=True, **first)
+    decaying = {"params": [masters[n] for n in masters if n not in [*no_decay, *in_groups]], "weight_decay": decay}
+    not_decaying = {"params": [masters[n] for n in no_decay if n not in in_groups], "weight_decay": 0.0}
+    apart = [{"params": [masters[n] for n in masters if part in n], "weight_decay": of_part} for part, _, of_part in groups]
+    optimizer = torch.optim.AdamW([decaying, not_decaying, *apart], fused=True, **first)
     result, n_updates = Reference({}, {}, {}, [], [], {name: p.data for name, p in frozen.items()}), 0
     of_lean = {name: [torch.zeros_like(p.data) for _ in semantics.optimizer.moments] for name, p in masters.items()}
     for batch, of_step in zip(batches, settings, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = of_step["lr"]
+        rates = [of_step["lr"]] * 2 + [rates[len(result.losses)] for _, rates, _ in groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         with torch.no_grad():
             for name, p in parameters.items():
                 p.copy_(half_up(masters[name].data) if compute is torch.bfloat16 else masters[name])

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import penstock
+from penstock.arguments.options import StepOptions, TrainOptions
 from penstock.results import Planned, Trained
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +21,15 @@ LINKED = ("planner", "runtime", "hwprofiles")  # top-level folders that are pack
 READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
-    *("runtime/host", "runtime/cuda", "penstock", "penstock/data", "penstock/model_checks", "penstock/training"),
+    *(
+        "runtime/host",
+        "runtime/cuda",
+        "penstock",
+        "penstock/arguments",
+        "penstock/data",
+        "penstock/model_checks",
+        "penstock/training",
+    ),
     *("penstock/checkpoint", "penstock/cli"),
 )
 _HEAD = """# A tour
@@ -152,7 +161,13 @@ What `import penstock` gives a program, as its code has it; `plan` returns a Pla
 def api() -> str:
     """Return docs/api.md: signatures and docstrings of public functions and classes."""
     page = [_API]
-    for thing in (*(getattr(penstock, name) for name in sorted(penstock.__all__, key=str.swapcase)), Planned, Trained):
+    for thing in (
+        *(getattr(penstock, name) for name in sorted(penstock.__all__, key=str.swapcase)),
+        StepOptions,
+        TrainOptions,
+        Planned,
+        Trained,
+    ):
         source = inspect.getsource(thing)
         (node,) = ast.parse(source).body
         assert isinstance(node, ast.ClassDef | ast.FunctionDef)

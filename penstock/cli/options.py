@@ -247,9 +247,20 @@ def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
         if len(dict(columns)) < len(columns):
             raise click.UsageError("--columns: a name is given two columns of the file; give each name one")
         settings["data.columns"] = dict(columns)
+    if "optimizer.groups" in settings:
+        settings["optimizer.groups"] = [_rate_group(text) for text in settings["optimizer.groups"]]
     if "data.path" in settings:
         settings |= {f"data.{key}": value for key, value in data_named(settings["data.path"]).items()}
     return settings
+
+
+def _rate_group(text: str) -> dict[str, Any]:
+    """Parse `*norm*=1e-5`, `*norm*=0.1x` (times the rate), or either with `,decay=0.1`, which may be alone: `*norm*=,decay=0`."""
+    if (match := re.fullmatch(r"([^=]+)=([0-9.e+-]+)?(x)?(?:,decay=([0-9.e+-]+))?", text)) is None:
+        raise click.UsageError(f"--lr-group {text[:60]}: write PATTERN=RATE, for example '*norm*=1e-5' or '*norm*=0.1x,decay=0'")
+    pattern, rate, factor, decay = match.groups()
+    fields = {"pattern": pattern, "lr_factor" if factor else "lr": rate, "weight_decay": decay}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _column(text: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import date
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def plan(
     if output is not None:
         check_output(output)
     try:
-        planned = api.plan(
+        planned: Planned = unwrap(api.plan)(  # with the flags of the command in its messages
             model,
             read_profile(machine, note).with_prices(**{name: options.pop(name) for name in PRICES}),
             seq_len=seq_len,

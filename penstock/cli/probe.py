@@ -2,6 +2,7 @@
 
 import re
 import sys
+from inspect import unwrap
 from pathlib import Path
 
 import click
@@ -56,7 +57,7 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
         def report(stage: str, fraction: float) -> None:
             show(f"measuring {stage}: {fraction:.0%}")
 
-        profile = measured(device, quick, gpu=gpu, name=name, disk=disk, report=report)
+        profile = unwrap(measured)(device, quick, gpu=gpu, name=name, disk=disk, report=report)
     profile = profile.with_memory(None, host_memory)
     console.print(headline(profile))
     for line in remarks(profile):

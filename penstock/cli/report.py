@@ -1,6 +1,7 @@
 """`penstock check` and `penstock report`: check a plan, and draw a page or trace of it and of its run."""
 
 from datetime import date
+from inspect import unwrap
 from pathlib import Path
 
 import click
@@ -84,7 +85,7 @@ def _trace(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     from penstock.run_files import read_timeline
     from penstock.runtime.plan.timeline import chrome_trace
 
-    tracks = {"predicted": predict(file).timeline}
+    tracks = {"predicted": unwrap(predict)(file).timeline}
     if run_dir is not None:
         tracks["measured"] = read_timeline(run_dir / "timeline.json", file.plan)
     return chrome_trace(file.plan, tracks)

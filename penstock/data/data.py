@@ -7,7 +7,7 @@ tokenised before training and cached, or tokenised on the fly (streaming).
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from penstock.settings import DataSettings
 
 from .chat import ChatTemplate
 from .documents import Reader, cached_documents
-from .files import TRAIN, WANTED, Limits, find_files
+from .files import TRAIN, WANTED, DataFile, DataFiles, Limits, find_files
 from .formats import NEEDED, PREFERENCE, UNPAIRED, renamed, row_format, unread
 from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
@@ -54,6 +54,7 @@ class DataRequest:
     run: Path | None = None  # output folder of the run, excluded from the data; None: parent of `cache`
     preferred: tuple[str, ...] = TRAIN  # splits to use if the settings name none
     objective: Objective | None = CROSS_ENTROPY  # loss, which can require a row format; None accepts all formats
+    rows: Iterable[Any] | None = None  # of a program, streamed instead of the settings' files
 
     @property
     def shuffle_seed(self) -> int | None:
@@ -106,7 +107,10 @@ def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenize
         advice = "reading bytes needs 257; else use the tokenizer of this model"
         raise DataError(f"the end token {tokenizer.end_id} is outside the model's {request.vocab_size} token ids; {advice}")
     columns = part.columns or {}
-    files = find_files(Path(part.path or ""), request.run or request.cache.parent, part.split, request.preferred)
+    if request.rows is None:
+        files = find_files(Path(part.path or ""), request.run or request.cache.parent, part.split, request.preferred)
+    else:
+        files = DataFiles(name := Path(part.path or ""), (DataFile(name, "", "program", rows=request.rows),))
     files = replace(files, limits=Limits(part.max_row_seconds, part.max_row_mb * 10**6))
     rows = files.first_rows()
     first = next(rows, None)

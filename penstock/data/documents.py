@@ -24,7 +24,7 @@ from datasets.utils import tqdm
 from penstock.runtime.errors import DataError, PenstockError
 
 from .chat import ChatTemplate, Rendered, Span
-from .files import DataFile, DataFiles, parse_line, rows_of
+from .files import DataFile, DataFiles, parse_line
 from .formats import NEEDED, ROLLOUTS, read_row, renamed, rollouts, shown
 from .messages import Chat, Completion
 from .tokenizer import is_tokenizer_error, reason_of
@@ -185,7 +185,7 @@ def _runs_of(spans: list[Span], offsets: list[Span]) -> Array:
 def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...], most_bytes: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows of files with the keys that `datasets` expects."""
     for number, file in files:
-        for row, value in rows_of(file.path, file.kind, mapped, most_bytes):
+        for row, value in file.numbered_rows(mapped, most_bytes):
             yield row, {"file": number, "row": row, "value": value}
 
 

@@ -17,9 +17,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -27,7 +28,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
-from penstock.runtime.errors import DataError
+from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.files import read_whole
 
 from .formats import COLUMNS, EXAMPLE, not_understood, shown
@@ -38,7 +39,7 @@ WANTED = 'give a folder of text files, a JSONL of {"text": "..."} or of chats, a
 _SHARD = re.compile(r"(\w[\w.]*)-\d{5}-of-\d{5}\b")
 _WORD = re.compile(r"(?:^|[-._ 0-9])((?:train|test|validation|valid|val|dev|eval)(?:_[a-z]+)*)(?:[-._ 0-9]|$)")
 _EDGE_BYTES = 2**16
-Kind = Literal["lines", "list", "object", "csv", "parquet", "arrow", "text"]
+Kind = Literal["lines", "list", "object", "csv", "parquet", "arrow", "text", "program"]
 MAX_ROW_BYTES = 2**30  # documents are tokenised in memory, at 100 times their size
 ROWS_AT_ONCE = 64  # of Parquet and Arrow
 MAX_EXPANSION = 1000  # decoded bytes of a table by those of its file; natural text compresses 2 to 10 times
@@ -61,6 +62,7 @@ class Limits:
 
 
 LIMITS = Limits()
+FIRST_ROWS = 8  # rows that identify a program's stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,14 @@ class DataFile:
     name: str
     kind: Kind
     split: str | None = None  # in a `DatasetDict`
+    rows: Iterable[Any] = ()  # of a program, if the kind is `program`
+
+    def numbered_rows(self, mapped: Collection[str] | None, most_bytes: int) -> Iterator[tuple[int, Any]]:
+        """Yield the rows as `rows_of` does, those of a program without nulls in structs."""
+        if self.kind != "program":
+            yield from rows_of(self.path, self.kind, mapped, most_bytes)
+        with user_code(str(self.path)):
+            yield from ((n, without_nulls(row)) for n, row in enumerate(self.rows, start=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,7 @@ class DataFiles:
         ones."""
         for number, file in enumerate(self.files):
             value, where = None, ""
-            for n, value in rows_of(file.path, file.kind, None, self.limits.row_bytes) if file.kind != "text" else ():
+            for n, value in file.numbered_rows(None, self.limits.row_bytes) if file.kind != "text" else ():
                 where = self.where(number, n)
                 with suppress(DataError):  # skip a bad row
                     yield where, parse_line(value, where)
@@ -110,6 +120,8 @@ class DataFiles:
         """SHA-256 of names and contents of all files. If not `full`: of names, sizes, heads and tails."""
         total = hashlib.sha256()
         for file in self.files:
+            if file.kind == "program":  # its first rows
+                return hashlib.sha256(json.dumps([*islice(file.rows, FIRST_ROWS)], default=str).encode()).hexdigest()
             try:
                 with file.path.open("rb") as stream:
                     n_bytes = os.fstat(stream.fileno()).st_size
@@ -347,11 +359,25 @@ def _table(file: Path, kind: Kind, mapped: Collection[str] | None, most_bytes: i
             if (n_decoded := n_decoded + batch.nbytes) > most_decoded:
                 excess = f"more than {most_decoded / 1e6:,.0f} MB, {MAX_EXPANSION:,} times the size of the file or more"
                 raise DataError(f"{file}: {excess}; {advice}")
-            for row in batch.to_pylist():
-                yield (number := number + 1), {field.name: _plain(row[field.name], field.type) for field in batch.schema}
+            for row in table_rows(batch):
+                yield (number := number + 1), row
     except (pyarrow.ArrowException, OSError) as error:
         reason, format = " ".join(str(error).split())[:80], {"parquet": "a Parquet", "arrow": "an Arrow"}[kind]
         raise DataError(f"{file}: not {format} file that can be read ({reason}); make it again") from None
+
+
+def table_rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an Arrow record batch, as JSON has them."""
+    batch = _without_dictionaries(batch)
+    for row in batch.to_pylist():
+        yield {field.name: _plain(row[field.name], field.type) for field in batch.schema}
+
+
+def without_nulls(value: Any, is_row: bool = True) -> Any:
+    """Return a row without the nulls in its structs: `datasets` has the keys of all rows in each row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item, False) for key, item in value.items() if is_row or item is not None}
+    return [without_nulls(item, False) for item in value] if isinstance(value, list) else value
 
 
 def _parquet(file: Path, mapped: Collection[str] | None) -> Iterator[Any]:

@@ -10,6 +10,8 @@ from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective
 
+from .dict_batches import DictBatches
+
 
 class Batches(Protocol):
     """User batches by step number. A batch must depend on the step alone, so that a resumed run trains on the same batches.
@@ -28,17 +30,18 @@ class Batches(Protocol):
 class UserBatches:
     """Validated batches of a user's program."""
 
-    program: Batches
+    program: Batches | DictBatches
     seq_len: int
     batch_size: int
     vocab_size: int
     no_documents: str | None = None  # why the model cannot isolate packed documents; None: it can
     objective: Objective = CROSS_ENTROPY
-    n_steps: None = None
+    n_steps: int | None = None  # of held-out data, which ends
 
     @property
     def fingerprint(self) -> str:
-        return f"batches of {type(self.program).__qualname__}"
+        program = self.program
+        return f"batches of {program.name if isinstance(program, DictBatches) else type(program).__qualname__}"
 
     def batch(self, step: int) -> Batch:
         """Return a validated batch. DataError if it does not fit the plan."""
@@ -85,9 +88,11 @@ class UserBatches:
         return batch
 
     def position(self, step: int) -> dict[str, Any]:
-        return {"step": step}
+        return {"step": step} | (self.program.position(step) if isinstance(self.program, DictBatches) else {})
 
     def resume(self, step: int, position: dict[str, Any]) -> bool:
+        if isinstance(self.program, DictBatches):
+            return position.get("step") == step and self.program.resume(step, position)
         return position == self.position(step)
 
     def words(self) -> dict[str, str]:

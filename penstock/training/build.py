@@ -19,7 +19,7 @@ from penstock.runtime.ranks import Ranks
 from penstock.runtime.units import show_bytes
 
 from .inputs import RunInputs
-from .schedules import Rates, learning_rates
+from .schedules import run_rates
 
 PACKED_FOLDER = "base"  # in the run's folder: packed weights, reused by later runs
 
@@ -31,7 +31,7 @@ def build(inputs: RunInputs, ranks: Ranks | None = None) -> TorchMachine:
     inputs.request.report(f"taking memory: {show_bytes(host_bytes + plan.device_arena_bytes)}")
     device = CudaDevice() if inputs.device == "cuda" else CpuDevice(pin_threads=True)
     fixed_lr = None if inputs.state is None else fixed_lr_of(inputs.state)
-    rates = Rates(settings.optimizer, learning_rates(settings.optimizer, inputs.n_steps), fixed_lr)
+    rates = run_rates(settings.optimizer, inputs.n_steps, fixed_lr)
     batches, seed = inputs.data.batch, settings.seed
     store = TorchMachine(plan, batches, rates, seed, ranks=ranks, loss=inputs.loss, disk=inputs.disk, device=device)
     _load(inputs, store)

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -35,7 +36,7 @@ from penstock.runtime.compute.losses import LossFunction
 from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.layers.meta_models import difference
 from penstock.runtime.plan import Plan
-from penstock.runtime.plan.optimizer import RULES, AdamW
+from penstock.runtime.plan.optimizer import RULES, AdamW, RateGroup
 from penstock.runtime.plan.workload import has_towers
 from penstock.runtime.units import on_one_line
 from penstock.settings import ADAPTERS_LR, RunSettings
@@ -95,6 +96,7 @@ class RunInputs:
         optimizer, frozen = self.settings.optimizer, None if are_saved_whole(self.plan) else self.weights_digest
         horizon = self.n_steps if optimizer.schedule.kind != "constant" else None
         fields = asdict(optimizer) | {"no_decay": list(optimizer.no_decay), "n_steps": horizon}
+        fields |= {"groups": list(groups)} if (groups := fields.pop("groups")) else {}
         return identity(self.plan, self.data, self.settings.seed, fields, frozen)
 
     @property
@@ -160,8 +162,8 @@ def read_inputs(
         refuse_what_does_not_fit(plan, device, settings.device, n_here)
     disk = file_on_disk(settings, plan, digest)
     report("reading the data")
-    data = request.batches or data_of(settings, plan, folder, report=report)
-    held_out = held_out_of(settings, plan, folder, report) if leads else None
+    data = request.batches or data_of(settings, plan, folder, report=report, rows=request.rows)
+    held_out = request.held_out or held_out_of(settings, plan, folder, report) if leads else None
     return RunInputs(request, plan, device, data, folder, weights, digest, loss, state, disk, held_out)
 
 
@@ -177,7 +179,15 @@ def with_defaults(request: RunRequest) -> RunRequest:
     for part in optimizer.no_decay:
         if not any(part in name for name in names):
             raise RunConfigError(f"optimizer.no_decay: no parameter's name holds {part[:60]!r}; names are for example {names[1]}")
-    optimizer = replace(optimizer, lr=optimizer.lr or usual, beta2=beta2)
+    lr, groups = optimizer.lr or usual, list[RateGroup]()
+    for group in optimizer.groups:
+        if not any(fnmatchcase(name, group.pattern) for name in names):
+            place = f"optimizer.groups: no parameter's name matches {group.pattern[:60]!r}"
+            raise RunConfigError(f"{place}; write for example '*norm*': names are for example {names[1]}")
+        if (group.lr is not None and group.lr_factor is not None) or group == RateGroup(group.pattern):
+            raise RunConfigError(f"optimizer.groups: {group.pattern[:60]!r}: give lr or lr_factor, weight_decay, or both")
+        groups.append(replace(group, lr=group.lr if group.lr_factor is None else lr * group.lr_factor, lr_factor=None))
+    optimizer = replace(optimizer, lr=lr, beta2=beta2, groups=tuple(groups))
     return replace(request, settings=replace(request.settings, optimizer=optimizer))
 
 
@@ -269,9 +279,16 @@ def with_ends_of_answers(inputs: RunInputs) -> tuple[RunInputs, str | None]:
     return replace(inputs, ends=tuple(ends)), f"{added}: the model's own would not stop there"
 
 
-def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = no_report) -> RunData:
-    """Return the training batches, or with `held_out` the sequences for evaluation."""
-    return read_data(data_request(settings, plan, folder, held_out), report)
+def data_of(
+    settings: RunSettings,
+    plan: Plan,
+    folder: Path | None,
+    held_out: bool = False,
+    report: Report = no_report,
+    rows: Iterable[Any] | None = None,
+) -> RunData:
+    """Return the training batches, or with `held_out` the sequences for evaluation. `rows`: of a program, instead of files."""
+    return read_data(replace(data_request(settings, plan, folder, held_out), rows=rows), report)
 
 
 def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False) -> DataRequest:
@@ -315,14 +332,15 @@ def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: 
     return data_of(replace(settings, data=held_out_settings), plan, folder, held_out=True, report=report)
 
 
-def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompts | None:
+def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None, request: RunRequest | None = None) -> Prompts | None:
     """Return the prompts in the settings: user turns if the model is trained on conversations, otherwise text to continue."""
     texts = settings.evaluation.prompts
     if not texts:
         return None
-    request = data_request(settings, plan, folder)
-    tokenizer = read_tokenizer(request.model_folder, settings.data.chat_template)
-    readers = [reader_of(request, part, tokenizer) for part in settings.data.parts]
+    rows, has_batches = (None, False) if request is None else (request.rows, request.batches is not None)
+    data = replace(data_request(settings, plan, folder), rows=rows)
+    tokenizer = read_tokenizer(data.model_folder, settings.data.chat_template)
+    readers = [] if has_batches else [reader_of(data, part, tokenizer) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
     turns = [[{"role": "user", "content": text}] for text in texts]
     ids = [chats[0].template.prompt(turn) for turn in turns] if chats else [tokenizer.encode(text) for text in texts]

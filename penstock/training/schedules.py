@@ -20,9 +20,22 @@ class Rates:
     settings: OptimizerSettings
     scheduled: Callable[[int], float]
     fixed_lr: float | None = None
+    of_groups: tuple[Callable[[int], float], ...] = ()  # scheduled rates of `settings.groups`
 
     def __call__(self, step: int) -> OptimizerSettings:
-        return replace(self.settings, lr=self.scheduled(step) if self.fixed_lr is None else self.fixed_lr)
+        groups, fixed_lr, base_lr = self.settings.groups, self.fixed_lr, self.settings.lr or 1.0
+        rates = [
+            rate(step) if fixed_lr is None else fixed_lr * ((group.lr or base_lr) / base_lr)
+            for group, rate in zip(groups, self.of_groups, strict=True)
+        ]
+        groups = tuple(replace(group, lr=rate) for group, rate in zip(groups, rates, strict=True))
+        return replace(self.settings, lr=self.scheduled(step) if fixed_lr is None else fixed_lr, groups=groups)
+
+
+def run_rates(settings: OptimizerSettings, n_steps: int, fixed_lr: float | None = None) -> Rates:
+    """Return the hyperparameters of the steps of a run. A group has the schedule of the optimizer, from a rate of its own."""
+    of_groups = tuple(learning_rates(replace(settings, lr=group.lr or settings.lr), n_steps) for group in settings.groups)
+    return Rates(settings, learning_rates(settings, n_steps), fixed_lr, of_groups)
 
 
 def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int], float]:

@@ -189,7 +189,7 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
     loss = planned_loss(request.file.plan.semantics.objective, request.loss or request.settings.loss)
     inputs = with_reference(read_inputs(request, device, loss, state, 1 if ranks is None else ranks.n_here))
     settings, plan = inputs.settings, inputs.plan
-    inputs = replace(inputs, prompts=prompts_of(settings, plan, inputs.folder))
+    inputs = replace(inputs, prompts=prompts_of(settings, plan, inputs.folder, request))
     inputs, ends = with_ends_of_answers(inputs)
     n_steps, first_step = inputs.n_steps, 0 if state is None else state.step
     run_s = prediction.step_s * (n_steps - first_step)
@@ -248,7 +248,7 @@ def _emulated(request: RunRequest) -> Session:
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     request.report("reading the data")
     request = replace(request, settings=replace(settings, tokenizer="bytes", adapter=None))
-    data = data_of(request.settings, small, None, report=request.report)
+    data = data_of(request.settings, small, None, report=request.report, rows=request.rows)
     disk = file_on_disk(settings, small, f"random, by seed {settings.seed}, of a stand-in")
     inputs = with_reference(RunInputs(request, small, "cpu", data, disk=disk))
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from penstock.runtime.errors import PlanError
 
@@ -93,9 +94,20 @@ def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class RateGroup:
+    """Hyperparameters of parameters with matching names (`*norm*`), in place of the optimizer's. `lr_factor`: of its rate."""
+
+    pattern: Text
+    lr: Above0 | None = None
+    lr_factor: Above0 | None = None
+    weight_decay: AtLeast0 | None = None  # also of vectors and `no_decay`
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
 class AdamW:
     """Hyperparameters of AdamW, or of Lion (without `eps`), of a step or before a schedule scales the rate. Biases, norms and other
-    vectors never decay; `no_decay` excludes more parameters by substrings of their names."""
+    vectors never decay; `no_decay` excludes more parameters by substrings of their names. Of `groups`, the first match applies."""
 
     lr: Above0 = 1e-5
     beta1: Beta = 0.9
@@ -103,6 +115,7 @@ class AdamW:
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     weight_decay: AtLeast0 = 0.0
     no_decay: tuple[Text, ...] = ()
+    groups: tuple[RateGroup, ...] = ()
     __pydantic_config__ = FILE
 
     @property
@@ -113,7 +126,11 @@ class AdamW:
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> "AdamW":
         """Return the hyperparameters of one parameter, without weight decay where it does not apply."""
         spared = not decays(name, shape) or any(part in name for part in self.no_decay)
-        return replace(self, weight_decay=0.0) if spared else self
+        settings = replace(self, weight_decay=0.0) if spared else self
+        if (group := next((group for group in self.groups if fnmatchcase(name, group.pattern)), None)) is None:
+            return settings
+        weight_decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
+        return replace(settings, lr=self.lr if group.lr is None else group.lr, weight_decay=weight_decay)
 
 
 Hyperparameters = AdamW  # of every optimizer

@@ -83,7 +83,7 @@ HOME = {
     },
     "safetensors": {"penstock/checkpoint/tensor_files.py"},
     "tokenizers": {"penstock/data/tokenizer.py", "penstock/data/documents.py"},
-    "datasets": {"penstock/data/documents.py", "penstock/data/sampling.py"},
+    "datasets": {f"penstock/data/{name}.py" for name in ("documents", "objects", "sampling")},
     "pyarrow": {"penstock/data/files.py"},
     "yaml": {"penstock/run_config.py"},
     "peft": {"penstock/checkpoint/adapter_files.py"},

@@ -1,12 +1,23 @@
 """Learning rate schedules: same rates as transformers' schedulers."""
 
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers
 
 from penstock.run_config import RunConfigError
+from penstock.runtime.plan import Policy, Update
+from penstock.runtime.plan.optimizer import RateGroup
 from penstock.settings import OptimizerSettings, ScheduleSettings
-from penstock.training.schedules import learning_rates
+from penstock.training.schedules import learning_rates, run_rates
+from tests import reference
+from tests.penstock.test_api import planned, train_new
+from tests.running import one_line, succeeded, train, weights_sha
+from tests.tiny import tiny_config
+from tests.training import ADAMW, N_STEPS, Remembering, batches_of, differences, initial_masters, plan_of, semantics_of, trained
 
 LR = 3e-4
 MIN_LR, WSD = {"kind": "cosine", "min_lr_fraction": 0.1}, {"kind": "warmup-stable-decay", "min_lr_fraction": 0.2}
@@ -52,3 +63,41 @@ def test_every_step_has_the_rate_of_transformers_scheduler(schedule, make, warmu
 def test_a_schedule_that_does_not_fit_the_run_is_refused(schedule, words):
     with pytest.raises(RunConfigError, match=words):
         rates_of(10, **schedule)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(update=Update.DEFERRED), Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Update.DEFERRED)],
+    ids=["host", "device"],
+)
+def test_groups_of_parameters_have_the_bits_of_torchs_parameter_groups(policy: Policy) -> None:
+    """Groups of rates by name, under a schedule, on the host and on the device."""
+    semantics, config = semantics_of("qwen3"), tiny_config("qwen3", tie_word_embeddings=False)
+    groups = (RateGroup("*norm*", lr=1e-2, weight_decay=0.3), RateGroup("*mlp*", lr=3e-4), RateGroup("*up_proj*", lr=1.0))
+    fields = asdict(ADAMW) | {"groups": groups, "schedule": ScheduleSettings("linear")}
+    rates = run_rates(OptimizerSettings(**fields), 5)
+    machine = trained(plan_of(config, semantics, policy), lambda plan, batches, _, **how: Remembering(plan, batches, rates, **how))
+    falling = [(5 - step) / 5 for step in range(N_STEPS)]
+    shared = {"betas": (ADAMW.beta1, ADAMW.beta2), "eps": ADAMW.eps, "weight_decay": ADAMW.weight_decay}
+    settings = [shared | {"lr": ADAMW.lr * share} for share in falling]
+    by_name = [("norm", [1e-2 * share for share in falling], 0.3), ("mlp", [3e-4 * share for share in falling], 0.1)]
+    batches = [*batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)]
+    expected = reference.train(config, semantics, initial_masters(config, semantics), batches, settings, by_name)
+    assert differences(machine, expected) == []
+    rates.fixed_lr = 2 * ADAMW.lr
+    assert [group.lr for group in rates(3).groups] == pytest.approx([2e-2, 6e-4, 2.0]), "groups keep their ratio"
+
+
+def test_groups_are_settings_and_flags_and_bind_a_resumed_run(home: Path) -> None:
+    plan = planned(home)
+    groups = [{"pattern": "*norm*", "lr_factor": 0.5, "weight_decay": 0.1}, {"pattern": "*mlp*", "lr": 2e-3}]
+    how: dict[str, Any] = {"settings": {"optimizer.groups": groups}, "lr": 1e-3}
+    by_program = train_new(plan, home / "data", out=home / "a", steps=2, **how)
+    plain = train_new(plan, home / "data", out=home / "c", steps=2, lr=1e-3)
+    flags = ["--lr-group", "*norm*=0.5x,decay=0.1", "--lr-group", "*mlp*=2e-3"]
+    succeeded(train(home, plan.save(home / "plan.json"), *flags, out="b", steps=2))
+    assert weights_sha(by_program.checkpoint) == weights_sha(home / "b" / "checkpoint-2") != weights_sha(plain.checkpoint)
+    succeeded(train(home, home / "plan.json", *flags, "--resume", out="b", steps=3))
+    one_line(train(home, home / "plan.json", "--resume", out="b", steps=4), 2, "optimizer")
+    for text, words in (("norm", "write PATTERN=RATE"), ("*gate_norm*=1", "no parameter's name matches"), ("*norm*=", "give lr")):
+        one_line(train(home, home / "plan.json", "--lr-group", text, out="d"), 2, words)
