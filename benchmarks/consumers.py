@@ -1,6 +1,6 @@
 """QLoRA, then DPO, then a merge of a tiny model, and what four other programs compute with the result.
 
-`python -m benchmarks.consumers FOLDER` runs the commands of docs/sft-then-dpo.md in an empty folder, and prints a table of Markdown.
+`python -m benchmarks.consumers FOLDER` runs the commands of docs/sft-then-dpo.md in an empty folder, and prints a table.
 It needs ctranslate2, onnx, onnxscript and onnxruntime, which no package of the project depends on. Exit code 1 for a difference.
 """
 
