@@ -25,6 +25,7 @@ from tests.running import penstock
 from tests.tiny import tiny_config
 
 ASKED, N_NEW = "What is two and two?", 12
+END = "<|endoftext|>"  # like in Qwen: CTranslate2 needs names of all three
 TEXT = "The river runs down to the sea. Hello, and how are you today? Thanks, fine!"
 SIZES = (
     "--machine",
@@ -45,7 +46,7 @@ SIZES = (
 def write_inputs(folder: Path) -> None:
     """Write a base in fp32, conversations and preferences."""
     model = folder / "my-32b"
-    config = tiny_config("qwen3", vocab_size=write_talker(model, "chatml"), hidden_size=64, head_dim=16, intermediate_size=128)
+    config = tiny_config("qwen3", vocab_size=write_talker(model, "chatml", pad_token=END, unk_token=END), hidden_size=64, head_dim=16, intermediate_size=128)
     torch.manual_seed(0)
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     with torch.no_grad():
