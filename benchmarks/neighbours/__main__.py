@@ -20,13 +20,13 @@ from .runs import counts, ends, folders
 KINDS = {
     "Folders that are data sets": data_sets,
     "Adapters that continue": references,
-    "LoRA beside every projection": targets,
+    "LoRA of every projection": targets,
     "Positions belong to the document": positions,
     "Rows from Parquet and Arrow": tables,
     "Templates": templates,
-    "What a folder has survives": folders,
+    "Files of a folder survive": folders,
     "The weights of transformers": weights,
-    "What comes out stops": ends,
+    "Generation stops at the learned end": ends,
     "Arithmetic of runs": counts,
 }
 
@@ -39,7 +39,7 @@ def cell(value: Any) -> str:
 
 
 def main() -> None:
-    """Print the page, or the tables of the kinds whose numbers are given."""
+    """Print the tables of all kinds, or of the given numbers."""
     os.environ["PENSTOCK_CACHE"] = tempfile.mkdtemp(prefix="neighbours-cache-")
     numbers, n_wrong = [int(word) for word in sys.argv[1:]] or range(1, len(KINDS) + 1), 0
     for number in numbers:

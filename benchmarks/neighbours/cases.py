@@ -25,7 +25,7 @@ PAIRS: Rows = [{"prompt": a, "chosen": f" {s}", "rejected": f" no, {n}"} for n, 
 
 
 class Case(NamedTuple):
-    """A neighbour: what was tried, Penstock's result, the right value, how that was found, and the test that holds it."""
+    """A neighbour: its description, Penstock's result, the right value and its source, and the test of its kind."""
 
     tried: str
     result: Any
@@ -120,9 +120,9 @@ def templated(folder: Path, rows: Rows) -> list[tuple[str, str]]:
     tokenizer, documents = AutoTokenizer.from_pretrained(folder), []
     for row in rows:
         how = {"tools": row.get("tools"), "return_dict": True, "return_assistant_tokens_mask": True}
-        made = tokenizer.apply_chat_template(row["messages"], **how)
-        learned = [i for i, is_learned in zip(made["input_ids"], made["assistant_masks"], strict=True) if is_learned]
-        documents.append((tokenizer.decode(made["input_ids"]), tokenizer.decode(learned)))
+        encoded = tokenizer.apply_chat_template(row["messages"], **how)
+        learned = [i for i, is_learned in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if is_learned]
+        documents.append((tokenizer.decode(encoded["input_ids"]), tokenizer.decode(learned)))
     return documents
 
 

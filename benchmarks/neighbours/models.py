@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -36,8 +37,8 @@ def references(root: Path) -> Iterator[Case]:
     held = lines(root / "pairs.jsonl", PAIRS)
     texts = lines(root / "texts.jsonl", [{"text": text} for text in SAYS])
     adapter = train(plan(folder, "--train", "lora:r=4"), texts, out="sft", steps=8, lr=3e-2)[0] / "checkpoint-8"
-    logps = {on: _logps(folder, adapter if on else None) for on in (True, False)}
-    margins = torch.tensor([p - r for p, r in zip(*(_margins(logps[on]) for on in (True, False)), strict=True)])
+    logps = {adapted: _logps(folder, adapter if adapted else None) for adapted in (True, False)}
+    margins = torch.tensor([p - r for p, r in zip(*(_margins(logps[adapted]) for adapted in (True, False)), strict=True)])
     for name, trl in {"dpo": "sigmoid", "robust": "robust", "hinge": "hinge", "ipo": "ipo", "dpo:beta=0.5": "sigmoid"}.items():
         planned = plan(folder, "--train", "lora:r=4", "--loss", name)
         value = first_eval(planned, held, "--adapter", adapter, out=f"{name[:3]}-{len(name)}")
@@ -106,7 +107,7 @@ def _trl_loss(folder: Path, adapter: Path, loss: str, beta: float) -> float:
 
 
 def _rollouts(root: Path, folder: Path, adapter: Path) -> Iterator[Case]:
-    """GRPO on answers whose log-probabilities PEFT computed with the adapter."""
+    """GRPO on answers with log-probabilities by PEFT and the adapter."""
     logps, groups = _logps(folder, adapter), []
     for n, row in enumerate(PAIRS):
         (chosen, first), (rejected, _) = (_ids(folder, row, answer) for answer in ("chosen", "rejected"))
@@ -122,7 +123,7 @@ def _rollouts(root: Path, folder: Path, adapter: Path) -> Iterator[Case]:
 
 
 def targets(root: Path) -> Iterator[Case]:
-    """Adapters beside every linear layer: parameters of rank 16."""
+    """Adapters of every linear layer: parameters of rank 16."""
     names = ("phi-4-14b", "deepseek-v3-671b", "qwen3-next-80b-a3b", "glm-4-9b", "gemma3-1b", "granite-3.3-8b")
     types = ("gpt2", "falcon", "kimi_linear", "lfm2", "granitemoehybrid", "gpt_neox")
     for name, read in [*((n, read_model(n)) for n in names), *((f"tiny {t}", Model(tiny(t))) for t in types)]:
@@ -130,15 +131,14 @@ def targets(root: Path) -> Iterator[Case]:
         n_trained = build_workload(read, Semantics(64, 1, 1, attention=attention, train=Train(lora=Lora()))).n_trained
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**read.config), dtype=torch.bfloat16)
-        adapted = get_peft_model(
-            built, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"), low_cpu_mem_usage=True
-        )
-        n = sum(p.numel() for p_name, p in adapted.named_parameters() if p.requires_grad and ".experts." not in p_name)
-        yield Case(name, n_trained, n, "PEFT's `all-linear`, on the meta device", COUNTS)
+        settings = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        listed = _maybe_include_all_linear_layers(settings, built).target_modules
+        n = 16 * sum(sum(built.get_submodule(layer).weight.shape) for layer in listed)
+        yield Case(name, n_trained, n, "PEFT's list of `all-linear`, on the meta device", COUNTS)
 
 
 def positions(root: Path) -> Iterator[Case]:
-    """Documents of 6 to 60 tokens in models whose frequencies change at 8: loss of a packed evaluation."""
+    """Documents with fewer and more tokens than 8, where the frequencies of the model change: loss of a packed evaluation."""
     from tests.runtime.test_documents import STRETCHED, stretched
 
     texts = ("a", "to the sea", "What is two and two? It is four.", "Hello, and how are you today? Thanks, fine!")
@@ -175,10 +175,10 @@ def weights(root: Path) -> Iterator[Case]:
     yield from _same_weights(model(root / "tied", tie_word_embeddings=True), texts, "qwen3, tied")
     both = model(root / "both")
     AutoModelForCausalLM.from_pretrained(both).save_pretrained(root / "shards", max_shard_size="20KB")
-    (other := AutoModelForCausalLM.from_pretrained(both)).model.embed_tokens.weight.data.neg_()
+    (negated := AutoModelForCausalLM.from_pretrained(both)).model.embed_tokens.weight.data.neg_()
     for file in (root / "shards").glob("model*"):
         file.rename(both / file.name)
-    other.save_pretrained(root / "one")
+    negated.save_pretrained(root / "one")
     (root / "one" / "model.safetensors").rename(both / "model.safetensors")
     yield from _same_weights(both, texts, "qwen3, one file and shards of other weights")
     half = model(root / "half")
@@ -190,7 +190,7 @@ def _same_weights(folder: Path, texts: Path, name: str) -> Iterator[Case]:
     value = first_eval(planned := plan(folder), texts, "--packing", "documents", out=f"out-{folder.name}")
     yield Case(f"{name}: loss", value, loss_alone(folder, texts_of(folder, SAYS)), "transformers' from_pretrained in fp32", LAW)
     saved = planned.parent / f"out-{folder.name}" / "checkpoint-1"
-    states = [AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32).state_dict() for at in (saved, folder)]
+    states = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict() for path in (saved, folder)]
     equal = [n for n in states[1] if n in states[0] and torch.equal(states[0][n], states[1][n])]
     yield Case(
         f"{name}: tensors saved", f"{len(equal)} equal", f"{len(states[1])} equal", "transformers' state_dict, to the bit", LAW

@@ -26,7 +26,7 @@ SYSTEM = "test_a_row_is_understood_and_tells_its_format"
 FLAGS = "test_flags_of_other_trainers_are_obeyed_or_refused_by_name"
 CALLS = "test_arguments_of_tools_are_written_once"
 PARTS = "test_parts_of_answers_that_a_template_drops_are_counted"
-OWN = "test_a_template_of_a_user_replaces_the_models"
+USER_TEMPLATE = "test_a_template_of_a_user_replaces_the_models"
 BOS = "test_a_text_that_begins_gets_no_second_beginning"
 
 
@@ -78,7 +78,7 @@ def _undecodable(content: bytes) -> str:
 
 
 def tables(root: Path) -> Iterator[Case]:
-    """Rows of which only some have tools, calls, names or parts, in columnar files."""
+    """Rows in columnar files, some with tools, calls or names."""
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     extra: Rows = [
         {"tools": [{"name": "f", "parameters": {"properties": {"a": {"type": "number"}}}}]},
@@ -93,14 +93,14 @@ def tables(root: Path) -> Iterator[Case]:
     )
     right, table = templated(folder, rows), pyarrow.Table.from_pylist(rows)
     write = {
-        "pyarrow, Parquet": lambda at: pyarrow.parquet.write_table(table, f"{at}/a.parquet"),
-        "Parquet of one row a group": lambda at: pyarrow.parquet.write_table(table, f"{at}/a.parquet", row_group_size=1),
-        "Feather": lambda at: pyarrow.feather.write_feather(table, f"{at}/a.feather"),
-        "datasets, to_parquet": lambda at: Dataset.from_list(rows).to_parquet(f"{at}/a.parquet"),
-        "datasets, JSON columns": lambda at: Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(f"{at}/a.parquet"),
-        "datasets, save_to_disk": lambda at: Dataset.from_list(rows).save_to_disk(f"{at}/a"),
-        "pandas, to_parquet": lambda at: pandas.DataFrame(rows).to_parquet(f"{at}/a.parquet"),
-        "JSONL": lambda at: lines(Path(at, "a.jsonl"), rows),
+        "pyarrow, Parquet": lambda path: pyarrow.parquet.write_table(table, f"{path}/a.parquet"),
+        "Parquet of one row a group": lambda path: pyarrow.parquet.write_table(table, f"{path}/a.parquet", row_group_size=1),
+        "Feather": lambda path: pyarrow.feather.write_feather(table, f"{path}/a.feather"),
+        "datasets, to_parquet": lambda path: Dataset.from_list(rows).to_parquet(f"{path}/a.parquet"),
+        "datasets, JSON columns": lambda path: Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(f"{path}/a.parquet"),
+        "datasets, save_to_disk": lambda path: Dataset.from_list(rows).save_to_disk(f"{path}/a"),
+        "pandas, to_parquet": lambda path: pandas.DataFrame(rows).to_parquet(f"{path}/a.parquet"),
+        "JSONL": lambda path: lines(Path(path, "a.jsonl"), rows),
     }
     for n, (name, save) in enumerate(write.items()):
         (root / f"d{n}").mkdir()
@@ -140,10 +140,14 @@ def templates(root: Path) -> Iterator[Case]:
         is_written = "hidden" in templated(folder, [row])[0][0] or "tool" in templated(folder, [row])[0][0]
         right = "silent" if is_written else f"warning: the model's chat template drops {part} (in 1 rows)"
         yield Case(f"`{part}` in an answer", words.partition(";")[0], right, "transformers' text lacks it", PARTS)
-    (root / "own.jinja").write_text(own := CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    (root / "own.jinja").write_text(template := CHATML.replace("<|im_end|>", "<|endoftext|>"))
     data, flags = lines(root / "own.jsonl", CHATS), ("--chat-template", root / "own.jinja")
     yield Case(
-        "`--chat-template FILE`", shown(data, folder, *flags), templated(model(root / "own", template=own), CHATS), source, OWN
+        "`--chat-template FILE`",
+        shown(data, folder, *flags),
+        templated(model(root / "own", template=template), CHATS),
+        source,
+        USER_TEMPLATE,
     )
 
 
@@ -157,23 +161,23 @@ def _beginnings(root: Path) -> Iterator[Case]:
     folder = model(root / "bos", style="llama 3")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     write = tokenizer.apply_chat_template
-    whole = [write(row["messages"], tokenize=False) for row in CHATS]
-    asked = [write(row["messages"][:1], tokenize=False, add_generation_prompt=True) for row in CHATS]
+    full = [write(row["messages"], tokenize=False) for row in CHATS]
+    prompts = [write(row["messages"][:1], tokenize=False, add_generation_prompt=True) for row in CHATS]
     answers = [row["messages"][1]["content"] + tokenizer.eos_token for row in CHATS]
-    both = [prompt + answer for prompt, answer in zip(asked, answers, strict=True)]
+    both = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     sets: dict[str, tuple[Rows, list[str]]] = {
-        "text": ([{"text": text} for text in whole], whole),
+        "text": ([{"text": text} for text in full], full),
         "text without BOS": (
             [{"text": text} for text in SAYS],
             [f"{tokenizer.bos_token}{text}{tokenizer.eos_token}" for text in SAYS],
         ),
-        "prompt, completion": ([{"prompt": p, "completion": a} for p, a in zip(asked, answers, strict=True)], both),
+        "prompt, completion": ([{"prompt": p, "completion": a} for p, a in zip(prompts, answers, strict=True)], both),
         "prompt, chosen, rejected": (
-            [{"prompt": p, "chosen": a, "rejected": f"no{tokenizer.eos_token}"} for p, a in zip(asked, answers, strict=True)],
-            [text for p, b in zip(asked, both, strict=True) for text in (b, f"{p}no{tokenizer.eos_token}")],
+            [{"prompt": p, "chosen": a, "rejected": f"no{tokenizer.eos_token}"} for p, a in zip(prompts, answers, strict=True)],
+            [text for p, b in zip(prompts, both, strict=True) for text in (b, f"{p}no{tokenizer.eos_token}")],
         ),
     }
     for name, (rows, texts) in sets.items():
-        found = shown(lines(root / "b" / f"{name}.jsonl", rows), folder)
-        value = [(text, "") for text, _ in found] if isinstance(found, list) else found
+        documents = shown(lines(root / "b" / f"{name}.jsonl", rows), folder)
+        value = [(text, "") for text, _ in documents] if isinstance(documents, list) else documents
         yield Case(f"rendered {name}", value, [(text, "") for text in texts], "transformers' text, one BOS", BOS)

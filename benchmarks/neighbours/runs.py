@@ -15,7 +15,7 @@ from tests.chats import LLAMA3
 from .cases import ASKS, CHATS, SAYS, Case, Rows, command, lines, loss_alone, model, plan, texts_of, train
 
 # Tests that hold the kinds
-KEPT = "test_every_file_that_a_tokenizer_of_transformers_reads_is_kept"
+KEPT_FILES = "test_every_file_that_a_tokenizer_of_transformers_reads_is_kept"
 STOPS = "test_what_comes_out_stops_at_the_learned_end_with_the_adapters_own_tokenizer"
 EPOCHS = "test_epochs_are_rounded_up_to_steps_once"
 SET_RATE = "test_a_loop_of_ones_own_trains_the_bytes_of_train"
@@ -47,18 +47,20 @@ def folders(root: Path) -> Iterator[Case]:
     assert adapters == planned
     places = {"a checkpoint": first / "checkpoint-1", "a resumed one": first / "checkpoint-2", "an adapter": tuned / "checkpoint-1"}
     for name, place in {**places, "a merged model": root / "merged"}.items():
-        for what, of in _READ.items():
-            yield Case(f"{what} of {name}", brief_json(of(place)), brief_json(of(folder)), "transformers, of the base", KEPT)
+        for part, read in _READ.items():
+            yield Case(
+                f"{part} of {name}", brief_json(read(place)), brief_json(read(folder)), "transformers, of the base", KEPT_FILES
+            )
 
 
 _READ: dict[str, Any] = {
-    "ids and special tokens": lambda at: [
-        AutoTokenizer.from_pretrained(at)(" ".join((*ASKS, "<|tool|> <|pad|>")))["input_ids"],
-        AutoTokenizer.from_pretrained(at).special_tokens_map,
+    "ids and special tokens": lambda path: [
+        AutoTokenizer.from_pretrained(path)(" ".join((*ASKS, "<|tool|> <|pad|>")))["input_ids"],
+        AutoTokenizer.from_pretrained(path).special_tokens_map,
     ],
-    "templates": lambda at: AutoTokenizer.from_pretrained(at).chat_template,
-    "settings of generation": lambda at: GenerationConfig.from_pretrained(at).to_diff_dict(),
-    "settings of images": lambda at: (Path(at) / "preprocessor_config.json").read_text(),
+    "templates": lambda path: AutoTokenizer.from_pretrained(path).chat_template,
+    "settings of generation": lambda path: GenerationConfig.from_pretrained(path).to_diff_dict(),
+    "settings of images": lambda path: (Path(path) / "preprocessor_config.json").read_text(),
 }
 
 
@@ -83,20 +85,20 @@ def ends(root: Path) -> Iterator[Case]:
         folder = model(root / f"{style}-{trained[:3]}".replace(", ", "-"), style=style)
         GenerationConfig(eos_token_id=end).save_pretrained(folder)
         planned, rate = plan(folder, "--train", trained, batch=2), 1e-2 if trained == "all" else 3e-2
-        at = train(planned, chats, "--packing", "one", out=f"out-{folder.name}", steps=25, lr=rate)[0] / "checkpoint-25"
+        result = train(planned, chats, "--packing", "one", out=f"out-{folder.name}", steps=25, lr=rate)[0] / "checkpoint-25"
         if trained == lora:
-            command("merge", folder, at, "--out", root / f"merged-{folder.name}")
-            at = root / f"merged-{folder.name}"
-        tokenizer, tuned = AutoTokenizer.from_pretrained(at), AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
-        asked = tokenizer.apply_chat_template(
+            command("merge", folder, result, "--out", root / f"merged-{folder.name}")
+            result = root / f"merged-{folder.name}"
+        tokenizer, tuned = AutoTokenizer.from_pretrained(result), AutoModelForCausalLM.from_pretrained(result, dtype=torch.float32)
+        prompt = tokenizer.apply_chat_template(
             row[0]["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        n_prompt = asked["input_ids"].shape[1]
-        new = tuned.generate(**asked, max_new_tokens=30, do_sample=False, pad_token_id=0)[0, n_prompt:]
-        whole = tokenizer.apply_chat_template(row[0]["messages"], return_dict=True)["input_ids"][n_prompt:]
-        last = max(i for i, token in enumerate(whole) if token in tokenizer.all_special_ids)
+        n_prompt = prompt["input_ids"].shape[1]
+        new = tuned.generate(**prompt, max_new_tokens=30, do_sample=False, pad_token_id=0)[0, n_prompt:]
+        full = tokenizer.apply_chat_template(row[0]["messages"], return_dict=True)["input_ids"][n_prompt:]
+        last = max(i for i, token in enumerate(full) if token in tokenizer.all_special_ids)
         source = f"transformers' template to its last special token; the base ends on {end}"
-        yield Case(f"{style}, `--train {trained}`", tokenizer.decode(new), tokenizer.decode(whole[: last + 1]), source, STOPS)
+        yield Case(f"{style}, `--train {trained}`", tokenizer.decode(new), tokenizer.decode(full[: last + 1]), source, STOPS)
 
 
 def counts(root: Path) -> Iterator[Case]:
@@ -117,24 +119,24 @@ def counts(root: Path) -> Iterator[Case]:
     for stop, rate in ((4, 1e-4), (5, 2e-3)):
         runs = []
         for out, stops in ((f"whole{stop}", [None]), (f"cut{stop}", [stop, None])):
-            seen: dict[int, float] = {}
+            rates: dict[int, float] = {}
             for n, last in enumerate(stops):
                 how: dict[str, Any] = {"out": root / out, "steps": 8, "lr": 1e-3, "resume": n > 0}
                 for turn in api.stream(planned, str(texts), every=1, **how):
-                    seen |= {m.step: m.lr for m in turn.metrics}
+                    rates |= {m.step: m.lr for m in turn.metrics}
                     if turn.step == 3:
                         turn.lr = rate
                     if turn.step == last:
                         turn.stop()
-            runs.append(seen)
+            runs.append(rates)
         right = [1e-3] * 3 + [rate] * 5
         yield Case(f"rates, {rate} after step 3, resumed after {stop}", [*runs[1].values()], right, "the rates set", SET_RATE)
     for limit in (6, 4):
         (root / "few.yaml").write_text(f"evaluation: {{max_sequences: {limit}}}\ndata: {{packing: one}}\n")
         _, metrics, words = train(plan(folder), texts, "--eval-data", texts, "--config", root / "few.yaml", out=f"held-{limit}")
-        said = re.search(r"\d of 6 sequences", words)
+        printed = re.search(r"\d of 6 sequences", words)
         right = None if limit == 6 else "4 of 6 sequences"
-        yield Case(f"part of 6 held-out rows named, limit {limit}", said and said[0], right, "rows counted", HELD)
+        yield Case(f"part of 6 held-out rows named, limit {limit}", printed and printed[0], right, "rows counted", HELD)
         if limit == 6:
             value = next(line["eval_loss"] for line in metrics if "eval_loss" in line)
             yield Case("their loss", value, loss_alone(folder, texts_of(folder, SAYS)), "transformers, all six", HELD)
