@@ -1,0 +1,1 @@
+"""Neighbours of ten kinds of silent errors."""
