@@ -216,7 +216,9 @@ class RunSettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    monitors: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = flagged((), "--monitor", "Log there too.", repeats=True)
+    monitors: tuple[Literal["tensorboard", "wandb", "mlflow", "all", "none"], ...] = flagged(
+        (), "--monitor", "Log there too; all: to those installed here.", repeats=True
+    )
     __pydantic_config__ = LENIENT
 
 

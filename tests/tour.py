@@ -21,7 +21,7 @@ READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
     *("runtime/host", "runtime/cuda", "penstock", "penstock/data", "penstock/model_checks", "penstock/training"),
-    *("penstock/checkpoint", "penstock/cli"),
+    *("penstock/checkpoint", "penstock/chat", "penstock/cli"),
 )
 _HEAD = """# A tour
 

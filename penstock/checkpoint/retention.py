@@ -19,11 +19,11 @@ from .disk import writing
 _LEFT_OVER = re.compile(rf"{NAME.pattern}\.(partial|removed)")
 
 
-def keep_last(folder: Path, n: int, step: int, kept: Container[int] = ()) -> None:
-    """Delete all but the last `n` checkpoints up to `step`, and those of the steps in `kept`. Checkpoints of later steps belong to
-    the user."""
+def keep_last(folder: Path, n: int, step: int, protected: Container[int] = ()) -> None:
+    """Delete all but the last `n` checkpoints up to `step` and the `protected` steps. Checkpoints of later steps belong to the
+    user."""
     saved = [(saved_step, path) for saved_step, path in complete_checkpoints(folder) if saved_step <= step]
-    remove(path for saved_step, path in saved[:-n] if saved_step not in kept)
+    remove(path for saved_step, path in saved[:-n] if saved_step not in protected)
 
 
 def remove(paths: Iterable[Path]) -> None:

@@ -230,14 +230,14 @@ class Saver:
         with self._changed:
             written = [best for best in self._best if best.step <= step]
             self._best = written[-1:] + [best for best in self._best if best.step > step]
-            kept = {best.step for best in self._best}
+            protected = {best.step for best in self._best}
         if written:
             write_best(self._folder, written[-1])
         if self._settings.keep is not None:
-            keep_last(self._folder, self._settings.keep, step, kept)
+            keep_last(self._folder, self._settings.keep, step, protected)
             return
         # saved by time alone, or as the best of a time: a long run would fill the disk with these
-        passing = {self._saved, *(best.step for best in written)} - {self._first, step} - kept - self._kept_steps
+        passing = {self._saved, *(best.step for best in written)} - {self._first, step} - protected - self._kept_steps
         remove(self._folder / f"checkpoint-{passed}" for passed in sorted(passing) if not self._is_scheduled(passed))
 
     # -- the content -----------------------------------------------------------------------------------------------

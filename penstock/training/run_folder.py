@@ -27,16 +27,8 @@ from penstock.runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
 
-WRITTEN = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "timeline.json",
-    BEST_FILE,
-    MEASURED_FILE,
-    REPLAN_FILE,
-    RUN_FILE,
-    PLAN_FILE,
-)  # and checkpoints
+# Files that a run writes, in addition to checkpoints
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", BEST_FILE, MEASURED_FILE, REPLAN_FILE, RUN_FILE, PLAN_FILE)
 
 
 @contextmanager

@@ -39,10 +39,10 @@ from penstock.runtime.units import on_one_line
 from penstock.settings import CheckpointSettings, RunSettings
 from penstock.user_loss import planned_loss
 
+from . import monitors
 from .build import build
 from .device import device_of, release_memory, select_kernels
 from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
-from .monitors import refuse_missing
 from .rank0 import Leader, begin, wait_for_others
 from .references import adapter_digest, attach_initial_reference, in_words, with_reference, write_reference
 from .run_folder import run_folder, state_to_resume, with_replanned
@@ -141,7 +141,7 @@ def open_session(request: RunRequest, ranks: Processes | None = None) -> Iterato
         raise PlanError(f"the plan is for {n} GPUs: start it with `penstock run`, or a program with torchrun --nproc-per-node {n}")
     if settings.device == "auto" and device == "cpu" and plan.profile["device"]["kind"] == "cuda":
         say(f"no GPU found: the plan for {on_one_line(plan.profile['name'])} trains on this CPU")
-    refuse_missing(settings.monitors)
+    monitors.chosen(settings.monitors)
     select_kernels(plan, device, settings.deterministic)
     with run_folder(out):
         if request.resumes:
