@@ -90,6 +90,14 @@ class Trained:
         """Folder of the last checkpoint. transformers loads it."""
         return self.folder / f"checkpoint-{self.n_done}"
 
+    @property
+    def best(self) -> Path | None:
+        """Folder of the best checkpoint by `evaluation.best`; None if none was kept."""
+        from .checkpoint.best import read_best
+
+        best = read_best(self.folder)
+        return None if best is None else self.folder / f"checkpoint-{best.step}"
+
     def page(self) -> str:
         """Return the page of `penstock report`, predicted and measured: one HTML file that needs no network."""
         from .run_files import read_logged_run

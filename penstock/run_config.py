@@ -240,6 +240,9 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
     for key, is_given, needs, is_there in (
         ("evaluation.every", evaluation.every is not None, "evaluation.data or prompts", has_data or evaluation.prompts),
         ("evaluation.split", evaluation.split is not None, "evaluation.data", has_data),
+        ("evaluation.best", evaluation.best is not None, "evaluation.data", has_data),
+        ("evaluation.patience", evaluation.patience is not None, "evaluation.data and every", has_data and evaluation.every),
+        ("evaluation.min_gain", evaluation.min_gain > 0, "evaluation.patience", evaluation.patience is not None),
         ("data.bad_rows", data.bad_rows > 0, "data that is read before training (leave out data.streaming)", not data.streaming),
         ("data.shuffle_buffer", buffered, "data.streaming", data.streaming),
         ("optimizer.schedule.decay_steps", schedule.decay_steps is not None, "warmup-stable-decay", decays),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from penstock.checkpoint.best import read_best
 from penstock.hwprofiles.components import OpRatio
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.measured import op_ratios, speeds_of
@@ -40,7 +41,8 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
         raise CheckpointError(f"{folder}: {problem}; {ADVICE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
     lines = _read(log_file).splitlines(keepends=True) if os.path.lexists(log_file) else []  # rejects a pipe or a device
-    return LoggedRun(timeline, read_log(lines))
+    best = read_best(folder)
+    return LoggedRun(timeline, read_log(lines), None if best is None else str(best))
 
 
 def refuse_another_plan(folder: Path, plan: Plan) -> None:

@@ -39,6 +39,7 @@ LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 ADAPTERS_LR = 1e-4  # LoRA; QLoRA (arXiv 2305.14314) uses it for 33B and 65B, and 2e-4 for 7B and 13B
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _Rows = Literal["preference", "unpaired-preference", "rollouts", "labelled"]  # formats required by losses
+Metric = Literal["loss", "perplexity", "divergence", "accuracy"]  # of evaluations
 Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer", _Rows]
 
 
@@ -150,7 +151,17 @@ class EvaluationSettings:
     max_new_tokens: Count = 64
     first: bool = True  # evaluate before the first step too
     base: bool = flagged(False, "--eval-base", "Evaluate the base model without its adapter, too.")
+    best: Metric | None = flagged(None, "--best", "Also keep the checkpoint with the best evaluation by this metric.")
+    patience: Count | None = flagged(
+        None, "--patience", "End the run after N evaluations without a gain in --best (or in the loss).", "never", "N"
+    )
+    min_gain: AtLeast0 = flagged(0.0, "--min-gain", "Smaller gains do not count for --patience.")
     __pydantic_config__ = LENIENT
+
+    @property
+    def metric(self) -> Metric | None:
+        """Metric of the best checkpoint; None: none is kept."""
+        return self.best or ("loss" if self.patience is not None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +219,9 @@ class RunSettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    monitors: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = flagged((), "--monitor", "Log there too.", repeats=True)
+    monitors: tuple[Literal["tensorboard", "wandb", "mlflow", "all", "none"], ...] = flagged(
+        (), "--monitor", "Log there too; all: to those installed here.", repeats=True
+    )
     __pydantic_config__ = LENIENT
 
 

@@ -5,7 +5,7 @@ A checkpoint is renamed before it is deleted, so that a killed run leaves no inc
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from .disk import writing
 _LEFT_OVER = re.compile(rf"{NAME.pattern}\.(partial|removed)")
 
 
-def keep_last(folder: Path, n: int, step: int) -> None:
-    """Delete all but the last `n` checkpoints up to `step`. Checkpoints of later steps belong to the user."""
-    remove([path for saved_step, path in complete_checkpoints(folder) if saved_step <= step][:-n])
+def keep_last(folder: Path, n: int, step: int, protected: Container[int] = ()) -> None:
+    """Delete all but the last `n` checkpoints up to `step` and the `protected` steps. Checkpoints of later steps belong to the
+    user."""
+    saved = [(saved_step, path) for saved_step, path in complete_checkpoints(folder) if saved_step <= step]
+    remove(path for saved_step, path in saved[:-n] if saved_step not in protected)
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -57,9 +59,10 @@ def _delete(path: Path) -> None:
 
 
 def refuse_without_room(
-    folder: Path, settings: CheckpointSettings, n_bytes: int, first_step: int, n_steps: int, run_s: float
+    folder: Path, settings: CheckpointSettings, n_bytes: int, first_step: int, n_steps: int, run_s: float, best_every: int | None
 ) -> None:
-    """Raise CheckpointError if the checkpoints of a run (`run_s` seconds, `n_bytes` each) exceed the free disk space."""
+    """Raise CheckpointError if the checkpoints of a run (`run_s` seconds, `n_bytes` each) exceed the free disk space. `best_every`:
+    steps between evaluations, if the best checkpoint is kept."""
     every, free = settings.every or n_steps, shutil.disk_usage(folder).free
     n_scheduled = (n_steps - 1) // every - first_step // every + 1
     n_by_time = int(run_s // (settings.minutes * 60)) if settings.minutes else 0
@@ -68,6 +71,8 @@ def refuse_without_room(
     else:  # in addition to existing ones; one more exists while it is written
         n_existing = sum(saved_step <= n_steps for saved_step, _ in complete_checkpoints(folder))
         n = min(n_scheduled + n_by_time, settings.keep + 1 - min(n_existing, settings.keep))
+    if best_every is not None:  # the best, and the next best while it is written
+        n += min((n_steps - 1) // best_every - first_step // best_every, 2)
     if first_step >= n_steps or n * n_bytes <= free:
         return
     size = f"of {show_bytes(n_bytes)}"

@@ -24,6 +24,7 @@ from penstock.runtime.host.rounding import group_bytes
 from penstock.runtime.plan.workload import Parameter
 from penstock.settings import CheckpointSettings
 
+from .best import Best, write_best
 from .checkpoint import CheckpointWriter, rewrite_fields
 from .disk import new_folder
 from .retention import keep_last, remove
@@ -61,8 +62,9 @@ class Saver:
         contents: Contents,
         say: Callable[[str], None],
         first_step: int,
+        best: Best | None = None,
     ) -> None:
-        """The state after `first_step` is not saved."""
+        """The state after `first_step` is not saved. `best`: the best checkpoint up to it."""
         self._state, self._reader, self._plan, self._folder = state, reader, state.plan, folder
         self._settings, self._contents = settings, contents
         # Default: half of the memory that the plan leaves free; the rest is for the page cache.
@@ -71,6 +73,7 @@ class Saver:
         self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
         self._changed = self.snapshots.changed
         self._kept_steps = set[int]()  # steps that a later checkpoint does not replace
+        self._best = [] if best is None else [best]  # the best on disk, and better ones to be written
         self._logged: dict[int, Mapping[str, Any]] = {}  # `fields` by step to be saved
         self._written: Future[None] | None = None  # done when the thread has ended
         self._first = self._saved = first_step  # steps on disk: at the start, and the latest
@@ -144,6 +147,15 @@ class Saver:
             assert snapshot is not None
             self._write(snapshot)
 
+    def keep_best(self, best: Best) -> None:
+        """Save the current state, like `save`, as the best so far. The former best stays until this one is written."""
+        with self._changed:
+            self._best.append(best)
+            is_written = best.step == self._saved
+        self.save(best.step)
+        if is_written:
+            self._retain(best.step)
+
     def save_again(self, step: int) -> None:
         """Write the fields of a step again if its checkpoint is on disk: a loop has changed them."""
         if step == self._saved and step != self._first:
@@ -207,14 +219,26 @@ class Saver:
                     raise GivenUp
                 fields = self._logged[snapshot.step]
             files.finish(snapshot.step, {**fields, "n_updates": snapshot.n_updates, **only_weights})
-        if self._settings.keep is not None:
-            keep_last(self._folder, self._settings.keep, snapshot.step)
-        elif self._saved != self._first and not (self._is_scheduled(self._saved) or self._saved in self._kept_steps):
-            remove([self._folder / f"checkpoint-{self._saved}"])  # saved by time alone: a long run would fill the disk with these
+        self._retain(snapshot.step)
         with self._changed:
             self._saved = snapshot.step
             del self._logged[snapshot.step]
             self._changed.notify_all()
+
+    def _retain(self, step: int) -> None:
+        """Name the best checkpoint up to `step`, which is written, and delete checkpoints that the settings do not keep."""
+        with self._changed:
+            written = [best for best in self._best if best.step <= step]
+            self._best = written[-1:] + [best for best in self._best if best.step > step]
+            protected = {best.step for best in self._best}
+        if written:
+            write_best(self._folder, written[-1])
+        if self._settings.keep is not None:
+            keep_last(self._folder, self._settings.keep, step, protected)
+            return
+        # saved by time alone, or as the best of a time: a long run would fill the disk with these
+        passing = {self._saved, *(best.step for best in written)} - {self._first, step} - protected - self._kept_steps
+        remove(self._folder / f"checkpoint-{passed}" for passed in sorted(passing) if not self._is_scheduled(passed))
 
     # -- the content -----------------------------------------------------------------------------------------------
 

@@ -1,17 +1,27 @@
-"""`penstock forward`: write the log-probabilities of data under a model, by a streamed forward pass in a plan's arenas."""
+"""`penstock forward` and `penstock chat`: log-probabilities of data, and conversations, by streamed forward passes."""
 
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from penstock.run_config import RunRequest, read_run
+from penstock.runtime.errors import DataError
+from penstock.runtime.executor import Stop
 from penstock.runtime.plan import PlanFile
-from penstock.runtime.units import on_one_line
+from penstock.runtime.plan.packed import Base
+from penstock.runtime.units import on_one_line, show_bytes
+from penstock.signals import handled
 
-from .options import PATH, RunCommand, flag_of, given_settings, together
+from .options import COUNT, PATH, RunCommand, flag_of, given_settings, together
 from .outputs import check_output
 from .progress import Preparing
+
+if TYPE_CHECKING:
+    from penstock.chat.conversation import Answer, Conversation
 
 _FLAGS = ("data.path", "data.format", "data.columns", "data.split", "data.bad_rows", "evaluation.data", "model", "from_scratch")
 with_flags = together(*map(flag_of, (*_FLAGS, "adapter", "packed", "tokenizer", "seed", "device", "deterministic")))
@@ -39,3 +49,94 @@ def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) ->
         n = write_forward(request, output)
     unit = "answers" if request.file.plan.semantics.objective.n_top is None else "sequences"
     click.echo(f"{on_one_line(str(output))}: log-probabilities of {n:,} {unit}")
+
+
+# -- chat -----------------------------------------------------------------------------------------------------------------
+
+_CHAT_FLAGS = ("adapter", "packed", "tokenizer", "data.chat_template", "seed", "device")
+
+
+@click.command(cls=RunCommand)
+@click.argument("model", metavar="MODEL|CHECKPOINT")
+@together(*map(flag_of, _CHAT_FLAGS))
+@click.option("--system", help="Text of a system message.")
+@click.option("--max-new-tokens", type=COUNT, default=256, show_default=True, help="Longest answer, in tokens.")
+@click.option("--context", type=COUNT, help="Longest conversation, in tokens.  [default: 4096, or the model's positions]")
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: the likeliest token.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the probability to draw from.")
+@click.option("--compute", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Compute dtype.")
+@click.option(
+    "--base", type=click.Choice(get_args(Base)), default="bf16", show_default=True, help="Storage of the model's weights."
+)
+def chat(
+    model: str, system: str | None, max_new_tokens: int, context: int | None, temperature: float, top_p: float, **flags: Any
+) -> None:
+    """Talk to a model, a checkpoint, or a model with --adapter, to try the result of a run.
+
+    Weights are streamed as in training, so any model fits that can be trained. Each token streams all weights once and computes
+    the whole conversation again, without a KV cache: this is slow; serve a merged model with another program. On a terminal,
+    Ctrl-C ends an answer and Ctrl-D leaves. From a pipe, each line is a turn, and standard output has the answers alone.
+    """
+    if top_p < 1 and not temperature:
+        raise click.UsageError("--top-p does nothing without --temperature; add it, or leave out --top-p")
+    compute, base = flags.pop("compute"), flags.pop("base")
+    with Preparing() as report:
+        report("importing torch")
+        from penstock.chat.conversation import Conversation, Sampling
+        from penstock.chat.model import load, located_model
+
+        settings = located_model(read_run(None, given_settings(flags) | {"model": model, "data.path": model}))
+        machine, tokenizer = load(settings, context, compute, base, report)
+    n_bytes = sum(machine.plan.uploaded(block)[1] for block in range(len(machine.plan.workload.blocks)))
+    where = on_one_line(f"{settings.model}, with the adapter {settings.adapter}" if settings.adapter else str(settings.model))
+    cost = f"each token streams {show_bytes(n_bytes)} of weights to {machine.device_name() or 'this CPU'}"
+    click.echo(f"{where}: {cost}, and computes the conversation again (no KV cache)", err=True)
+    if not tokenizer.has_template:
+        click.echo("note: the model has no chat template; a plain one is used, as in training", err=True)
+    sampling = Sampling(temperature, top_p, settings.seed)
+    _converse(Conversation(machine, tokenizer, system, sampling), max_new_tokens)
+
+
+def _converse(conversation: "Conversation", max_new_tokens: int) -> None:
+    """Answer each turn. On a terminal, an error of a turn is printed and the next turn is read."""
+    is_terminal = sys.stdin.isatty()
+    for text in _turns(is_terminal):
+        try:
+            answer = _answered(conversation, text, max_new_tokens, is_terminal)
+        except DataError as error:
+            if not is_terminal:
+                raise
+            click.echo(f"error: {error}", err=True)
+            continue
+        click.echo("" if is_terminal else answer.text)
+        words = f"{answer.n_tokens:,} tokens, {answer.tokens_per_s:.3g} tokens/s"
+        click.echo(f"({words}; {answer.cut})" if answer.cut else f"({words})", err=True)
+
+
+def _answered(conversation: "Conversation", text: str, max_new_tokens: int, is_terminal: bool) -> "Answer":
+    """Return the answer. A terminal shows it as it is generated, and Ctrl-C ends it."""
+    if not is_terminal:
+        return conversation.answer(text, max_new_tokens, lambda piece: None, Stop())
+    stop = Stop()
+    with handled(lambda *_: stop.request(), signal.SIGINT, once=True):
+        return conversation.answer(text, max_new_tokens, lambda piece: click.echo(piece, nl=False), stop)
+
+
+def _turns(is_terminal: bool) -> Iterator[str]:
+    """Yield the turns of the user without empty ones, until the end of the input."""
+    if is_terminal:
+        import readline  # noqa: F401 (lines can be edited)
+
+        click.echo("Ctrl-C ends an answer, Ctrl-D leaves", err=True)
+    while True:
+        try:
+            line = f"{input('> ')}\n" if is_terminal else sys.stdin.readline()
+        except KeyboardInterrupt:
+            click.echo("\nCtrl-D leaves", err=True)
+            continue
+        except EOFError:
+            line = ""
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()

@@ -20,6 +20,7 @@ COMMANDS = {
     "data": ("penstock.cli.data", "Show which tokens of your data are learned, and count them."),
     "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),
     "forward": ("penstock.cli.forward", "Write the log-probabilities that a model gives to data: a reference, or a teacher's."),
+    "chat": ("penstock.cli.forward", "Talk to a model or checkpoint, to try the result of a run."),
     "merge": ("penstock.cli.merge", "Merge a LoRA adapter into its base model."),
     "fits": ("penstock.cli.fits_compare", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
     "compare": ("penstock.cli.fits_compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),

@@ -233,6 +233,7 @@ def _figures(run: "Session", measurement: "Measured") -> Iterator[Figure]:
 
 def _notes(run: "Session", error: float) -> Iterator[str]:
     """Yield notes on the error of the prediction, on a plan for another machine, and on the files."""
+    from penstock.checkpoint.best import read_best
     from penstock.checkpoint.checkpoint import latest
 
     profile, plan, folder = run.plan.profile, in_shell(run.settings.plan), in_shell(run.folder)
@@ -252,4 +253,6 @@ def _notes(run: "Session", error: float) -> Iterator[str]:
         yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
     if run.saves:
         yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
+        if run.settings.evaluation.metric is not None and (best := read_best(run.folder)) is not None:
+            yield f"best: {best}: {on_one_line(str(run.folder))}/checkpoint-{best.step}"
     yield f"log: {on_one_line(str(run.folder))}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"

@@ -124,7 +124,7 @@ def _train_with_plan(request: RunRequest, display: Preparing, ranks: "Processes 
             word = "terminated" if signal.SIGTERM in received else "hung up" if signal.SIGHUP in received else "interrupted"
             click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
             return 128 + signal.SIGINT if signal.SIGINT in received else 0  # after SIGTERM or SIGHUP, saving is success
-        if session.first_step < n_steps:
+        if session.first_step < progress.n_done:
             show_outcome(session, timeline, times_s)
     return 0
 

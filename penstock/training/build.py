@@ -49,7 +49,7 @@ def _load(inputs: RunInputs, store: TorchMachine) -> None:
             packed = Path(settings.out) / PACKED_FOLDER if settings.packed is None else Path(settings.packed)
             load_model(store, weights, packed, report, settings.seed)
             store.initialise_adapters(settings.seed)
-    _load_constants(store, weights if weights is not None or state is None else state.path)
+    load_constants(store, weights if weights is not None or state is None else state.path)
     if state is not None:
         report("putting back the state")
         put_back(state, store.host, inputs.data)
@@ -79,7 +79,7 @@ def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = 
     give_back_freed()
 
 
-def _load_constants(store: TorchMachine, folder: Path | None) -> None:
+def load_constants(store: TorchMachine, folder: Path | None) -> None:
     """Load the buffers (non-weights) of layers from a model's folder. None: keep the initial values."""
     templates = store.compute.templates
     store.host.constants = templates.constants()

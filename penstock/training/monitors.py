@@ -95,11 +95,19 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield prefix + name, str(value)
 
 
-def refuse_missing(names: Sequence[str]) -> None:
-    """RunConfigError for the first monitor that is not installed."""
+def chosen(names: Sequence[str]) -> list[str]:
+    """Return the monitors of the settings, with `all` those that are installed here. RunConfigError for one that is not."""
+    if {"all", "none"} & set(names) and len(set(names)) > 1:
+        raise RunConfigError(f"--monitor {', '.join(names)}: all and none exclude others; give one of them alone, or names")
+    if "all" in names:
+        names = [name for name in CLIENTS if importlib.util.find_spec(name) is not None]
+        if not names:
+            raise RunConfigError(f"--monitor all: none of {', '.join(CLIENTS)} is installed here; pip install one, or leave it out")
+    names = [name for name in dict.fromkeys(names) if name != "none"]
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise RunConfigError(f"--monitor {name}: {name} is not installed here; pip install {name}, or leave the monitor out")
+    return names
 
 
 class Monitors:
@@ -108,7 +116,7 @@ class Monitors:
     def __init__(
         self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], first_step: int, say: Callable[[str], None]
     ) -> None:
-        self._names, self._run, self._say = dict.fromkeys(names), (folder, settings, first_step), say
+        self._names, self._run, self._say = chosen(names), (folder, settings, first_step), say
         self._open = dict[str, Monitor]()
 
     def __enter__(self) -> None:

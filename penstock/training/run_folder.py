@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.best import BEST_FILE
 from penstock.checkpoint.checkpoint import State, complete_checkpoints, latest, load_state
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
@@ -26,7 +27,8 @@ from penstock.runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
 
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", MEASURED_FILE, REPLAN_FILE, RUN_FILE, PLAN_FILE)  # and checkpoints
+# Files that a run writes, in addition to checkpoints
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", BEST_FILE, MEASURED_FILE, REPLAN_FILE, RUN_FILE, PLAN_FILE)
 
 
 @contextmanager

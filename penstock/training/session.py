@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.checkpoint.best import refuse_unreported
 from penstock.checkpoint.checkpoint import State, refuse_another
 from penstock.checkpoint.model_files import note_on_zeros
 from penstock.checkpoint.retention import refuse_without_room
@@ -38,10 +39,10 @@ from penstock.runtime.units import on_one_line
 from penstock.settings import CheckpointSettings, RunSettings
 from penstock.user_loss import planned_loss
 
+from . import monitors
 from .build import build
 from .device import device_of, release_memory, select_kernels
 from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
-from .monitors import refuse_missing
 from .rank0 import Leader, begin, wait_for_others
 from .references import adapter_digest, attach_initial_reference, in_words, with_reference, write_reference
 from .run_folder import run_folder, state_to_resume, with_replanned
@@ -140,7 +141,7 @@ def open_session(request: RunRequest, ranks: Processes | None = None) -> Iterato
         raise PlanError(f"the plan is for {n} GPUs: start it with `penstock run`, or a program with torchrun --nproc-per-node {n}")
     if settings.device == "auto" and device == "cpu" and plan.profile["device"]["kind"] == "cuda":
         say(f"no GPU found: the plan for {on_one_line(plan.profile['name'])} trains on this CPU")
-    refuse_missing(settings.monitors)
+    monitors.chosen(settings.monitors)
     select_kernels(plan, device, settings.deterministic)
     with run_folder(out):
         if request.resumes:
@@ -186,14 +187,17 @@ def predicted(plan: Plan) -> tuple[list[Demand], Region, Prediction]:
 def _real(request: RunRequest, device: str, state: State | None, ranks: Processes | None) -> Session:
     """Assemble a run of the plan's model on this machine. Nothing is allocated before all inputs are valid."""
     report, prediction = request.report, predicted(request.file.plan)[2]
-    loss = planned_loss(request.file.plan.semantics.objective, request.loss or request.settings.loss)
+    objective = request.file.plan.semantics.objective
+    refuse_unreported(request.settings.evaluation, objective)
+    loss = planned_loss(objective, request.loss or request.settings.loss)
     inputs = with_reference(read_inputs(request, device, loss, state, 1 if ranks is None else ranks.n_here))
     settings, plan = inputs.settings, inputs.plan
     inputs = replace(inputs, prompts=prompts_of(settings, plan, inputs.folder, request))
     inputs, ends = with_ends_of_answers(inputs)
     n_steps, first_step = inputs.n_steps, 0 if state is None else state.step
     run_s = prediction.step_s * (n_steps - first_step)
-    refuse_without_room(Path(settings.out), settings.checkpoint, inputs.checkpoint_bytes, first_step, n_steps, run_s)
+    best_every = None if settings.evaluation.metric is None else settings.evaluation.every
+    refuse_without_room(Path(settings.out), settings.checkpoint, inputs.checkpoint_bytes, first_step, n_steps, run_s, best_every)
     self_test(plan, report)
     if ends is not None:
         say(ends)

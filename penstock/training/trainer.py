@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from penstock.checkpoint.best import BEST_FILE, best_of, refuse_another_log, write_best
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Contents, Saver
@@ -23,10 +24,11 @@ from penstock.runtime.machines.torch_machine import Abandoned
 from penstock.runtime.plan import Lane
 from penstock.runtime.plan.objective import ADVANTAGE
 from penstock.runtime.plan.timeline import Timeline
+from penstock.runtime.units import on_one_line
 
 from .device import refuse_what_does_not_fit
 from .monitors import Monitors
-from .run_folder import add_lines, keep_lines_up_to
+from .run_folder import add_lines, keep_lines_up_to, lines_of
 from .session import Session
 from .validation import Validation, held_out_loss, report_ratio, validations_of
 
@@ -123,9 +125,13 @@ class Trainer:
         self._replanning = Replanning(session.inputs.request, first_step, session.is_comparable, session.say)
         self.rests_after: int | None = None  # number of steps, while no lane is busy
         self._callback_error: Exception | None = None  # of `on_step`
+        self.best, self._n_without_gain = best_of(self._log_up_to(first_step), settings.evaluation)
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
             advice = f"ask for more than {session.n_steps} with --steps"
             raise CheckpointError(f"{session.folder}: holds step {first_step} already; {advice}")
+        if self.is_settled and not self.due_validations(first_step):
+            problem = f"its last {self._n_without_gain} evaluations brought no gain"
+            raise CheckpointError(f"{session.folder}: holds step {first_step}, and {problem}; go on with a higher --patience")
 
     def train(self) -> tuple[Timeline, list[float]]:
         """Train. Return the longest timeline between two pauses, and the seconds of each step after warm-up."""
@@ -160,8 +166,8 @@ class Trainer:
         if n_done == 0:
             with suppress(Abandoned):
                 report_ratio(session)
-        self._validate(n_done)
-        while n_done < session.n_steps and not session.stop.is_requested:
+        self._validate(n_done, saver)
+        while n_done < session.n_steps and not session.stop.is_requested and not self.is_settled:
             self.rests_after = None
             saves_now = saver is not None and (saver.waits_for_pause or not session.checkpoint.background)
             n_done = self._train_until_pause(n_done, saver)
@@ -172,8 +178,8 @@ class Trainer:
                     saver.wait()
                     return
             if n_done < session.n_steps:
-                self._validate(n_done)
-            is_over = n_done == session.n_steps or session.stop.is_requested
+                self._validate(n_done, saver)
+            is_over = n_done == session.n_steps or session.stop.is_requested or self.is_settled
             if self._made and self.every is not None and (is_over or n_done % self.every == 0):
                 metrics, self._made = tuple(self._made), []
                 yield Turn(self, saver, metrics)
@@ -184,7 +190,10 @@ class Trainer:
             saver.wait()
         if n_done > session.first_step:
             self._keep_timeline()
-            self._validate(n_done)
+            self._validate(n_done, saver)
+        if self.is_settled and n_done < session.n_steps:
+            n, metric = self._n_without_gain, session.settings.evaluation.metric
+            session.say(f"no gain in {metric} in {n} evaluations: the run ends after step {n_done} of {session.n_steps}")
 
     def _leave_what_followed(self) -> None:
         """Remove log lines after the resumed step, and incomplete checkpoints."""
@@ -195,6 +204,20 @@ class Trainer:
         if session.first_step < session.n_steps:
             with writing(session.folder / "timeline.json"):
                 (session.folder / "timeline.json").unlink(missing_ok=True)
+        if session.settings.evaluation.metric is not None or not session.first_step:
+            self._leave_best()
+
+    def _leave_best(self) -> None:
+        """Name the best checkpoint up to the resumed step. The file may name a later one, or be of another run."""
+        folder, first_step = self.session.folder, self.session.first_step
+        refuse_another_log(folder, self._log_up_to(first_step), first_step)
+        if self.best is None:
+            with writing(folder / BEST_FILE):
+                (folder / BEST_FILE).unlink(missing_ok=True)
+            return
+        write_best(folder, self.best)
+        if not (folder / f"checkpoint-{self.best.step}").is_dir():
+            self.session.say(f"best so far: {self.best}, a checkpoint that is no longer in {on_one_line(str(folder))}")
 
     # -- train, log -------------------------------------------------------------------------------------------------
 
@@ -301,7 +324,7 @@ class Trainer:
 
         contents = Contents(fields, inputs.kept_files, inputs.ends, inputs.chat_template, inputs.towers_from, inputs.saved_config)
         state, settings = session.store.host, session.checkpoint
-        return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step)
+        return Saver(state, session.reader, session.folder, settings, contents, session.say, session.first_step, self.best)
 
     def _following(self, n_done: int) -> RunRequest | None:
         """Return the run that continues from the next checkpoint under the plan that was found, and write that plan; or None."""
@@ -326,13 +349,29 @@ class Trainer:
         due = [validation for validation in self.validations if (is_due if n_done else validation.first)]
         return [validation for validation in due if not validation.is_logged(self.session, n_done)]
 
-    def _validate(self, n_done: int) -> None:
-        """Run due validations while all lanes are idle, unless a stop is requested."""
+    def _validate(self, n_done: int, saver: Saver | None) -> None:
+        """Run due validations while all lanes are idle, unless a stop is requested. Save a step that is the best so far."""
+        due = self.due_validations(n_done)
         with suppress(Abandoned):
-            for validation in self.due_validations(n_done):
+            for validation in due:
                 if self.session.stop.is_requested:
                     break
                 validation.perform(n_done)
+        if due and self.session.settings.evaluation.metric is not None:
+            self.best, self._n_without_gain = best_of(self._log_up_to(n_done), self.session.settings.evaluation)
+            if saver is not None and self.best is not None and self.best.step == n_done:
+                saver.keep_best(self.best)
+
+    def _log_up_to(self, step: int) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl up to a step."""
+        lines = (fields for _, fields in lines_of(self.session.folder / "metrics.jsonl"))
+        return [fields for fields in lines if isinstance(fields.get("step"), int) and fields["step"] <= step]
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the last evaluations, as many as the patience, brought no gain."""
+        patience = self.session.settings.evaluation.patience
+        return patience is not None and self._n_without_gain >= patience
 
 
 @dataclass(slots=True)

@@ -227,10 +227,13 @@ def generate(
     max_new_tokens: int,
     end_ids: Collection[int] = (),
     stop: Stop | None = None,
+    choose: Callable[[torch.Tensor], int] = lambda logits_V: int(logits_V.argmax()),
+    on_token: Callable[[int], None] = lambda token: None,
 ) -> list[list[int]]:
-    """Generate greedily after each prompt: up to `max_new_tokens`, a token of `end_ids`, or the plan's sequence length.
+    """Generate after each prompt, by default greedily: up to `max_new_tokens`, a token of `end_ids`, or the plan's sequence length.
 
-    All lanes of the machine must be idle. Abandoned after `stop.request()`.
+    `choose(logits_V)`: the next token by its fp32 logits; `on_token` is called with each. All lanes of the machine must be idle.
+    Abandoned after `stop.request()`.
     """
     semantics = machine.plan.semantics
     sequences = [list(map(int, prompt)) for prompt in prompts]
@@ -245,7 +248,8 @@ def generate(
             for number, logits_V in zip(numbers, _next_logits(machine, [sequences[n] for n in numbers], stop), strict=True):
                 if not bool(logits_V.isfinite().all()):
                     raise PenstockError("the model's logits are not finite: its weights are spoilt; resume an earlier checkpoint")
-                sequences[number].append(int(logits_V.argmax()))
+                sequences[number].append(choose(logits_V))
+                on_token(sequences[number][-1])
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 

@@ -65,6 +65,7 @@ class LoggedRun:
 
     timeline: Timeline | None
     log: Log
+    best: str | None = None  # checkpoint by a metric
 
     def step_times_s(self, tokens_per_step: int) -> list[float]:
         """Sorted durations of steady-state steps, from the log or else from the timeline."""

@@ -65,11 +65,17 @@ HOME = {
     "pydantic": {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
         *(f"hwprofiles/{name}.py" for name in ("components", "quantity", "op_laws")),
-        *("planner/search/claim.py", "penstock/api.py", "penstock/checkpoint/checkpoint.py", "penstock/run_files.py"),
+        *(
+            "planner/search/claim.py",
+            "penstock/api.py",
+            "penstock/checkpoint/best.py",
+            "penstock/checkpoint/checkpoint.py",
+            "penstock/run_files.py",
+        ),
     },
     "torch": {
         *(f"runtime/{name}" for name in ("cuda", "host", "layers", "compute", "machines")),
-        *(f"penstock/{name}" for name in ("checkpoint", "data", "model_checks", "training")),
+        *(f"penstock/{name}" for name in ("chat", "checkpoint", "data", "model_checks", "training")),
         *("runtime/batch.py", "runtime/ranks.py", "penstock/emulated.py", "penstock/user_loss.py", "hwprofiles/probe"),
         *(f"planner/model/{name}.py" for name in ("record", "layer_traces")),
     },

@@ -1,8 +1,10 @@
-"""Example scripts in `examples/` run on a tiny model."""
+"""Example scripts and the notebook in `examples/` run on a tiny model."""
 
+import json
+import os
 import sys
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, run
 
 import pytest
 
@@ -45,3 +47,32 @@ def test_an_example_runs_on_a_tiny_model(name: str, tmp_path: Path) -> None:
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert printed in output
+
+
+RUNNER = """
+import ast, json, sys
+cells = [cell for cell in json.load(open(sys.argv[1]))["cells"] if cell["cell_type"] == "code"]
+names = {"__name__": "__main__"}
+for cell in cells:
+    *body, last = ast.parse("".join(cell["source"])).body
+    is_shown = isinstance(last, ast.Expr)
+    exec(compile(ast.Module(body if is_shown else [*body, last], []), "cell", "exec"), names)
+    value = eval(compile(ast.Expression(last.value), "cell", "eval"), names) if is_shown else None
+    print(f"shows {value._repr_html_()[:8]}" if type(value).__name__ in ("Planned", "Trained") else value)
+assert names["losses"][-1] < 0.7 * names["losses"][0] and len(names["losses"]) == 10, names["losses"]
+assert names["answer"].strip()
+"""
+
+
+def test_the_notebook_runs_cell_by_cell(tmp_path: Path) -> None:
+    """Its cells run in order in one process, as in a notebook; it is stored without outputs."""
+    path = ROOT / "examples" / "train_and_plan.ipynb"
+    cells = json.loads(path.read_text())["cells"]
+    assert len(cells) <= 12
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+    assert "examples/train_and_plan.ipynb" in (ROOT / "README.md").read_text()
+    command = [sys.executable, "-c", RUNNER, str(path)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("shows <iframe ") == 2

@@ -12,6 +12,7 @@ from penstock.run_config import read_run
 from penstock.runtime.plan import PlanFile
 from penstock.settings import DataSettings, EvaluationSettings, RunSettings
 from penstock.training.inputs import prompts_of, repeated_samples, steps_of
+from penstock.training.monitors import chosen
 from tests.bytes_of_files import read, write_lines
 from tests.lanes import mostly_slow
 from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
@@ -145,9 +146,13 @@ def test_wrong_settings_are_one_line_and_leave_nothing(home, monkeypatch, flags,
 
 
 def test_a_missing_monitor_is_refused_first(home, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
     result = train(home, plan_in(home), "--data", home / "nowhere", "--monitor", "tensorboard", "--monitor", "wandb", out="o")
     one_line(result, 2, "--monitor wandb: wandb is not installed here; pip install wandb")
+    assert (chosen(["all"]), chosen(["none"])) == (["tensorboard"], [])
+    result = train(home, home / "plan.json", "--report-to", "none", "--report-to", "tensorboard", out="o")
+    one_line(result, 2, "--monitor none, tensorboard: all and none exclude others")
     assert not (home / "o").exists()
 
 
