@@ -12,7 +12,6 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "README.md": (1, 0.1),
     "benchmarks": (3, 0.1),
     "benchmarks/gpu": (3, 0.1),
-    "benchmarks/neighbours": (3, 0.1),
     "benchmarks/published": (2, 0.1),
     "demo": (8, 0.1),
     "docs": (2, 0.1),

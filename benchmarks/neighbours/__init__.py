@@ -1,1 +1,0 @@
-"""Neighbours of ten kinds of silent errors."""
