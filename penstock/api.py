@@ -104,6 +104,7 @@ def plan(
     `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
     `host_cores`, `link_bytes_per_s` (each direction), `host_bandwidth_bytes_per_s`: of the whole host, instead of the profile's.
     `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
+    `compute_dtype="fp8"`: like `--compute fp8`, products with frozen weights in FP8 and all else in bf16 (docs/fp8.md).
     `loss`: a value of `--loss`, or a function (docs/losses.md). `no_dropout`: train with the configuration's dropout off.
     `measured`: the folder of a run of this model on this machine, which scales predicted op times. DoesNotFitError names the
     smallest changes that would fit.
@@ -144,6 +145,10 @@ def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: 
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
+    if raw.get("compute_dtype") == "fp8":  # products alone; all else is computed in bf16
+        if raw.get("products", "fp8") != "fp8":
+            raise PlanError(f"semantics: compute_dtype is fp8, and products {raw['products']}; leave out products")
+        raw = {**raw, "compute_dtype": "bf16", "products": "fp8"}
     objective = raw["objective"]
     fields = {
         "micro_batch": objective.rows_each,

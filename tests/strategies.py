@@ -43,6 +43,7 @@ PROFILE: dict[str, Any] = {
         "kernel_overhead_s": _q(1e-6),
         "op_overhead_s": _q(1e-5),
         "compute_threads": None,
+        "fp8_rate_fraction": _q(1.5),
         "matmul": {dtype: [{"m": 64, "k": 64, "n": 64, "flop_per_s": _q(1e12)}] for dtype in ITEM_BYTES},
         "attention": {
             "flash": {

@@ -10,6 +10,7 @@ SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
 USUAL_WORKSPACE_BYTES = 2**30  # assumed for a GPU without a profile
 INT64 = 8  # bytes per position
 COMPILER_BYTES = 125_000_000  # numba and the host optimizer's kernels in a process
+WIDENED = "FP8 products in fp32"
 CUDA_HEAD_ELEMENTS = 8  # torch pads other head widths to a multiple before it calls the kernel
 
 
@@ -17,6 +18,8 @@ def device_needs(plan: Setup, on_cuda: bool, workspace_bytes: float | None) -> d
     """Return peak device bytes by use. `workspace_bytes`: of kernels and libraries; None (old profile): excluded, as documents."""
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.DEVICE}
     needs |= {"kept activations": plan.kept_bytes, "block being computed": plan.transient_bytes}
+    if plan.semantics.products == "fp8" and not on_cuda:
+        needs[WIDENED] = widened_bytes(plan)
     if workspace_bytes is not None:
         needs |= {"documents": document_bytes(plan, on_cuda), "kernels and workspaces": round(workspace_bytes)}
     return needs
@@ -39,6 +42,12 @@ def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
         frozen_bytes = sum(len(blocks) * plan.frozen_bytes(blocks[0]) for blocks in plan.workload.classes)
         needs["state"] -= frozen_bytes - -(-frozen_bytes // n_here)
     return needs
+
+
+def widened_bytes(plan: Setup) -> int:
+    """Largest operands and result of an FP8 product, (m, k) @ (k, n), in fp32: torch's CPU kernel computes with such copies."""
+    products = (m for blocks in plan.workload.classes for m in plan.workload.blocks[blocks[0]].matmuls if m.scaled != "no")
+    return max(ITEM_BYTES["fp32"] * (m.m * m.k + m.k * m.n + m.m * m.n) for m in products)
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:

@@ -17,6 +17,7 @@ from .train import ALL, Train, parse_train, training
 from .workload import FILE, Count, Dtype, Natural, Saved
 
 Kernel = Literal["eager", "fused"]
+Products = Literal["compute", "fp8"]  # compute: in the compute dtype
 # eager: torch's cross entropy on fp32 logits. online: online softmax reads each row of rounded logits once and writes the gradient
 # in place; the product for the output matrix's gradient accumulates in fp32
 LossKernel = Literal["eager", "online"]
@@ -62,6 +63,8 @@ class Semantics:
     # Adapter forward: x A^T is rounded, then the frozen product x W^T accumulates onto its product with B
     lora_products: Literal["accumulated"] = "accumulated"
     base: Base = "bf16"  # bf16: not packed, in the compute dtype
+    # Products with packed frozen weights. fp8: both operands in E4M3 with a scale per row, as docs/fp8.md defines; base fp8-rows
+    products: Products = "compute"
     optimizer: Optimizer = Optimizer.ADAMW
     objective: Loss = CROSS_ENTROPY
     router_loss: Annotated[float, Field(ge=0)] = 0.0  # weight of the routers' auxiliary loss; 0: none

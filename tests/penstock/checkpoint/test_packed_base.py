@@ -59,7 +59,7 @@ def made(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("base", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("base", ["nf4", "int8", "fp8", "fp8-rows"])
 def test_weights_are_packed_once_and_kept(folder, tmp_path, made, base):
     weights = load_file(folder / "model.safetensors")
     for _ in range(2):
