@@ -105,11 +105,9 @@ class Profile(Part):
     def fp8_rate_fraction(self) -> float:
         """Rate of FP8 products over bf16 products. Raise ProfileError if the device has none, or the profile no rate of them."""
         if (fraction := self.device.fp8_rate_fraction) is None:
-            has = "has none (NVIDIA's do from Ada and Hopper on)" if self.device.kind == "cuda" else "has no rate of them"
-            remedy = "leave it out, or measure them with `penstock probe` on the machine"
-            raise ProfileError(
-                f"{self.name}: --compute fp8 needs FP8 products, and the profile of {self.device.name} {has}; {remedy}"
-            )
+            when = " (NVIDIA's GPUs have them from Ada and Hopper on)" if self.device.kind == "cuda" else ""
+            remedy = "leave out --compute fp8, or measure them with `penstock probe`"
+            raise ProfileError(f"{self.name}: the profile of {self.device.name} has no FP8 products{when}; {remedy}")
         return fraction.value
 
     @property

@@ -29,6 +29,7 @@ from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from penstock.runtime.plan.legality import refuse_half_pairs
 from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
 from penstock.runtime.plan.optimizer import optimizing
+from penstock.runtime.plan.policy import computing
 from penstock.runtime.plan.train import training
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
@@ -148,7 +149,7 @@ def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: 
     if raw.get("compute_dtype") == "fp8":  # products alone; all else is computed in bf16
         if raw.get("products", "fp8") != "fp8":
             raise PlanError(f"semantics: compute_dtype is fp8, and products {raw['products']}; leave out products")
-        raw = {**raw, "compute_dtype": "bf16", "products": "fp8"}
+        raw = {**raw, **computing("fp8")}
     objective = raw["objective"]
     fields = {
         "micro_batch": objective.rows_each,

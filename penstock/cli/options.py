@@ -17,6 +17,7 @@ from penstock.run_config import ALSO_KNOWN_AS, advice, data_named
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.optimizer import RULES
+from penstock.runtime.plan.policy import COMPUTES
 from penstock.runtime.units import parse_bytes, parse_count
 from penstock.settings import Flag, Fraction, settings_of
 
@@ -209,7 +210,7 @@ def option(flag: Flag, param: str, field: Field[Any]) -> Option:
     if field.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
     shown = field.default if flag.default is None else flag.default
-    kind = click.Choice(["bf16", "fp32", "fp8"]) if param == "compute_dtype" else _type(field.type)
+    kind = click.Choice(COMPUTES) if param == "compute_dtype" else _type(field.type)
     text = flag.help + " Can be repeated." * flag.repeats + (f"  [default: {shown}]" if shown not in (None, ()) else "")
     return click.option(flag.name, param, type=kind, multiple=flag.repeats, metavar=flag.metavar, help=text)
 

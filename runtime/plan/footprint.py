@@ -47,7 +47,7 @@ def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
 def widened_bytes(plan: Setup) -> int:
     """Largest operands and result of an FP8 product, (m, k) @ (k, n), in fp32: torch's CPU kernel computes with such copies."""
     products = (m for blocks in plan.workload.classes for m in plan.workload.blocks[blocks[0]].matmuls if m.scaled != "no")
-    return max(ITEM_BYTES["fp32"] * (m.m * m.k + m.k * m.n + m.m * m.n) for m in products)
+    return max((ITEM_BYTES["fp32"] * (m.m * m.k + m.k * m.n + m.m * m.n) for m in products), default=0)
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:

@@ -64,6 +64,10 @@ def published_as(config: Mapping[str, object]) -> Base | None:
             return "fp8"
         case {"quant_method": "mxfp4"}:
             return "mxfp4"
+        case {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": dict(groups)}:
+            match [*groups.values()]:
+                case [{"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}]:
+                    return "fp8-rows"
     return None
 
 

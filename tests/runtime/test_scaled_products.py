@@ -32,6 +32,7 @@ from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.every_type import tiny
 from tests.lanes import diagonal, examples, mostly_slow
 from tests.reference import e4m3_rows, scaled_gradient, scaled_product
+from tests.running import one_line, penstock
 from tests.tiny import tiny_config
 from tests.training import (
     N_STEPS,
@@ -320,7 +321,10 @@ def test_a_step_takes_the_memory_of_its_plan(model_type, targets) -> None:
 
 
 REFUSED = [
-    ({"train": LORA, "base": "fp8-rows"}, "--base fp8-rows is multiplied as it is stored: add --compute fp8"),
+    (
+        {"train": LORA, "base": "fp8-rows", "products": "compute"},
+        "--base fp8-rows is multiplied as it is stored: add --compute fp8",
+    ),
     ({"train": LORA, "base": "fp8", "products": "fp8"}, "with --base fp8: no kernel here multiplies its blocks of 128 x 128; use"),
     (
         {"train": LORA, "products": "fp8"},
@@ -355,16 +359,24 @@ def test_layers_without_a_known_linear_layer_are_named(model_type, message) -> N
 
 
 def test_a_machine_without_fp8_products_is_refused(tmp_path) -> None:
-    with pytest.raises(ProfileError, match=r"^a100-sxm: --compute fp8 needs FP8 products, and .* A100-SXM4-80GB has none"):
+    with pytest.raises(ProfileError, match=r"^a100-sxm: the profile of NVIDIA A100-SXM4-80GB has no FP8 products \(NVIDIA's"):
         api.plan("qwen2.5-0.5b", "a100-sxm", seq_len=64, batch_size=2, train="lora", base="fp8-rows", compute_dtype="fp8")
     fields = read_profile("cpu-2core").to_json()
     del fields["device"]["fp8_rate_fraction"]
-    with pytest.raises(ProfileError, match="has no rate of them; leave it out, or measure them with `penstock probe`"):
+    with pytest.raises(ProfileError, match="has no FP8 products; leave out --compute fp8, or measure them with `penstock probe`"):
         _ = Profile.from_json(fields).fp8_rate_fraction
     with pytest.raises(PlanError, match="compute_dtype is fp8, and products compute"):
         api.plan("qwen2.5-0.5b", "h100-sxm", train="lora", base="fp8-rows", compute_dtype="fp8", products="compute")
     planned = api.plan("qwen2.5-0.5b", "h100-sxm", seq_len=64, batch_size=2, train="lora", base="fp8-rows", compute_dtype="fp8")
     assert (planned.plan.semantics.compute_dtype, planned.plan.semantics.products) == ("bf16", "fp8")
+
+
+@pytest.mark.parametrize("command", [("plan", "--machine"), ("compare", "--machines"), ("fits", "")])
+def test_commands_refuse_what_does_not_work_in_one_line(command) -> None:
+    name, flag = command
+    arguments = ["h100-sxm"] if name == "fits" else ["llama-3.1-8b", flag, "h100-sxm"]
+    one_line(penstock(name, *arguments, "--compute", "fp8"), 2, "use --train lora --base fp8-rows --compute fp8")
+    one_line(penstock(name, *arguments, "--train", "lora", "--base", "fp8-rows"), 2, "add --compute fp8")
 
 
 def test_a_device_that_lacks_or_mistakes_fp8_products_is_refused(monkeypatch) -> None:
