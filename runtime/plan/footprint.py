@@ -45,9 +45,14 @@ def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
 
 
 def widened_bytes(plan: Setup) -> int:
-    """Largest operands and result of an FP8 product, (m, k) @ (k, n), in fp32: torch's CPU kernel computes with such copies."""
+    """Peak of torch's CPU kernel in an FP8 product (m, k) @ (k, n) or the gradient of its input: both operands in fp32, a second
+    operand by rows, and then another fp32 copy of it, or the result in fp32 and bf16; or two fp32 copies of the first operand."""
+
+    def peak_bytes(m: int, k: int, n: int) -> int:
+        return max(8 * m * k, 4 * m * k + 5 * k * n + max(4 * k * n, 6 * m * n))
+
     products = (m for blocks in plan.workload.classes for m in plan.workload.blocks[blocks[0]].matmuls if m.scaled != "no")
-    return max((ITEM_BYTES["fp32"] * (m.m * m.k + m.k * m.n + m.m * m.n) for m in products), default=0)
+    return max((max(peak_bytes(m.m, m.k, m.n), peak_bytes(m.m, m.n, m.k)) for m in products), default=0)
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:
