@@ -136,6 +136,8 @@ class Device(Part):
     loss_bytes_per_s: Quantity | None = None  # passes of the fused loss over logits; None: `memory_bytes_per_s`
     unpack_bytes_per_s: Quantity | None = None  # dequantisation, bytes as in `plan/packed.py`; None: `memory_bytes_per_s`
     narrow_bytes_per_s: Quantity | None = None  # products with an adapter's rank as k or n; None: `memory_bytes_per_s`
+    # Rate of FP8 products (E4M3, a scale per row of both operands, fp32 sums) over bf16 products of one shape; None: it has none
+    fp8_rate_fraction: Quantity | None = None
     sustained_fraction: Quantity | None = None  # rate of products in a step over their burst rate; None: rates are a step's
     kernel_overhead_s: Quantity
     op_overhead_s: Quantity

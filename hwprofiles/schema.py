@@ -103,6 +103,15 @@ class Profile(Part):
         return (self.disk.under_copies_bytes_per_s or self.disk.read_bytes_per_s).value
 
     @property
+    def fp8_rate_fraction(self) -> float:
+        """Rate of FP8 products over bf16 products. Raise ProfileError if the device has none, or the profile no rate of them."""
+        if (fraction := self.device.fp8_rate_fraction) is None:
+            when = " (NVIDIA's GPUs have them from Ada and Hopper on)" if self.device.kind == "cuda" else ""
+            remedy = "leave out --compute fp8, or measure them with `penstock probe`"
+            raise ProfileError(f"{self.name}: the profile of {self.device.name} has no FP8 products{when}; {remedy}")
+        return fraction.value
+
+    @property
     def n_devices(self) -> int:
         """Number of devices in the profile; 1 if unknown."""
         return 1 if self.peers is None else self.peers.n_devices or 1

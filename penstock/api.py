@@ -29,6 +29,7 @@ from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from penstock.runtime.plan.legality import refuse_half_pairs
 from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
 from penstock.runtime.plan.optimizer import optimizing
+from penstock.runtime.plan.policy import computing
 from penstock.runtime.plan.train import training
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
@@ -108,6 +109,7 @@ def plan(
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
     Profile. `policy`: a Policy, its fields, or the name of another system, instead of a search. `semantics`: StepOptions, for
     example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`; None or absent: the fastest.
+    `compute_dtype="fp8"`: products with frozen weights in FP8, all else in bf16 (docs/fp8.md).
     `clipped_fraction`: known share of steps with a clipped gradient. `host_cores`, `link_bytes_per_s` (each direction),
     `host_bandwidth_bytes_per_s`: of the whole host, instead of the profile's. `network_gbit`: Gbit/s of each host, instead of the
     profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers. `loss`: by name (`dpo:beta=0.1`), or a function
@@ -148,6 +150,10 @@ def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: 
 
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
+    if raw.get("compute_dtype") == "fp8":  # products alone; all else is computed in bf16
+        if raw.get("products", "fp8") != "fp8":
+            raise PlanError(f"semantics: compute_dtype is fp8, and products {raw['products']}; leave out products")
+        raw = {**raw, **computing("fp8")}
     objective = raw["objective"]
     fields = {
         "micro_batch": objective.rows_each,

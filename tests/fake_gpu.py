@@ -23,6 +23,7 @@ class Truth:
     """True properties of the machine, in base units."""
 
     flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 700e12, "fp32": 50e12})
+    fp8_fraction: float | None = 1.6  # rate of FP8 products over bf16's; None: no such products
     work_lost_flop: float = 3e9  # overhead of a product, in FLOP
     attention_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 350e12, "fp32": 12e12})
     cudnn_flop_per_s: dict[str, float] = field(default_factory=lambda: {"bf16": 560e12})  # missing dtype: not supported
@@ -150,6 +151,10 @@ class FakeGpu(Device):
                 return t.copy_latency_s * (not self.company) + work.amount / rate
             case "bf16 products" | "fp32 products":
                 return (work.amount + t.work_lost_flop) / t.flop_per_s[dtype] / clock
+            case "FP8 products":
+                if t.fp8_fraction is None:
+                    raise DeviceError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 8.9")
+                return work.amount / t.flop_per_s["bf16"] / t.fp8_fraction / clock
             case "bf16 attention" | "fp32 attention":
                 rates = t.cudnn_flop_per_s if "cudnn" in work.name else t.attention_flop_per_s
                 if dtype not in rates:

@@ -180,7 +180,8 @@ class Adapted(torch.nn.Module):
         first = self.together[0]
         if self is first:
             parts = [(part.weight, part.bias, part.lora_A.weight, part.lora_B.weight) for part in self.together]
-            self.outputs = list(LowRank.apply(x, self.scale, *(tensor for part in parts for tensor in part)))
+            of_each = [getattr(part, "scaled", None) for part in self.together]
+            self.outputs = list(LowRank.apply(x, self.scale, of_each, *(tensor for part in parts for tensor in part)))
         position = self.together.index(self)
         y, first.outputs[position] = first.outputs[position], None
         return y
@@ -191,16 +192,21 @@ class LowRank(torch.autograd.Function):
     frozen weight is accumulated onto the adapter's."""
 
     @staticmethod
-    def forward(ctx, x, scale, *parts):
+    def forward(ctx, x, scale, scaled, *parts):
         weights, biases, a, b = (parts[i::4] for i in range(4))
         h = x.flatten(0, -2) @ torch.cat(a).t()
         outputs = []
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            if scaled[i] is not None:  # the adapter is accumulated onto the frozen product
+                y = scaled_product(x.flatten(0, -2), bias, *scaled[i])
+                y = torch.addmm(y, h[:, i * len(a[0]) :][:, : len(a[0])], b[i].t(), alpha=scale)
+                outputs.append(y.view(*x.shape[:-1], -1))
+                continue
             y = h.new_zeros(len(h), len(weight)) if bias is None else bias.expand(len(h), -1)
             y = torch.addmm(y, h[:, i * len(a[0]) :][:, : len(a[0])], b[i].t(), alpha=scale)
             outputs.append(torch.addmm(y, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1))
         ctx.save_for_backward(x, h, *parts)
-        ctx.scale = scale
+        ctx.scale, ctx.scaled = scale, scaled
         return tuple(outputs)
 
     @staticmethod
@@ -209,13 +215,72 @@ class LowRank(torch.autograd.Function):
         weights, _, a, b = (parts[i::4] for i in range(4))
         rows, results, rank = [g.flatten(0, -2) for g in gradients], [None] * len(parts), len(a[0])
         of_h = torch.cat([torch.addmm(h.new_zeros(len(h), rank), g, b[i], alpha=ctx.scale) for i, g in enumerate(rows)], 1)
-        of_a, towards = of_h.t() @ x.flatten(0, -2), of_h @ torch.cat(a)
+        of_a, towards = of_h.t() @ x.flatten(0, -2), None if any(ctx.scaled) else of_h @ torch.cat(a)
         for i, (g, weight) in enumerate(zip(rows, weights, strict=True)):
             cols = slice(i * rank, (i + 1) * rank)
             results[4 * i + 2] = of_a[cols]
             results[4 * i + 3] = torch.addmm(torch.zeros_like(b[i]), g.t(), h[:, cols], alpha=ctx.scale)
-            towards = torch.addmm(towards, g, weight)
-        return towards.view_as(x), None, *results
+            if any(ctx.scaled):  # frozen products are rounded and added in order, then the adapters'
+                term = g @ weight if ctx.scaled[i] is None else scaled_gradient(g, *ctx.scaled[i])
+                towards = term if towards is None else towards + term
+            else:
+                towards = torch.addmm(towards, g, weight)
+        towards = torch.addmm(towards, of_h, torch.cat(a)) if any(ctx.scaled) else towards
+        return towards.view_as(x), None, None, *results
+
+
+def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values of E4M3 codes (N, I) and the scales (N, 1) of fp32 rows, as docs/fp8.md defines them: one row at a time,
+    one power of two after another, and the nearest of all codes, ties to the even one."""
+    codes = [2.0**-9 * n for n in range(8)] + [2.0**e * (1 + n / 8) for e in range(-6, 9) for n in range(8)][:-1]  # 0 to 448
+    values, scales = torch.zeros_like(x), torch.ones(len(x), 1)
+    table = torch.tensor(codes, dtype=torch.float64)
+    for row, (numbers, result) in enumerate(zip(x.double(), values, strict=True)):
+        scale, largest = 2.0**-126, float(numbers.abs().max())
+        while largest / scale > 448:
+            scale *= 2
+        distances = (numbers.abs()[:, None] / scale - table).abs()
+        near = distances == distances.min(dim=1, keepdim=True).values  # one code, or two
+        even = near & (torch.arange(127) % 2 == 0)
+        nearest = torch.where(even.any(1), even.int().argmax(1), near.int().argmax(1))
+        result.copy_(table[nearest].copysign(numbers))
+        scales[row] = scale
+    return values, scales
+
+
+def multiply_in_fp8(model: torch.nn.Module, name: str, packed: torch.Tensor) -> None:
+    """Replace the frozen product of a linear layer, with or without an adapter, by the FP8 product of a weight in fp8-rows."""
+    module = model.get_submodule(name.removesuffix(".weight"))
+    n_out, n_in = module.weight.shape
+    codes = packed[: n_out * n_in].view(torch.float8_e4m3fn).view(n_out, n_in).float()
+    module.scaled = codes, packed[-(-n_out * n_in // 256) * 256 :].view(torch.float32)[:n_out]
+    if isinstance(module, torch.nn.Linear):
+        module.forward = lambda x: Scaled.apply(x, module.bias, *module.scaled)
+
+
+class Scaled(torch.autograd.Function):
+    """Product with a weight of E4M3 values and a scale per output, in fp32 on quantised values, rounded once."""
+
+    @staticmethod
+    def forward(ctx, x, bias, codes, scales):
+        ctx.weight = codes, scales
+        return scaled_product(x.flatten(0, -2), bias, codes, scales).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return scaled_gradient(gradient.flatten(0, -2), *ctx.weight).view(*gradient.shape[:-1], -1), None, None, None
+
+
+def scaled_product(x, bias, codes, scales):
+    values, of_rows = e4m3_rows(x.float())
+    y = values @ codes.t() * of_rows * scales
+    return (y if bias is None else y + bias.float()).bfloat16()
+
+
+def scaled_gradient(gradient, codes, scales):
+    """Return the input's gradient; the weight's scales multiply the output's gradient, because the sum is over outputs."""
+    values, of_rows = e4m3_rows(gradient.float() * scales)
+    return (values @ codes * of_rows).bfloat16()
 
 
 def is_trained(name: str, train) -> bool:
@@ -399,10 +464,14 @@ def train(
     model = build(config, semantics, compute)
     parameters = dict(model.named_parameters())
     cut_into_tiles(model, semantics)
-    frozen = {name: p for name, p in parameters.items() if not is_trained(name, semantics.train)}
+    frozen, stored = {name: p for name, p in parameters.items() if not is_trained(name, semantics.train)}, {}
     for name, p in frozen.items():
-        p.data.copy_(masters[name])
         p.requires_grad_(False)
+        if masters[name].dtype is torch.uint8:  # FP8 products use the packed bytes
+            stored[name] = masters[name]
+            multiply_in_fp8(model, name, masters[name])
+        else:
+            stored[name] = p.data.copy_(masters[name])
     parameters = {name: p for name, p in parameters.items() if name not in frozen}
     masters = {name: torch.nn.Parameter(masters[name].float().clone()) for name in parameters}
     first = dict(settings[0])
@@ -413,7 +482,7 @@ def train(
     not_decaying = {"params": [masters[n] for n in no_decay if n not in in_groups], "weight_decay": 0.0}
     apart = [{"params": [masters[n] for n in masters if part in n], "weight_decay": of_part} for part, _, of_part in groups]
     optimizer = torch.optim.AdamW([decaying, not_decaying, *apart], fused=True, **first)
-    result, n_updates = Reference({}, {}, {}, [], [], {name: p.data for name, p in frozen.items()}), 0
+    result, n_updates = Reference({}, {}, {}, [], [], stored), 0
     of_lean = {name: [torch.zeros_like(p.data) for _ in semantics.optimizer.moments] for name, p in masters.items()}
     for batch, of_step in zip(batches, settings, strict=True):
         rates = [of_step["lr"]] * 2 + [rates[len(result.losses)] for _, rates, _ in groups]

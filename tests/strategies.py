@@ -43,6 +43,7 @@ PROFILE: dict[str, Any] = {
         "kernel_overhead_s": _q(1e-6),
         "op_overhead_s": _q(1e-5),
         "compute_threads": None,
+        "fp8_rate_fraction": _q(1.5),
         "matmul": {dtype: [{"m": 64, "k": 64, "n": 64, "flop_per_s": _q(1e12)}] for dtype in ITEM_BYTES},
         "attention": {
             "flash": {
@@ -123,9 +124,12 @@ PARTS = (
 def frozen(draw: st.DrawFn, all_trained: Semantics) -> Semantics:
     """Sample frozen parameters for these semantics, packed or not."""
     train = draw(st.sampled_from(ADAPTED) | st.sampled_from(PARTS))
-    base = draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8"]))
+    base = draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8", "fp8-rows"]))
+    if base == "fp8-rows" and (train.lora is None or all_trained.compute_dtype == "fp32"):
+        base = "fp8"
+    products = "fp8" if base == "fp8-rows" else "compute"
     gradient_dtype = draw(st.sampled_from(["fp32", "fp32", all_trained.gradient_dtype]))
-    return replace(all_trained, train=train, base=base, gradient_dtype=gradient_dtype)
+    return replace(all_trained, train=train, base=base, gradient_dtype=gradient_dtype, products=products)
 
 
 def as_trained(blocks: Sequence[Block], train: Train) -> tuple[Block, ...]:

@@ -61,6 +61,7 @@ def settings_of_torch(n_steps: int) -> list[dict]:
 def semantics_of(model_type: str, **fields) -> Semantics:
     """Return small legal semantics for the type: sequences of 16 tokens, and tiles that do not divide them."""
     attention = "eager" if model_type in EAGER_ONLY else "sdpa"
+    fields |= {"products": "fp8"} if fields.get("base") == "fp8-rows" and "products" not in fields else {}
     defaults = {"seq_len": 16, "batch_size": 4, "micro_batch": 1, "clip_norm": 0.5, "loss_tile_tokens": 5, "attention": attention}
     return Semantics(**(defaults | fields))
 
@@ -195,10 +196,12 @@ def state_of(machine: TorchMachine) -> tuple[Tensors, Tensors, Tensors]:
 
 
 def frozen_of(machine: TorchMachine) -> Tensors:
-    """Return copies of frozen weights by name; packed ones are unpacked."""
+    """Return copies of frozen weights by name; packed ones are unpacked, unless products use their bytes."""
     host, weights, semantics = machine.host, Tensors(), machine.plan.semantics
     for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen[b]):
-        if machine.plan.is_packed(p):
+        if machine.plan.is_packed(p) and semantics.products == "fp8":
+            weights[p.name] = host.packed(p).clone()
+        elif machine.plan.is_packed(p):
             weights[p.name] = torch.empty(p.shape, dtype=reference.DTYPE[semantics.compute_dtype])
             unpack_into(host.packed(p), weights[p.name], semantics.base)
         else:

@@ -27,6 +27,8 @@ from penstock.runtime.layers.packed_weights import pack, unpack_into
 from penstock.runtime.layers.pointwise import fastest
 from penstock.runtime.plan import Lane
 from penstock.runtime.plan.packed import Base, at_once_bytes
+from penstock.runtime.scaled_products import by_columns, quantise
+from penstock.runtime.scaled_products import product as scaled
 from penstock.runtime.units import KiB, MiB
 
 Call = Callable[[], object]  # one repetition, asynchronous on a stream
@@ -85,6 +87,23 @@ def product(dtype: Dtype, m: int, k: int, n: int) -> Benchmark:
     name, point, size = f"{dtype} product ({m}, {k}) @ ({k}, {n})", {"m": m, "k": k, "n": n}, (m, math.sqrt(k * n))
     n_bytes = 2 * ITEM_BYTES[dtype] * (m * k + k * n + m * n)
     return Benchmark(f"{dtype} products", name, make, amount=3 * 2 * m * k * n, point=point, size=size, n_bytes=n_bytes)
+
+
+def scaled_product(m: int, k: int, n: int) -> Benchmark:
+    """Time the FP8 products of a frozen linear layer, (m, k) @ (k, n), and of its input gradient, on quantised operands."""
+
+    def make(device: torch.device, working_bytes: int) -> Call:
+        operands = [t for shape in ((m, k), (n, k), (m, n)) for t in quantise(_random(device, *shape))]
+        ones, back = torch.ones(k, device=device), by_columns(operands[2]).t()
+        return rotating([*operands, back, ones], working_bytes, _scaled_products)
+
+    name, n_bytes = f"FP8 product ({m}, {k}) @ ({k}, {n})", 2 * (m * k + 2 * k * n + m * n)
+    return Benchmark("FP8 products", name, make, amount=2 * 2 * m * k * n, n_bytes=n_bytes)
+
+
+def _scaled_products(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, dy: Tensor, sdy: Tensor, back: Tensor, ones: Tensor) -> None:
+    scaled(x, sx, w, sw)
+    scaled(dy, sdy, back, ones)
 
 
 def _products(x: Tensor, w: Tensor, dy: Tensor, y: Tensor, dx: Tensor, dw: Tensor) -> None:

@@ -27,6 +27,7 @@ ALONE, LOADED = f"{EXTRA}alone.", f"{EXTRA}beside."  # a benchmark of a kind, wi
 QUICKER = {"host_bytes": 6, "point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # divisors
 Shape = tuple[int, int, int]
 REFERENCE, NODES, CLOCK = f"{EXTRA}reference.", f"{EXTRA}nodes.", f"{EXTRA}clock"
+FP8 = f"{EXTRA}fp8"  # products as large as the reference's
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Meas
     for dtype in DTYPES:
         yield from _attention(effort, facts.is_cpu, dtype, room_bytes, load)
     yield from _kernels(effort, facts.is_cpu, load)
+    yield Measurement(FP8, kernels.scaled_product(width, width, width), soak_s=effort.soak_s, is_optional=True)
     yield Measurement(REFERENCE + "last", reference)
 
 

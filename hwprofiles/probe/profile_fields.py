@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .device import Load
-from .measurements import ALONE, CLOCK, CLOCKED_FRACTION, EXTRA, LOADED, NODES, REFERENCE, Measurement
+from .measurements import ALONE, CLOCK, CLOCKED_FRACTION, EXTRA, FP8, LOADED, NODES, REFERENCE, Measurement
 from .timings import Timing, lifted
 
 HOST = "host"  # source of the rates of host benchmarks
@@ -44,6 +44,9 @@ class ProfileFields:
                 source = "probe" if seconds.use is None else HOST
                 widened = value._replace(spread_fraction=max(value.spread_fraction, slowdown - 1, drift - 1))
                 _write(fields, row, widened.quantity(source), load if follows_clock else None)
+        if (fp8 := self.extra.get(FP8)) is not None:
+            fraction = fp8.value / self.extra[REFERENCE + "last"].value
+            fields["device"]["fp8_rate_fraction"] = fp8._replace(value=fraction).quantity()
         ways = [fields["link"][way]["duplex_bytes_per_s"] for way in ("h2d", "d2h")]
         both = Timing(sum(way["value"] for way in ways), max(way["spread_fraction"] for way in ways))
         fields["link"]["duplex_bytes_per_s"] = both.quantity()

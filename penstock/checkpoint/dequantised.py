@@ -15,7 +15,7 @@ from penstock.runtime.plan.packed import MXFP4_BLOCK, Base, layout
 
 from .tensor_files import Shards
 
-BLOCKS, _SCALES, _FP8_SCALES = "_blocks", "_scales", "_scale_inv"
+BLOCKS, ROW_SCALES, _SCALES, _FP8_SCALES = "_blocks", "_scale", "_scales", "_scale_inv"
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,6 +70,15 @@ def fp8_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tupl
     is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES and codes.dim() >= 2
     if not is_fp8 or tuple(codes.shape) != shape or tuple(scales.shape) != layout(shape, "fp8").scales:
         raise _wrong_format(folder, name, "FP8 with a scale for each block of 128 x 128")
+    return codes, scales
+
+
+def fp8_row_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the FP8 codes in this shape, and the scale of each row, as compressed-tensors stores them."""
+    codes, scales = stored[name], stored[f"{name}{ROW_SCALES}"]
+    is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES and tuple(codes.shape) == shape
+    if not is_fp8 or scales.numel() != shape[0] or not bool(scales.isfinite().all()):
+        raise _wrong_format(folder, name, "FP8 with a finite scale for each row")
     return codes, scales
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.files import alone
 from penstock.runtime.layers.packed_weights import NF4, pack, parts
-from penstock.runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
+from penstock.runtime.plan.packed import DEQUANTISED, FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
 
-from .dequantised import BLOCKS, fp8_parts, mxfp4_parts
+from .dequantised import BLOCKS, ROW_SCALES, fp8_parts, fp8_row_parts, mxfp4_parts
 from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
 from .tensor_files import Shapes, Shards, write_tensors
@@ -38,12 +38,14 @@ _PACKED = "packed.safetensors"
 
 
 def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base, cache: Path) -> Read:
-    """Return a function that reads packed weights by name, as flat bytes. bf16 weights are packed into `cache` first."""
+    """Return a function that reads packed weights by name, as flat bytes. bf16 weights are packed into `cache` first; for fp8-rows,
+    also bf16 values of weights published in FP8 by blocks, or in MXFP4."""
     published = published_base(folder, config)
     if published == base:
         return _Published(folder, config, shapes, base).read
-    if published != "bf16":
-        raise CheckpointError(f"{folder}: its weights are packed in {published}, not in {base}; plan with --base {published}")
+    if published != "bf16" and not (base == "fp8-rows" and published in DEQUANTISED):
+        also = " --compute fp8" if published == "fp8-rows" else ""
+        raise CheckpointError(f"{folder}: its weights are packed in {published}, not in {base}; plan with --base {published}{also}")
     key = json.dumps([FORMAT, weights_digest(folder), sorted(shapes.items())])
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     with writing(cache), alone(cache, "base.lock"):
@@ -86,6 +88,9 @@ def published_base(folder: Path, config: Mapping[str, Any]) -> Base:
     return base
 
 
+_READ = {"mxfp4": mxfp4_parts, "fp8-rows": fp8_row_parts}
+
+
 class _Published:
     """Packed weights in a model's files, rearranged to our layout on access.
 
@@ -104,7 +109,7 @@ class _Published:
         codes, scales = (part.view(-1) for part in parts(packed, shape, self._base))
         offset = scales_offset = 0
         for piece in self._pieces[name]:
-            read = mxfp4_parts if self._base == "mxfp4" else fp8_parts
+            read = _READ.get(self._base, fp8_parts)
             piece_codes, piece_scales = self._nf4(*piece) if self._base == "nf4" else read(self._folder, self._stored, *piece)
             codes[offset : offset + piece_codes.numel()] = piece_codes.reshape(-1)
             scales[scales_offset : scales_offset + piece_scales.numel()] = piece_scales.reshape(-1)
@@ -117,16 +122,17 @@ class _Published:
         if name in self._stored or self._base == "mxfp4":
             return [(name, shape)]
         pieces = [(piece, tuple(t.shape)) for piece, t in publish(config, name, torch.empty(shape, device="meta"))]
+        block = 1 if self._base == "fp8-rows" else FP8_BLOCK
         for piece, piece_shape in pieces:
             # No block may cross into the next piece. The last fp8 block may be shorter, at the end of the matrix.
-            is_cut = prod(piece_shape) % NF4_BLOCK if self._base == "nf4" else piece_shape[-2] % FP8_BLOCK
+            is_cut = prod(piece_shape) % NF4_BLOCK if self._base == "nf4" else piece_shape[-2] % block
             if is_cut and (self._base == "nf4" or piece_shape[-2] != shape[-2]):
                 raise CheckpointError(f"{self._folder}: {piece} does not end at a block boundary; {_IN_BF16}")
         return pieces
 
     def _refuse_others(self, pieces: set[str]) -> None:
         """Raise CheckpointError if a piece is not packed, or if another tensor is packed."""
-        mark = {"nf4": ".quant_state.bitsandbytes__nf4", "mxfp4": BLOCKS}.get(self._base, "_scale_inv")
+        mark = {"nf4": ".quant_state.bitsandbytes__nf4", "mxfp4": BLOCKS, "fp8-rows": ROW_SCALES}.get(self._base, "_scale_inv")
         for piece in pieces:
             if piece in self._stored and piece + mark not in self._stored:
                 raise CheckpointError(f"{self._folder}: {piece} is not packed in {self._base}, as others are; {_IN_BF16}")

@@ -30,8 +30,9 @@ from penstock.planner.model.workload import read_model, supported_attention
 from penstock.planner.show.price import AROUND, JOB_TITLES, hourly
 from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.legality import refuse_products
 from penstock.runtime.plan.packed import Base
-from penstock.runtime.plan.policy import trained
+from penstock.runtime.plan.policy import COMPUTES, computing, trained
 from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
@@ -61,6 +62,7 @@ CHEAPEST = {"cheapest": False, "cheapest_bought": True}  # key of JSON -> bought
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
 MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
+COMPUTE = click.option("--compute", type=click.Choice(COMPUTES), help="As in penstock plan.  [default: bf16]")
 FILE = click.Path(dir_okay=False, path_type=Path)
 HTML = click.option("--html", type=FILE, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
 
@@ -76,6 +78,7 @@ HTML = click.option("--html", type=FILE, callback=check_page, help="Also write F
 @with_work
 @with_host
 @MASTER
+@COMPUTE
 @HTML
 @AS_JSON
 def fits(
@@ -178,6 +181,7 @@ def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]
 @with_host
 @NO_DROPOUT
 @MASTER
+@COMPUTE
 @HTML
 @AS_JSON
 def compare(
@@ -309,12 +313,19 @@ def _profiles(name: str = "") -> list[Profile]:
 
 
 def _part(
-    n_gpus: int, master: Dtype | None, train: str | None, base: Base | None, optimizer: str | None, **fields: Any
+    n_gpus: int,
+    master: Dtype | None,
+    train: str | None,
+    base: Base | None,
+    optimizer: str | None,
+    compute: str | None,
+    **fields: Any,
 ) -> Semantics:
     """Return one rank's part of a step, with further `fields` of Semantics. PlanError if the ranks cannot share it."""
     from penstock.planner.search.micro_batch import shared_step
 
-    semantics = trained(Semantics(**fields), train, base, optimizer, master)
+    semantics = trained(Semantics(**fields, **computing(compute)), train, base, optimizer, master)
+    refuse_products(semantics)
     semantics = shared_step(semantics, n_gpus, has_groups=False) if n_gpus > 1 else semantics
     if (n := semantics.micro_batch) > semantics.batch_size:
         raise PlanError(f"--micro-batch {n} is more than the batch of {semantics.batch_size}; choose at most that")

@@ -17,6 +17,7 @@ from penstock.run_config import ALSO_KNOWN_AS, advice, data_named
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.optimizer import RULES
+from penstock.runtime.plan.policy import COMPUTES
 from penstock.runtime.units import parse_bytes, parse_count
 from penstock.settings import Flag, Fraction, settings_of
 
@@ -133,8 +134,9 @@ with_work = together(
     ),
     click.option(
         "--base",
-        type=click.Choice(["bf16", "nf4", "int8", "fp8", "mxfp4"]),
-        help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits; mxfp4: gpt-oss, as published.  [default: bf16]",
+        type=click.Choice(["bf16", "nf4", "int8", "fp8", "mxfp4", "fp8-rows"]),
+        help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits; mxfp4: gpt-oss, as published; fp8-rows: for "
+        "--compute fp8.  [default: bf16]",
     ),
     click.option(
         "--optimizer",
@@ -182,7 +184,7 @@ _SEMANTICS = {
     "micro_batch": Flag("--micro-batch", "Sequences computed at a time; the last may be fewer.", "the fastest"),
     "on_nonfinite": Flag("--on-nonfinite", "When a gradient is not finite."),
     "master_dtype": Flag("--master", "Dtype of the master weights."),
-    "compute_dtype": Flag("--compute", "Compute dtype (matmuls)."),
+    "compute_dtype": Flag("--compute", "Compute dtype (matmuls); fp8: of products with frozen weights, all else in bf16."),
     "gradient_dtype": Flag("--gradient-dtype", "Dtype of gradients.", "bf16; adapters: fp32"),
     "attention": Flag("--attention", "Attention implementation.", "the best that the model supports"),
     "loss_tile_tokens": Flag(
@@ -208,8 +210,9 @@ def option(flag: Flag, param: str, field: Field[Any]) -> Option:
     if field.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
     shown = field.default if flag.default is None else flag.default
+    kind = click.Choice(COMPUTES) if param == "compute_dtype" else _type(field.type)
     text = flag.help + " Can be repeated." * flag.repeats + (f"  [default: {shown}]" if shown not in (None, ()) else "")
-    return click.option(flag.name, param, type=_type(field.type), multiple=flag.repeats, metavar=flag.metavar, help=text)
+    return click.option(flag.name, param, type=kind, multiple=flag.repeats, metavar=flag.metavar, help=text)
 
 
 def _type(kind: Any) -> Any:

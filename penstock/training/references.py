@@ -45,7 +45,7 @@ from .streamed_forward import forward_passes
 FILE_NAME = "reference.safetensors"  # in a run's folder
 START, BASE, FROM_FILE = "start", "base", "file"
 _KERNELS = ("attention", "attention_kernel", "experts", "norm", "loss", "pointwise", "library_kernels")
-_DECIDE = ("compute_dtype", "base", *_KERNELS)
+_DECIDE = ("compute_dtype", "base", "products", *_KERNELS)
 _HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model (and the --adapter) that the run begins with"
 _HOW_TEACHER = "make it with `penstock forward PLAN --data DATA --out FILE`, of the teacher's PLAN with this --loss and --seq-len"
 _ODD = {

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Op, Plan, Update
 from penstock.runtime.plan.packed import is_packed, layout
-from penstock.runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
+from penstock.runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES, Parameter
 
 FP32 = ITEM_BYTES["fp32"]
 ALIGN_BYTES = ALIGN_ELEMENTS * ITEM_BYTES["bf16"]  # alignment of slots and of tensors in them, because results depend on alignment
@@ -58,9 +58,8 @@ class Shape:
             for b in range(self.n_blocks)
             if b in self.on_device or (policy.square_on_device and b in self.summed_there and not self.sums_itself(b))
         }
-        self.packed = {  # layers with quantized weights
-            b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, s.base) for p in blocks[b].parameters)
-        }
+        quantized = {b for b in range(1, self.head) if any(_is_quantized(plan, p) for p in blocks[b].parameters)}
+        self.packed = quantized if s.products == "compute" else set[int]()  # layers that are unpacked before they compute
         self.first_trained = min(self.trained, default=self.n_blocks)  # backward ends here
         self.n_streaming = 2 if self.packed else policy.prefetch_depth + 2  # slots of `weights` for streamed blocks
         self.item_bytes = ITEM_BYTES[s.compute_dtype]  # of a weight element
@@ -76,6 +75,8 @@ class Shape:
             self.elements = [n + m for n, m in zip(self.trained_elements, frozen, strict=True)]
             # Tiles of 2^16 elements, plus one for each end of a parameter or a piece
             self.n_squares = [n // 2**16 + len(b.parameters) + s.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
+        for b in quantized - self.packed:  # products use quantized weights as they are: slots hold their bytes
+            self.elements[b] = self.trained_elements[b] + _frozen_bytes(plan, b) // self.item_bytes
         # Bytes per block: masters (one or two arrays) and moments; frozen weights; both in host memory
         masters = {"fp32": [4.0], "bf16": [2.0], "split24": [2.0, 1.0]}[s.master_dtype]
         if s.master_dtype == "fp32" and s.compute_dtype == "bf16":
@@ -141,13 +142,17 @@ def _own_bytes(arrays: list[int]) -> int:
 
 def _frozen_bytes(plan: Plan, block: int) -> int:
     """Host bytes of the frozen weights that a block owns, each aligned: packed, or in the compute dtype."""
-    base, item_bytes, total = plan.semantics.base, ITEM_BYTES[plan.semantics.compute_dtype], 0
+    item_bytes, total = ITEM_BYTES[plan.semantics.compute_dtype], 0
     for p in plan.workload.blocks[block].parameters:
-        if p.frozen and p.tied_to is None and is_packed(p.name, p.shape, base):
-            total += -(-layout(p.shape, base).n_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        if _is_quantized(plan, p):
+            total += -(-layout(p.shape, plan.semantics.base).n_bytes // ALIGN_BYTES) * ALIGN_BYTES
         elif p.frozen and p.tied_to is None:
             total += -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS * item_bytes
     return total
+
+
+def _is_quantized(plan: Plan, p: Parameter) -> bool:
+    return p.frozen and p.tied_to is None and is_packed(p.name, p.shape, plan.semantics.base)
 
 
 def _saved_bytes(plan: Plan, block: int) -> int:

@@ -44,8 +44,11 @@ def source_slot(plan: Setup, block: int) -> Slot:
 
 
 def slot_elements(plan: Setup, block: int) -> int:
-    """Elements of a device slot of the block's weights; with several ranks, padded to equal shards."""
+    """Elements of a device slot of the block's weights; with several ranks, padded to equal shards. Packed weights that products
+    use as they are count as bytes over the bytes of an element."""
     b = plan.workload.blocks[block]
+    if plan.multiplies_packed(block):
+        return plan.uploaded(block)[1] // ITEM_BYTES[plan.semantics.compute_dtype]
     return plan.gradient_elements(block) + b.slot_elements - b.trained_elements
 
 

@@ -99,9 +99,12 @@ def note_on_weights(model: Model, base: Base = "bf16") -> str | None:
         return None
     if base == "bf16" and form in DEQUANTISED:
         return f"{subject} in {form.upper()}; `run` reads them, and saves its own, in bf16"
+    if base == "fp8-rows" and form in DEQUANTISED:
+        return f"{subject} in {form.upper()}; `run` reads their values in bf16, and quantises these by row"
     quantised = model.config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    alternative = f"train adapters on them with --train lora --base {form}, or " if form else ""
+    also = " --compute fp8" if form == "fp8-rows" else ""
+    alternative = f"train adapters on them with --train lora --base {form}{also}, or " if form else ""
     stored = str(form or method or "quantised")[:40]
     return f"{subject} as {stored}, which `run` does not read with --base {base}; {alternative}make a bf16 copy first"
 

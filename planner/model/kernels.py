@@ -24,6 +24,8 @@ def with_kernels(
     `deterministic` excludes kernels with atomic additions. Attention with sinks is eager if `kernels` is, or if FlashAttention
     does not take it: in fp32 on a GPU, or with other head widths.
     """
+    if semantics.products == "fp8":
+        _ = profile.fp8_rate_fraction  # raises if the machine has none
     is_eager, kernels = kernels == "eager", kernels or ("fused" if profile.device.kind == "cuda" else "eager")
     fused = fusible(model) if kernels == "fused" else frozenset()
     fused -= {"loss"} if semantics.objective.takes_eager else set()

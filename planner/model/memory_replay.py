@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
+from penstock.runtime.plan.packed import scaled_scratch_bytes
 from penstock.runtime.plan.workload import Matmul, Saved, Tier
 
 FP32, FP64, INT64 = 4, 8, 8  # bytes of an element
@@ -143,24 +144,34 @@ class Tape:
         self.steps.append(Step(reads, out, held=self.held, **fields))
         return out
 
-    def linear(self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False) -> Tensor:
-        """Append (m, k) @ (k, n) with an optional bias; `n_trained` counts elements of weight and bias."""
-        matmul, saves = Matmul(m, k, n, frozen=frozen), [] if frozen else [x]
+    def linear(self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False, scaled: bool = False) -> Tensor:
+        """Append (m, k) @ (k, n) with an optional bias; `n_trained` counts elements of weight and bias. `scaled`: in FP8, which has
+        no `out=` and quantises its input."""
+        matmul, saves = Matmul(m, k, n, frozen=frozen, scaled="own" if scaled else "no"), [] if frozen else [x]
+        if scaled:
+            scratch = scaled_scratch_bytes(m, k, n, self.item_bytes)
+            return self.step([x], m * n, call=Call.GROUPED, matmuls=[matmul], moved=0, scratch=scratch, n_calls=2)
         return self.step([x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved=0, scratch=0)
 
-    def adapted(self, x: Tensor, m: int, k: int, widths: Sequence[int], rank: int, dropout: bool = False) -> list[Tensor]:
+    def adapted(
+        self, x: Tensor, m: int, k: int, widths: Sequence[int], rank: int, dropout: bool = False, scaled: Sequence[bool] = ()
+    ) -> list[Tensor]:
         """Append frozen products (m, k) @ (k, n) with LoRA adapters, for each n in `widths`, in one call without `out=`
-        (`runtime/layers/adapters.py`). The gradients of all factors count for the last step, where backward begins."""
+        (`runtime/layers/adapters.py`). The gradients of all factors count for the last step, where backward begins. `scaled`: True
+        for each product in FP8."""
         stack, reads, outs = rank * len(widths), [x], list[Tensor]()
         narrow, n_trained, is_stacked = Tensor(m * stack, x.item_bytes), sum(rank * (k + n) for n in widths), len(widths) > 1
         if dropout:
             reads.append(self.step([x], m * k, extra_outputs=[Tensor(m * k, 1, differentiable=False)]))
         for i, n in enumerate(widths):
-            first, last = i == 0, i == len(widths) - 1
+            first, last, in_fp8 = i == 0, i == len(widths) - 1, bool(scaled) and scaled[i]
+            product = Matmul(m, k, n, frozen=True, scaled="no" if not in_fp8 else "shared" if any(scaled[:i]) else "own")
+            more_bytes = scaled_scratch_bytes(m, k, n, self.item_bytes) if in_fp8 else 0
             outs.append(self.step(
                 reads, m * n, call=Call.GROUPED, saves=reads[-1:], extra_outputs=[narrow] * first, n_trained=n_trained * last,
-                moved=0, scratch=narrow.n_bytes + k * stack * x.item_bytes * is_stacked, n_calls=2 + first * (1 + is_stacked),
-                matmuls=[Matmul(m, k, stack)] * first + [Matmul(m, rank, n), Matmul(m, k, n, frozen=True)],
+                moved=0, scratch=narrow.n_bytes + k * stack * x.item_bytes * is_stacked + more_bytes,
+                n_calls=2 + first * (1 + is_stacked) + in_fp8,
+                matmuls=[Matmul(m, k, stack)] * first + [Matmul(m, rank, n), product],
             ))  # fmt: skip
         return outs
 

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.packed import Base, is_packed
 from penstock.runtime.plan.train import STACK, Lora
 from penstock.runtime.plan.workload import Matmul
 
@@ -94,6 +95,11 @@ class LayerTrace:
         return {name: (s[1], s[0]) if kind == "conv1d" else (s[0], s[1]) for name, (kind, s) in shapes.items() if s is not None}
 
     @property
+    def plain_linear(self) -> frozenset[str]:
+        """Names of linear layers with PyTorch's own forward."""
+        return frozenset(g.name for g in self.groups if g.kind == "linear")
+
+    @property
     def stacks(self) -> dict[str, tuple[int, int, int]]:
         """Experts, inputs and outputs of each stack of experts that may have adapters, by name, in the order of calls."""
         grouped = (call for call in self.calls if call.name == "_grouped_mm" and call.weights)
@@ -130,6 +136,11 @@ class Part:
     @property
     def drops_out(self) -> bool:
         return self.lora is not None and self.lora.dropout > 0
+
+
+def scaled_weights(trace: LayerTrace, base: Base) -> list[str]:
+    """Names within the layer of the weights that are packed in this base."""
+    return [name for name, shape in trace.parameters.items() if is_packed(f"layers.0.{name}", tuple(shape), base)]
 
 
 def replay(trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
@@ -224,11 +235,18 @@ class _Replay:
         widths, k, rank, drops_out = [n for n, _ in shapes], shapes[0][1], self.part.rank(names[0]), self.part.drops_out
         if len(names) > 1 and (drops_out or not all(map(self.part.rank, names))):
             return [y for name in names for y in self._project(x, name)]
+        scaled = [self._is_scaled(name) for name in names]
         if rank:
-            return self.tape.adapted(x, x.n_elements // k, k, widths, rank, drops_out)
+            return self.tape.adapted(x, x.n_elements // k, k, widths, rank, drops_out, scaled)
         learns = [weight for weight in (f"{names[0]}.weight", f"{names[0]}.bias") if weight in self.part.trained]
         frozen = f"{names[0]}.weight" not in learns
-        return [self.tape.linear(x, x.n_elements // k, k, widths[0], self._elements(learns), frozen)]
+        return [self.tape.linear(x, x.n_elements // k, k, widths[0], self._elements(learns), frozen, scaled[0])]
+
+    def _is_scaled(self, name: str) -> bool:
+        """True if the product of this linear layer is in FP8."""
+        if self.semantics.products != "fp8":
+            return False
+        return f"{name}.weight" in scaled_weights(self.trace, self.semantics.base)
 
     def _replay_call(self, n: int, call: LibraryCall) -> None:
         if call.name == "_to_copy" and self._is_idle(call):

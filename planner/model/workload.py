@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.legality import refuse_products
 from penstock.runtime.plan.objective import CROSS_ENTROPY, SCORE
 from penstock.runtime.plan.optimizer import Optimizer
 from penstock.runtime.plan.train import (
@@ -46,7 +47,7 @@ from penstock.runtime.plan.workload import (
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
 from .memory_replay import FP32, FP64, INT64, Tape
-from .trace import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, replay
+from .trace import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, replay, scaled_weights
 
 __all__ = ["attention_kernels", "attentions", "build_workload", "can_tile_mlp", "fusible", "read_model"]
 __all__ += ["shipped_models", "supported_attention"]
@@ -71,6 +72,7 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, "mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
     if semantics.mlp_tile_tokens is not None and not semantics.train.all:
         _fail(model, "mlp_tile_tokens: a tiled MLP needs full training; leave out this setting or --train")
+    refuse_products(semantics)
     if semantics.base != "bf16" and semantics.train.lora is None:  # full checkpoints hold no packed weights
         _fail(model, f"--base {semantics.base}: packed weights need adapters; add --train lora, or leave out --base")
     lora = semantics.train.lora
@@ -85,6 +87,8 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, "--router-loss: no layer of this model has a router; leave it out")
     if missing := [name for name in semantics.library_kernels if name not in library_kernels(model)]:
         _fail(model, f"library_kernels: no layer of this model can use {missing[0]}; leave it out")
+    if semantics.products == "fp8":
+        _refuse_scaled(model, semantics)
     # Blocks do not depend on these
     plain: dict[str, Any] = {"optimizer": Optimizer.ADAMW, "master_dtype": "fp32", "weight_rounding": "half_up"}
     workload = _built(key_of(model), replace(semantics, **plain))
@@ -96,6 +100,18 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     if (semantics.objective.n_top or 0) > (n := workload.blocks[-1].parameters[-1].shape[0]):
         _fail(model, f"--loss distill: k is {semantics.objective.n_top}, but the model has {n} token ids; choose k <= {n}")
     return workload
+
+
+def _refuse_scaled(model: Model, semantics: Semantics) -> None:
+    """Raise WorkloadError unless each weight in fp8-rows belongs to a plain linear layer, and there is one."""
+    kinds = [LayerTrace.from_json(kind) for kind in _modules(model)["kinds"]]
+    named = [(kind.plain_linear, name.removesuffix(".weight")) for kind in kinds for name in scaled_weights(kind, semantics.base)]
+    if odd := [name for linear, name in named if name not in linear]:
+        _fail(model, f"--compute fp8: {odd[0]} is no plain linear layer; use --base int8 without --compute fp8")
+    if not named:
+        _fail(
+            model, "--compute fp8: no linear layer *_proj has sides that are multiples of 16; use --base int8 without --compute fp8"
+        )
 
 
 @lru_cache(maxsize=128)

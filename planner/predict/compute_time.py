@@ -13,6 +13,7 @@ from penstock.hwprofiles.components import BACKWARD_ATTENTION, AttentionCall
 from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import Profile
 from penstock.runtime.plan import AttentionKernel, Semantics
+from penstock.runtime.plan.packed import FACTORED_BYTES_BY_CALLS, QUANTISED_BYTES, QUANTISED_BYTES_BY_CALLS
 from penstock.runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier
 from penstock.runtime.units import MiB, show_bytes
 
@@ -80,6 +81,7 @@ class ComputeTime:
         return (
             sum(self._matmul(semantics.compute_dtype, m) for m in matmuls)
             + self._attention(semantics, attention, backward=False)
+            + self._quantising_s(matmuls, backward=False)
             + self._pointwise_s(work, semantics)
             + self._calls_s(work.n_kernels, block, semantics)
         )
@@ -89,10 +91,23 @@ class ComputeTime:
         return (
             sum(backward_matmuls(m) * self._matmul(semantics.compute_dtype, m) for m in block.matmuls)
             + self._attention(semantics, block.attention, backward=True)
+            + self._quantising_s(block.matmuls, backward=True)
             + self._pointwise_s(block, semantics, backward=True)
             + block.tile_sum_bytes / self._memory_bytes_per_s
             + self._calls_s(BACKWARD_MATMULS * block.n_kernels, block, semantics)
         )
+
+    def _quantising_s(self, matmuls: Sequence[Matmul], backward: bool) -> float:
+        """Seconds of quantising operands of FP8 products. In backward also of transposing the weights, on a GPU, and of adding the
+        input gradients of products with one input."""
+        item, is_cpu, n_bytes = ITEM_BYTES["bf16"], self.profile.device.kind == "cpu", 0
+        per_element = QUANTISED_BYTES_BY_CALLS + backward * FACTORED_BYTES_BY_CALLS if is_cpu else QUANTISED_BYTES
+        for m in (m for m in matmuls if m.scaled != "no"):
+            if backward:
+                n_bytes += per_element * m.m * m.n + 2 * m.k * m.n * (not is_cpu) + 3 * item * m.m * m.k * (m.scaled == "shared")
+            elif m.scaled == "own":
+                n_bytes += per_element * m.m * m.k
+        return n_bytes / self._memory_bytes_per_s
 
     def _calls_s(self, n_calls: int, block: Block, semantics: Semantics) -> float:
         """Seconds of kernel launches. A CPU's are reported as uncertain if they matter compared with the block's products."""
@@ -178,7 +193,8 @@ class ComputeTime:
     def _matmul(self, dtype: Dtype, m: Matmul) -> float:
         if (seconds := self._matmul_s.get((dtype, m))) is None:
             rate, sustained = self.profile.matmul_rate(dtype, m.m, m.k, m.n), self.profile.device.sustained_fraction
-            seconds = m.flop / (rate.value * (1.0 if sustained is None else sustained.value))
+            fraction = 1.0 if m.scaled == "no" else self.profile.fp8_rate_fraction
+            seconds = m.flop / (rate.value * fraction * (1.0 if sustained is None else sustained.value))
             if not rate.inside_measured:
                 name = f"{dtype} matmul ({m.m}, {m.k}) @ ({m.k}, {m.n})"
                 seconds = self._extrapolated(name, (m.m, math.sqrt(m.k * m.n)), seconds)

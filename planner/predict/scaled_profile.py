@@ -36,6 +36,7 @@ class Group(StrEnum):
 SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "matrix products": (Group.MATMUL, ("device.matmul.",)),
     "products under load": (Group.SUSTAINED, ("device.sustained_fraction",)),
+    "FP8 products": (Group.MATMUL, ("device.fp8_rate_fraction",)),
     "attention": (Group.ATTENTION, ("device.attention.",)),
     "fused norms": (Group.DEVICE_MEMORY, ("device.norms.",)),
     "eager modules": (Group.DEVICE_MEMORY, ("device.eager_bytes_per_s",)),

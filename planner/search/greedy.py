@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from types import MappingProxyType
 
+from penstock.planner.lower.arenas import slot_elements
 from penstock.planner.model.workload import build_workload
 from penstock.planner.predict.resident import Resident, resident_in_parts, shares_memory
 from penstock.runtime.errors import PlanError
@@ -187,7 +188,7 @@ class Greedy:
         needs = device_needs(plan, device.kind == "cuda", device.workspace_bytes.value if device.workspace_bytes else None)
         item = ITEM_BYTES[self.semantics.compute_dtype]
         added = {*policy.resident_blocks}.difference(base.policy.resident_blocks)
-        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in added)
+        resident_bytes = sum(slot_elements(plan, b) * item for b in added)
         return sum(needs.values()) + resident_bytes + device.context_bytes.value <= device.memory_bytes.value
 
     def _upgrades(self, base: Policy) -> Iterator[_Upgrade]:

@@ -181,12 +181,13 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
         return
     prefix, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
     form = published(request.model)
-    bases = BASES if form in ("bf16", None) else ("bf16", form)
+    bases = BASES if form in ("bf16", None) else [base for base in ("bf16", form) if base != "fp8-rows"]
     for base in [base for base in bases if s.train.all or base != s.base]:
         untiled = replace(request, semantics=replace(s, mlp_tile_tokens=None))
-        changed = _changed(untiled, train=train, base=base, gradient_dtype="fp32")
+        changed = _changed(untiled, train=train, base=base, gradient_dtype="fp32", products="compute")
         if changed.fits():
-            yield f"{prefix}--base {base}" if base != "bf16" or not prefix else prefix.strip(), changed
+            suffix = " without --compute fp8" if s.products == "fp8" else ""
+            yield f"{prefix}--base {base}{suffix}" if base != "bf16" or not prefix else prefix.strip(), changed
             return
 
 

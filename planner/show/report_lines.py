@@ -21,7 +21,7 @@ from penstock.runtime.units import show_bytes, show_count, show_rate, show_secon
 from .facts import Facts, Measured
 from .memory import SMALL_FRACTION, Occupancy
 from .price import job_in_words, moved_bytes, prices_in_words
-from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
+from .schedule import batch_in_words, clauses, counted, kernels_in_words, scaled_in_words, trained_in_words
 
 Line = tuple[str, str]  # name, text
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
@@ -182,6 +182,8 @@ def request_lines(f: Facts) -> Iterator[Line]:
     clip = "no clipping" if s.clip_norm is None else f"gradients clipped at {s.clip_norm:g}"
     is_sparse = "num_experts" in plan.model.config or "num_local_experts" in plan.model.config
     experts = f", {s.experts} experts" if is_sparse else ""
+    if s.products == "fp8":
+        yield "products", scaled_in_words(plan)
     yield "precision", f"{s.compute_dtype} compute, {s.master_dtype} master weights, {clip}{experts}"
     if s.is_lean:
         yield "optimizer", s.optimizer_in_words

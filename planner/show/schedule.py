@@ -86,6 +86,16 @@ def trained_in_words(plan: Plan) -> str:
     return f"{show_count(plan.workload.n_trained)} parameters: {train}; {frozen}"
 
 
+def scaled_in_words(plan: Plan) -> str:
+    """Name the products in FP8, and the layers' matrices that stay in bf16: `with q_proj, o_proj in FP8, ...; in bf16: gate`."""
+    names: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    for block in plan.workload.blocks[1:-1]:
+        for p in (p for p in block.parameters if p.frozen and len(p.shape) > 1):
+            names[plan.is_packed(p)][p.name.removeprefix(f"{block.name}.").removesuffix(".weight")] = None
+    rest = f"; layers' matrices in bf16: {', '.join(names[False])}" if names[False] else ""
+    return f"with {', '.join(names[True])} in FP8, a scale per row (docs/fp8.md){rest}"
+
+
 def batch_in_words(semantics: Semantics) -> str:
     """Describe a batch: `67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`; per rank for several ranks."""
     batch = f"{counted(semantics.all_ranks.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"

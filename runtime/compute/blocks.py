@@ -17,7 +17,7 @@ from torch.func import functional_call
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.host.memory import DTYPE
-from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
+from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors, use_scaled_products
 from penstock.runtime.layers.documents import embed_packed, isolated_documents
 from penstock.runtime.layers.kernels import gates_of, use_kernels
 from penstock.runtime.layers.layer_chain import Call, trace
@@ -27,8 +27,10 @@ from penstock.runtime.layers.pointwise import CALL_BY_CALL, fastest
 from penstock.runtime.layers.tiles import TiledMlp
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.packed import is_packed
 from penstock.runtime.plan.train import is_adapter
 from penstock.runtime.plan.workload import Workload
+from penstock.runtime.scaled_products import refuse_device
 
 from .balance import Balance
 from .head import OutputHead, weights_within
@@ -59,6 +61,11 @@ class Templates:
                 shared_inputs = self.chain.results[block - 1].shared_inputs
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora, shared_inputs)
         self._check_parameters()
+        if semantics.products == "fp8":
+            refuse_device(self.device)
+            for block, layer in enumerate(self.layers, start=1):
+                packed = (p.name for p in workload.blocks[block].parameters if is_packed(p.name, p.shape, semantics.base))
+                use_scaled_products(layer, (name.removeprefix(self._prefix(block)) for name in packed))
         pointwise = CALL_BY_CALL
         if semantics.pointwise == "fused":
             pointwise = fastest(self.device, DTYPE[semantics.compute_dtype], gates_of(self.layers))

@@ -7,6 +7,10 @@ memory is idle. The gradient of x is computed in the same order: dh A, then g W 
 Projections that get the same input (q, k, v; gate, up) are one autograd node without dropout: one product with their stacked A, one
 for the gradient of the stack, and one sum for the gradient of x. Example with three projections of rank 16: A is (48, I).
 The node is one library call, so that activation checkpointing stores both of its results, y and h.
+
+FP8 products (docs/fp8.md) have no accumulating form: y is first the frozen product with the bias, rounded once, and s h B^T is
+accumulated onto it. The input is quantised once for all projections. For its gradient the frozen products are rounded, and added
+in order; then dh A is accumulated. Weights are then flat bytes in fp8-rows (`Views.weights`).
 """
 
 # N rows, I inputs, O outputs, R rank, S = R times the number of projections with one input, E experts
@@ -20,8 +24,10 @@ from torch import Tensor, nn
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.train import ADAPTERS, EXPERTS, Lora
+from penstock.runtime.scaled_products import input_gradient, product, quantise
 
 from .kernels import LIBRARY
+from .packed_weights import parts
 from .transformers_patches import IS_TRANSPOSED, Conv1D, replace_grouped_products
 
 
@@ -127,10 +133,13 @@ class _Adapted(torch.autograd.Function):
         ]
         dx = d_dropped = None
         if needed_x:
-            dx = dh_NS @ _stacked(a)
+            width = dropped.shape[-1]
             if ctx.drops:
-                d_dropped, dx = dx.view_as(dropped), torch.mm(gradients_NO[0], weights[0])
+                d_dropped, dx = (dh_NS @ _stacked(a)).view_as(dropped), _frozen_gradient(gradients_NO, weights, width)
+            elif any(map(_is_scaled, weights)):
+                dx = _frozen_gradient(gradients_NO, weights, width).addmm_(dh_NS, _stacked(a))
             else:
+                dx = dh_NS @ _stacked(a)
                 for g_NO, weight_OI in zip(gradients_NO, weights, strict=True):
                     dx.addmm_(g_NO, weight_OI)
             dx = dx.view_as(dropped)
@@ -201,16 +210,79 @@ def _stacked(a: Sequence[Tensor]) -> Tensor:
     return a[0] if len(a) == 1 else torch.cat(list(a))
 
 
+def _is_scaled(weight: Tensor) -> bool:
+    """True for a weight in fp8-rows, as flat bytes."""
+    return weight.dtype is torch.uint8
+
+
+def _frozen_gradient(gradients_NO: Sequence[Tensor], weights: Sequence[Tensor], width: int) -> Tensor:
+    """Sum of the input gradients (N, I) of frozen products, each rounded, added in order."""
+    dx_NI: Tensor | None = None
+    for g_NO, weight in zip(gradients_NO, weights, strict=True):
+        if _is_scaled(weight):
+            term_NI = input_gradient(g_NO, *parts(weight, (g_NO.shape[1], width), "fp8-rows"))
+        else:
+            term_NI = torch.mm(g_NO, weight)
+        dx_NI = term_NI if dx_NI is None else dx_NI.add_(term_NI)
+    assert dx_NI is not None
+    return dx_NI
+
+
+def scaled_forward(linear: Any, x: Tensor) -> Tensor:
+    """Forward of a frozen linear layer with an FP8 product. Its weight is flat bytes in fp8-rows."""
+    return _Scaled.apply(x, linear.weight, linear.bias, linear.out_features)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def use_scaled_products(layer: nn.Module, names: Iterable[str]) -> None:
+    """Compute with FP8 products in the linear layers with these weights. `names`: within the layer, such as
+    `mlp.up_proj.weight`. WorkloadError for a module that is not a plain linear layer."""
+    for name in names:
+        part: Any = layer.get_submodule(name.removesuffix(".weight"))
+        plain = part.plain_forward if isinstance(part, AdaptedLinear) else getattr(type(part), "forward", None)
+        if plain is not nn.Linear.forward:
+            raise WorkloadError(f"{name}: no plain linear layer, so --compute fp8 does not support it; make the plan again")
+        part.plain_forward = scaled_forward
+        if not isinstance(part, AdaptedLinear):
+            part.forward = partial(scaled_forward, part)
+
+
+class _Scaled(torch.autograd.Function):
+    """Frozen linear layer with an FP8 product. Saves the weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, n_outputs: int) -> Tensor:
+        ctx.width = x.shape[-1]
+        ctx.save_for_backward(weight)
+        return torch.ops.penstock.scaled_linear(x, weight, bias, n_outputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,), gradient = ctx.saved_tensors, gradients[0]
+        dx = _frozen_gradient([rows(gradient)], [weight], ctx.width) if ctx.needs_input_grad[0] else None
+        return None if dx is None else dx.view(*gradient.shape[:-1], -1), None, None, None
+
+
+def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, n_outputs: int) -> Tensor:
+    y = x.new_empty(*x.shape[:-1], n_outputs)
+    product(*quantise(rows(x)), *parts(weight, (n_outputs, x.shape[-1]), "fp8-rows"), bias, out_NO=y.view(-1, n_outputs))
+    return y
+
+
 def _adapted_linear(
     x: Tensor, dropped: Tensor, weights: list[Tensor], biases: list[Tensor | None], a: list[Tensor], b: list[Tensor], scale: float
 ) -> tuple[list[Tensor], Tensor]:
     """Outputs of projections with one input, and their concatenated low-rank products (N, S)."""
     x_NI, h_NS, outputs = rows(x), rows(dropped) @ _stacked(a).t(), []
+    scaled = quantise(x_NI) if any(map(_is_scaled, weights)) else None
     for weight_OI, bias_O, b_OR, h_NR in zip(weights, biases, b, h_NS.split(len(a[0]), 1), strict=True):
+        outputs.append(x.new_empty(*x.shape[:-1], len(b_OR)))  # no view, because models may add to it in place
+        y_NO = outputs[-1].view(-1, len(b_OR))
+        if scaled is not None and _is_scaled(weight_OI):
+            product(*scaled, *parts(weight_OI, (len(b_OR), x.shape[-1]), "fp8-rows"), bias_O, out_NO=y_NO)
+            y_NO.addmm_(h_NR, b_OR.t(), alpha=scale)
+            continue
         bias, beta = (x.new_empty(1), 0) if bias_O is None else (bias_O, 1)
-        outputs.append(x.new_empty(*x.shape[:-1], len(weight_OI)))  # no view, because models may add to it in place
-        torch.addmm(bias, h_NR, b_OR.t(), beta=beta, alpha=scale, out=outputs[-1].view(-1, len(weight_OI)))
-        outputs[-1].view(-1, len(weight_OI)).addmm_(x_NI, weight_OI.t())
+        torch.addmm(bias, h_NR, b_OR.t(), beta=beta, alpha=scale, out=y_NO).addmm_(x_NI, weight_OI.t())
     return outputs, h_NS
 
 
@@ -224,5 +296,7 @@ def _adapted_stack(x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b:
 _LINEAR = "Tensor x, Tensor dropped, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float scale"
 LIBRARY.define(f"adapted_linear({_LINEAR}) -> (Tensor[], Tensor)")
 LIBRARY.impl("adapted_linear", _adapted_linear, "CompositeExplicitAutograd")
+LIBRARY.define("scaled_linear(Tensor x, Tensor weight, Tensor? bias, int n_outputs) -> Tensor")
+LIBRARY.impl("scaled_linear", _scaled_linear, "CompositeExplicitAutograd")
 LIBRARY.define("adapted_stack(Tensor x, Tensor weight, Tensor offs, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
 LIBRARY.impl("adapted_stack", _adapted_stack, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""Pack and unpack frozen weights (nf4, int8, fp8, mxfp4).
+"""Pack and unpack frozen weights (nf4, int8, fp8, mxfp4), and pack those that are multiplied as they are (fp8-rows).
 
 Results are bitwise identical to bitsandbytes (nf4, int8) and transformers (fp8, mxfp4), on GPU and CPU: conversion and lookup of
 codes are exact, every other call is one fp32 product, rounded once, and without additions no compiler can contract a product into
@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, checked, compiled_kernel
 from penstock.runtime.plan import packed as packing
 from penstock.runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
+from penstock.runtime.scaled_products import quantise
 
 from .pointwise import bits
 
@@ -251,6 +252,12 @@ def _pack_fp8(codes_RC: Tensor, scales_GH: Tensor, weight_RC: Tensor) -> None:
         codes_RC[rows] = wide
 
 
+def _pack_fp8_rows(codes_RC: Tensor, scales_R: Tensor, weight_RC: Tensor) -> None:
+    for rows in _chunks_of_rows(weight_RC, 1):
+        codes, scales = quantise(weight_RC[rows])
+        codes_RC[rows], scales_R[rows] = codes, scales[:, 0]
+
+
 def _chunks_of_rows(matrix_RC: Tensor, step: int) -> Iterator[slice]:
     """Slices of a multiple of `step` rows: at most UNPACK_CHUNK_ELEMENTS elements, or `step` rows."""
     n_rows, n_columns = matrix_RC.shape
@@ -259,7 +266,7 @@ def _chunks_of_rows(matrix_RC: Tensor, step: int) -> Iterator[slice]:
 
 
 _UNPACK = {"nf4": _unpack_nf4, "int8": _unpack_int8, "fp8": _unpack_fp8, "mxfp4": _unpack_mxfp4}
-_PACK = {"nf4": _pack_nf4, "int8": _pack_int8, "fp8": _pack_fp8, "mxfp4": _pack_mxfp4}
+_PACK = {"nf4": _pack_nf4, "int8": _pack_int8, "fp8": _pack_fp8, "mxfp4": _pack_mxfp4, "fp8-rows": _pack_fp8_rows}
 
 
 def _matrices(codes: Tensor, scales: Tensor, weight: Tensor, base: Base) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -270,7 +277,7 @@ def _matrices(codes: Tensor, scales: Tensor, weight: Tensor, base: Base) -> Iter
         yield from zip(codes, scales, weight, strict=True)
     else:
         rows = codes if base == "mxfp4" else codes.flatten(0, -2)
-        yield rows, scales if base == "int8" else scales.flatten(0, -2), weight.flatten(0, -2)
+        yield rows, scales if base in ("int8", "fp8-rows") else scales.flatten(0, -2), weight.flatten(0, -2)
 
 
 def _blocks(matrix_RC: Tensor, scales_GH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -29,18 +29,24 @@ class Views:
         self._blocks = plan.workload.blocks
         self._owned = [block.offsets(owned_only=True)[0] for block in self._blocks]
         self._plan = plan
-        if (semantics := plan.semantics).base != "bf16":  # create lookup tables before the first unpack op
+        if (
+            semantics := plan.semantics
+        ).base != "bf16" and semantics.products == "compute":  # create lookup tables before the first unpack op
             device, dtype = arenas.raw(Slot("weights", 0)).device, DTYPE[semantics.compute_dtype]
             if unpack_kernel(device, semantics.base, dtype) is None and semantics.base in ("nf4", "mxfp4"):
                 prepare(device, semantics.base, dtype)
         self._width = width
 
     def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
-        """Weights of the block by name; trained ones from the slot `trained`, if given."""
+        """Weights of the block by name; trained ones from the slot `trained`, if given. Packed ones are flat bytes."""
         weights, dtype = Weights(), self._semantics.compute_dtype
         for p in self._blocks[block].parameters:
             source, offsets = (slot, self._plan.offsets) if trained is None or p.frozen else (trained, self._owned)
-            weights[p.name] = self._arenas.view(source, dtype, p.shape, offsets[block][p.name])
+            if self._semantics.products == "fp8" and self._plan.is_packed(p):
+                n_bytes, item = layout(p.shape, self._semantics.base).n_bytes, DTYPE[dtype].itemsize
+                weights[p.name] = self._arenas.view(source, "int8", (n_bytes,), offsets[block][p.name] * item)
+            else:
+                weights[p.name] = self._arenas.view(source, dtype, p.shape, offsets[block][p.name])
         return weights
 
     def leaves(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:

@@ -10,6 +10,7 @@ SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
 USUAL_WORKSPACE_BYTES = 2**30  # assumed for a GPU without a profile
 INT64 = 8  # bytes per position
 COMPILER_BYTES = 125_000_000  # numba and the host optimizer's kernels in a process
+WIDENED = "FP8 products in fp32"
 CUDA_HEAD_ELEMENTS = 8  # torch pads other head widths to a multiple before it calls the kernel
 
 
@@ -19,6 +20,8 @@ def device_needs(plan: Setup, on_cuda: bool, workspace_bytes: float | None) -> d
     needs |= {"kept activations": plan.kept_bytes, "block being computed": plan.transient_bytes}
     if not on_cuda and (mask_bytes := _window_mask_bytes(plan)):
         needs["window mask"] = mask_bytes
+    if plan.semantics.products == "fp8" and not on_cuda:
+        needs[WIDENED] = widened_bytes(plan)
     if workspace_bytes is not None:
         needs |= {"documents": document_bytes(plan, on_cuda), "kernels and workspaces": round(workspace_bytes)}
     return needs
@@ -48,6 +51,17 @@ def _window_mask_bytes(plan: Setup) -> int:
     semantics, layers = plan.semantics, [block.attention for block in plan.workload.blocks if block.attention is not None]
     makes_mask = any(a.sinks and a.window is not None and a.window < semantics.seq_len for a in layers)
     return makes_mask * (semantics.attention == "sdpa") * semantics.seq_len**2 * ITEM_BYTES[semantics.compute_dtype]
+
+
+def widened_bytes(plan: Setup) -> int:
+    """Peak of torch's CPU kernel in an FP8 product (m, k) @ (k, n) or the gradient of its input: both operands in fp32, a second
+    operand by rows, and then another fp32 copy of it, or the result in fp32 and bf16; or two fp32 copies of the first operand."""
+
+    def peak_bytes(m: int, k: int, n: int) -> int:
+        return max(8 * m * k, 4 * m * k + 5 * k * n + max(4 * k * n, 6 * m * n))
+
+    products = (m for blocks in plan.workload.classes for m in plan.workload.blocks[blocks[0]].matmuls if m.scaled != "no")
+    return max((max(peak_bytes(m.m, m.k, m.n), peak_bytes(m.m, m.n, m.k)) for m in products), default=0)
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:

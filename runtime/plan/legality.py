@@ -15,6 +15,7 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
         raise PlanError("only a master of less than fp32 is rounded stochastically; use --optimizer adamw:master=bf16")
     if semantics.weight_rounding == "half_up" and semantics.master_dtype == "split24":
         raise PlanError("a split24 master is rounded stochastically; use --optimizer adamw:master=split24")
+    refuse_products(semantics)
     refuse_sum_groups(semantics)
     refuse_half_pairs(semantics)
     _refuse_ranks(workload, semantics, policy)
@@ -25,6 +26,22 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
     _refuse_frozen(workload, semantics, policy)
     _refuse_gradients(workload, semantics, policy)
     _refuse_blocks(workload, semantics, policy)
+
+
+def refuse_products(semantics: Semantics) -> None:
+    """Raise PlanError unless FP8 products have weights in their format, frozen under adapters, and no other products do."""
+    base, works = semantics.base, "--train lora --base fp8-rows --compute fp8"
+    if semantics.products == "compute":
+        if base == "fp8-rows":
+            raise PlanError("--base fp8-rows is multiplied as it is stored: add --compute fp8; to compute in bf16 use fp8 or int8")
+        return
+    if semantics.train.lora is None:
+        raise PlanError(f"--compute fp8 multiplies frozen weights only, and here they are trained; use {works}")
+    if semantics.compute_dtype != "bf16":
+        raise PlanError(f"--compute fp8 computes all else in bf16, not {semantics.compute_dtype}; leave out compute_dtype")
+    if base != "fp8-rows":
+        why = "no kernel here multiplies its blocks of 128 x 128" if base == "fp8" else "it multiplies E4M3 with a scale per row"
+        raise PlanError(f"--compute fp8 with --base {base}: {why}; use {works}")
 
 
 def refuse_sum_groups(semantics: Semantics) -> None:

@@ -1,10 +1,11 @@
-"""Layout and size of packed weights: nf4, int8, fp8, mxfp4.
+"""Layout and size of packed weights: nf4, int8, fp8, fp8-rows, mxfp4.
 
 A packed weight is its codes, then its scales (fp32, except mxfp4), each aligned to 256 bytes:
 
     nf4    4-bit NormalFloat (QLoRA): two codes a byte, the first in the upper half; absolute maximum of each 64 elements
     int8   a signed byte per element; absolute maximum of each row
     fp8    float8_e4m3fn; a factor for each 128 x 128 block of each matrix
+    fp8-rows  float8_e4m3fn; a factor for each row (output). FP8 products multiply it as it is (docs/fp8.md): it is never unpacked
     mxfp4  two E2M1 codes a byte, the first in the lower half; a byte s for each 32 elements along the inputs: factor 2^(s - 127).
            The order is that of gpt_oss's parameters, (experts, inputs, outputs); its files have (experts, outputs, inputs)
 """
@@ -16,10 +17,11 @@ from typing import Literal, assert_never
 
 from .workload import OF_LAYER, SLOT_ALIGN_BYTES
 
-Base = Literal["bf16", "nf4", "int8", "fp8", "mxfp4"]  # storage of frozen weights; bf16: not packed
+Base = Literal["bf16", "nf4", "int8", "fp8", "mxfp4", "fp8-rows"]  # storage of frozen weights; bf16: not packed
 
 NF4_BLOCK = 64  # elements of the flat tensor per scale
 FP8_BLOCK = 128  # rows and columns per scale
+FP8_MULTIPLE = 16  # rows and columns of a matrix in fp8-rows: FP8 products on a GPU need whole vectors of 16 bytes
 MXFP4_BLOCK = 32  # rows of a column per scale
 SCALE_BYTES = 4
 
@@ -28,6 +30,12 @@ SCALE_BYTES = 4
 UNPACK_CHUNK_ELEMENTS = 2**22
 NF4_TABLE_BYTES = 256 * 2 * 4  # two fp32 values per byte
 UNPACK_SCRATCH_BYTES = UNPACK_CHUNK_ELEMENTS * 4 + NF4_TABLE_BYTES  # upper bound: a chunk in fp32, and the persistent table
+
+# FP8 products. A GPU quantises rows by one kernel, which reads them (the second time from a cache) and writes a code of a byte.
+# Torch's calls convert to fp32 (r 2, w 4), find the largest (r 4), divide (r 4, w 4) and round (r 4, w 1); with factors, which the
+# output's gradient has, r 4, w 4 more.
+QUANTISED_CHUNK_ELEMENTS = 2**22  # of rows that torch's calls quantise at a time, in fp32
+QUANTISED_BYTES, QUANTISED_BYTES_BY_CALLS, FACTORED_BYTES_BY_CALLS = 3, 23, 8  # per element
 
 # A GPU unpacks a matrix by one kernel, which reads codes and scales and writes the weight once (`at_once_bytes`). The reference
 # implementation, which runs on a CPU, makes these torch calls for each chunk; r, w: bytes read and written per bf16 element.
@@ -56,6 +64,10 @@ def published_as(config: Mapping[str, object]) -> Base | None:
             return "fp8"
         case {"quant_method": "mxfp4"}:
             return "mxfp4"
+        case {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": dict(groups)}:
+            match [*groups.values()]:
+                case [{"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}]:
+                    return "fp8-rows"
     return None
 
 
@@ -79,10 +91,13 @@ def _aligned(n_bytes: int) -> int:
 
 
 def is_packed(name: str, shape: tuple[int, ...], base: Base) -> bool:
-    """True for weights of a layer's projections and experts (mxfp4: experts only). nf4 and mxfp4 need whole blocks."""
+    """True for weights of a layer's projections and experts (mxfp4: experts only; fp8-rows: projections only, with sides that are
+    multiples of 16). nf4 and mxfp4 need whole blocks."""
     if base == "bf16" or len(shape) not in (2, 3) or not (OF_LAYER.match(name) and name.endswith(_PACKED)):
         return False
     n_elements = prod(shape)
+    if base == "fp8-rows":
+        return n_elements > 0 and len(shape) == 2 and shape[0] % FP8_MULTIPLE == shape[1] % FP8_MULTIPLE == 0
     if base == "mxfp4":
         return n_elements > 0 and len(shape) == 3 and shape[1] % MXFP4_BLOCK == shape[2] % 2 == 0
     return n_elements > 0 and (base != "nf4" or n_elements % NF4_BLOCK == 0)
@@ -96,7 +111,7 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
         case "nf4":
             assert n_elements % NF4_BLOCK == 0, shape
             return Layout(n_elements // 2, (n_elements // NF4_BLOCK,))
-        case "int8":
+        case "int8" | "fp8-rows":
             return Layout(n_elements, (n_elements // n_columns,))
         case "fp8":
             return Layout(n_elements, (*matrices, -(-n_rows // FP8_BLOCK), -(-n_columns // FP8_BLOCK)))
@@ -105,6 +120,16 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
             return Layout(n_elements // 2, (*matrices, n_rows // MXFP4_BLOCK, n_columns), 1)
         case _:
             assert_never(base)
+
+
+def scaled_scratch_bytes(m: int, k: int, n: int, item_bytes: int) -> int:
+    """Bytes of temporaries of an FP8 product (m, k) @ (k, n) or of its input gradient, whichever needs more: codes, scales and an
+    fp32 chunk; in backward also the transposed weight, and a term of the input gradient."""
+
+    def quantised_bytes(width: int) -> int:
+        return m * (width + 2 * SCALE_BYTES) + SCALE_BYTES * max(width, min(m * width, QUANTISED_CHUNK_ELEMENTS))
+
+    return max(quantised_bytes(k), quantised_bytes(n) + k * n + m * k * item_bytes) + 4 * SLOT_ALIGN_BYTES
 
 
 def at_once_bytes(shape: tuple[int, ...], base: Base, item_bytes: int) -> int:

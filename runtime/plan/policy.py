@@ -17,6 +17,8 @@ from .train import ALL, Train, parse_train, training
 from .workload import FILE, Count, Dtype, Natural, Saved
 
 Kernel = Literal["eager", "fused"]
+Products = Literal["compute", "fp8"]  # compute: in the compute dtype
+COMPUTES = ("bf16", "fp32", "fp8")  # values of --compute
 # eager: torch's cross entropy on fp32 logits. online: online softmax reads each row of rounded logits once and writes the gradient
 # in place; the product for the output matrix's gradient accumulates in fp32
 LossKernel = Literal["eager", "online"]
@@ -62,6 +64,8 @@ class Semantics:
     # Adapter forward: x A^T is rounded, then the frozen product x W^T accumulates onto its product with B
     lora_products: Literal["accumulated"] = "accumulated"
     base: Base = "bf16"  # bf16: not packed, in the compute dtype
+    # Products with packed frozen weights. fp8: both operands in E4M3 with a scale per row, as docs/fp8.md defines; base fp8-rows
+    products: Products = "compute"
     optimizer: Optimizer = Optimizer.ADAMW
     objective: Loss = CROSS_ENTROPY
     router_loss: Annotated[float, Field(ge=0)] = 0.0  # weight of the routers' auxiliary loss; 0: none
@@ -175,6 +179,13 @@ class Semantics:
     @property
     def tokens_per_micro_batch(self) -> int:
         return self.micro_batch * self.seq_len
+
+
+def computing(compute: str | None) -> dict[str, Any]:
+    """Return the fields of `Semantics` for a value of COMPUTES; none for None. fp8: of products alone, all else in bf16."""
+    if compute == "fp8":
+        return {"compute_dtype": "bf16", "products": "fp8"}
+    return {} if compute is None else {"compute_dtype": compute}
 
 
 def trained(semantics: Semantics, train: str | None, base: Base | None, optimizer: str | None, master: Dtype | None) -> Semantics:

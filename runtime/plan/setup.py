@@ -207,7 +207,14 @@ class Setup:
 
     def unpacks(self, block: int) -> bool:
         """True if the block's weights are uploaded packed and dequantised before use."""
+        return self.semantics.products == "compute" and self.has_packed(block)
+
+    def has_packed(self, block: int) -> bool:
         return self.semantics.base != "bf16" and any(map(self.is_packed, self.workload.blocks[block].parameters))
+
+    def multiplies_packed(self, block: int) -> bool:
+        """True if the block's slot of `weights` holds packed weights, which products use as they are."""
+        return self.semantics.products == "fp8" and self.has_packed(block)
 
     def is_apart(self, block: int) -> bool:
         """True if the device holds the block's trained weights and their fp32 gradient sum, and the host its frozen weights."""
@@ -242,6 +249,9 @@ class Setup:
             offsets[b] |= {p.name: self.regions(b)[1][0] for p in block.trained if p.tied_to is not None}
             longer = self.gradient_elements(b) - block.trained_elements
             offsets[b] |= {p.name: offsets[b][p.name] + longer for p in block.parameters if p.frozen}
+        item = ITEM_BYTES[self.semantics.compute_dtype]
+        for b in filter(self.multiplies_packed, range(len(blocks))):  # as uploaded
+            offsets[b] = {name: n_bytes // item for name, n_bytes in self.uploaded(b)[0].items()}
         return offsets
 
     def squares(self, block: int) -> bool:

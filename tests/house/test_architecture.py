@@ -46,7 +46,7 @@ MAY_IMPORT = {
     # The probe times functions of the runtime, on the cores of a run.
     "hwprofiles.probe": {
         *(f"hwprofiles.{name}" for name in ("schema", "components", "quantity", "instructions")),
-        *(f"runtime.{name}" for name in ("host", "machines", "compute", "plan", "errors", "layers", "units")),
+        *(f"runtime.{name}" for name in ("host", "machines", "compute", "plan", "errors", "layers", "scaled_products", "units")),
     },
     "runtime": set[str](),
     "penstock": {"planner", "runtime", "hwprofiles"},
@@ -76,7 +76,8 @@ HOME = {
     "torch": {
         *(f"runtime/{name}" for name in ("cuda", "host", "layers", "compute", "machines")),
         *(f"penstock/{name}" for name in ("chat", "checkpoint", "data", "model_checks", "training")),
-        *("runtime/batch.py", "runtime/ranks.py", "penstock/emulated.py", "penstock/user_loss.py", "hwprofiles/probe"),
+        *("runtime/batch.py", "runtime/ranks.py", "runtime/scaled_products.py", "penstock/emulated.py", "penstock/user_loss.py"),
+        "hwprofiles/probe",
         *(f"planner/model/{name}.py" for name in ("record", "layer_traces")),
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},

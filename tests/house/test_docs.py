@@ -24,7 +24,7 @@ from tests.tiny import tiny_config
 from tests.tour import ROOT
 
 PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md", "losses.md")
-PAGES += ("quickstart.md", "../README.md", "sft-then-dpo.md")
+PAGES += ("quickstart.md", "../README.md", "sft-then-dpo.md", "fp8.md")
 _WHOLE_PAGES = [pytest.param(page, slice(None), id=page) for page in PAGES]
 ANSWERS: dict[str, Any] = {}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)

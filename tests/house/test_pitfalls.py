@@ -151,6 +151,7 @@ OTHER_SEMANTICS = {
     "optimizer": Optimizer.ADAMW_BF16, "objective": parse_objective("z-loss"), "router_loss": 0.01,
     "weight_rounding": "stochastic", "mlp_tile_tokens": 4, "attention": "eager", "norm": "fused", "loss": "online",
     "pointwise": "fused", "attention_kernel": "deterministic", "sum_groups": 2, "ranks": 2,
+    "products": "fp8",
 }  # fmt: skip
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op; tested in tests/runtime/test_settling.py
 # Fields with one value here; library_kernels of linear attention: tests/planner/test_layer_traces.py
@@ -177,8 +178,10 @@ def test_every_field_of_the_semantics_is_read(name):
     base = SEMANTICS if model_type == "qwen3_moe" else semantics_of("llama")
     base = replace(base, train=Train(lora=Lora())) if name == "base" else base  # trained weights are not packed
     base = replace(base, master_dtype="bf16") if name == "weight_rounding" else base
+    base = replace(base, train=Train(lora=Lora()), base="int8") if name == "products" else base
     assert getattr(base, name) != OTHER_SEMANTICS[name]
-    changed = replace(base, **{name: OTHER_SEMANTICS[name]})
+    format_of_fp8 = {"base": "fp8-rows"} if name == "products" else {}
+    changed = replace(base, **{name: OTHER_SEMANTICS[name]} | format_of_fp8)
     plans = [planned(model_type, s, replace(POLICY, accumulation_group=s.n_micro_batches)) for s in (base, changed)]
     assert plans[0] != plans[1]
 

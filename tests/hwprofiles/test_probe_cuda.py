@@ -62,6 +62,9 @@ def assert_found(profile: Profile, truth: Truth) -> None:
     for name in ("fused", "loss", "unpack", "narrow"):
         true_value = getattr(truth, f"{name}_fraction") * truth.memory_bytes_per_s
         assert_close(getattr(device, f"{name}_bytes_per_s").value, true_value, 2 * MOST_OFF)  # difference of two times
+    assert (device.fp8_rate_fraction is None) == (truth.fp8_fraction is None)
+    if device.fp8_rate_fraction is not None:  # the reference loses some work, FP8 products none here
+        assert_close(device.fp8_rate_fraction.value, truth.fp8_fraction, 2 * MOST_OFF)
     assert device.sustained_fraction is None, "rates after warm-up are rates of a step"
     values = {
         device.memory_bytes_per_s.value: truth.memory_bytes_per_s,
@@ -108,7 +111,7 @@ def test_a_machine_of_another_kind_is_found_too() -> None:
         flop_per_s={"bf16": 160e12, "fp32": 40e12}, attention_flop_per_s={"bf16": 120e12, "fp32": 9e12},
         cudnn_flop_per_s={}, memory_bytes_per_s=0.9e12, pinned={"h2d": 25e9, "d2h": 26e9},
         pageable={"h2d": 18e9, "d2h": 17e9}, duplex_bytes_per_s=40e9, copy_latency_s=15e-6, total_bytes=24 * GiB,
-        n_host_cores=11, capability=(8, 9), link=PciLink(4, 16, 4, 16), under_optimizer_fraction=0.7,
+        n_host_cores=11, capability=(8, 9), fp8_fraction=None, link=PciLink(4, 16, 4, 16), under_optimizer_fraction=0.7,
     )  # fmt: skip
     profile = probed_of(truth)
     assert_found(profile, truth)

@@ -66,9 +66,9 @@ def test_adapters_have_a_default_learning_rate_of_their_own(home, trains, lr):
     assert [line["lr"] for line in lines_of(home, "out")] == [lr]
 
 
-@mostly_slow("base", ["bf16", "nf4"])
+@mostly_slow("base", [("bf16",), ("nf4",), ("fp8-rows", "--compute", "fp8")], ids="-".join)
 def test_an_adapter_resumes_to_the_same_bits_and_merges(home, base):
-    unbroken = resumed_alike(home, plan_in(home, *LORA, "--base", base))
+    unbroken = resumed_alike(home, plan_in(home, *LORA, "--base", *base))
     assert {path.name for path in unbroken.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
     assert not list(unbroken.glob("model*.safetensors"))
     initial = load_file(home / "model" / "model.safetensors")

@@ -40,6 +40,7 @@ PACKED = [
     ("gemma2", "int8", True, Policy(accumulation_group=2, resident_blocks=(1,), boundary_stride=2)),
     ("qwen3_moe", "fp8", False, Policy()),
     ("qwen2", "nf4", True, Policy(accumulation_group=4, save=saves(products=(1,)), offload_blocks=(1,), update=Update.DEFERRED)),
+    ("qwen3", "fp8-rows", True, Policy(accumulation_group=4, save=saves(products=(1,)), prefetch_depth=2)),
     ("gpt_oss", "mxfp4", False, Policy(accumulation_group=2, resident_blocks=(1,), boundary_stride=2)),
 ]
 
@@ -74,7 +75,9 @@ def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataOb
         "train": way,
         "clip_norm": data.draw(st.sampled_from([None, 0.5]), label="clip_norm"),
         "gradient_dtype": data.draw(st.sampled_from(["fp32", "fp32", "bf16"]), label="gradient_dtype"),
-        "base": data.draw(st.sampled_from(["bf16", "nf4", "int8", "fp8"]), label="base") if way.lora is not None else "bf16",
+        "base": data.draw(st.sampled_from(["bf16", "nf4", "int8", "fp8", "fp8-rows"]), label="base")
+        if way.lora is not None
+        else "bf16",
         "micro_batch": data.draw(st.sampled_from([1, 2, 3]), label="micro_batch"),
     }
     dtypes = [{}, {}, {"compute_dtype": "fp32"}, {"master_dtype": "bf16"}, *training.LEAN.values()]

@@ -41,6 +41,7 @@ SMOKE += [
     "mistral:parts:2:2",
     "llama:table:2:2",
     "llama:int8:2:2",
+    "llama:scaled:2:2",
 ]
 
 

@@ -19,7 +19,8 @@ from penstock.checkpoint import disk
 from penstock.checkpoint import packed_base as cache_of
 from penstock.checkpoint.packed_base import packed_base, published_base
 from penstock.planner.model.config import note_on_weights
-from penstock.runtime.layers.packed_weights import pack
+from penstock.runtime.layers.packed_weights import pack, parts
+from penstock.runtime.plan.packed import published_as
 from penstock.runtime.plan.workload import Model
 from tests.accidents import forked_to_die
 from tests.checkpoints import refused
@@ -59,7 +60,7 @@ def made(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("base", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("base", ["nf4", "int8", "fp8", "fp8-rows"])
 def test_weights_are_packed_once_and_kept(folder, tmp_path, made, base):
     weights = load_file(folder / "model.safetensors")
     for _ in range(2):
@@ -212,6 +213,41 @@ def test_fp8_weights_unpack_to_the_bits_of_transformers(tmp_path, scale_dtype):
     assert torch.equal(means[0], reference)
     read = packed_base(published(tmp_path / "model", tensors), DENSE | FP8, shapes, "fp8", tmp_path)
     assert all(torch.equal(unpacked(read(name), meant.shape, "fp8"), meant) for name, meant in zip(shapes, means, strict=True))
+
+
+ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+BY_ROW = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {"weights": ROWS}}}
+BY_ROW = {"quantization_config": BY_ROW | {"ignore": ["lm_head"]}}
+
+
+def test_fp8_with_a_scale_per_row_is_read_as_published(tmp_path):
+    shapes, tensors = {Q: (64, 128), DOWN: (32, 192)}, {}
+    for name, shape in shapes.items():
+        tensors[name] = random(shape).mul(300).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = random((shape[0], 1), 5).abs().bfloat16()
+    folder = published(tmp_path / "model", tensors)
+    read = packed_base(folder, DENSE | BY_ROW, shapes, "fp8-rows", tmp_path)
+    for name, shape in shapes.items():
+        codes, scales = parts(read(name), shape, "fp8-rows")
+        assert torch.equal(codes.view(torch.uint8), tensors[name].view(torch.uint8))
+        assert torch.equal(scales, tensors[f"{name}_scale"][:, 0].float())
+    assert "plan with --base fp8-rows" in refused(partial(packed_base, folder, DENSE | BY_ROW, shapes, "int8", tmp_path))
+    assert "--base fp8-rows --compute fp8, or make" in note_on_weights(Model(DENSE | BY_ROW), "nf4")
+    scale = f"{Q}_scale"
+    for wrong in ({scale: torch.ones(8, 1)}, {scale: torch.full((64, 1), torch.inf)}, {Q: torch.zeros(64, 128).char()}):
+        odd = packed_base(published(tmp_path / "odd", tensors | wrong), DENSE | BY_ROW, shapes, "fp8-rows", tmp_path)
+        assert "is not in FP8 with a finite scale for each row" in refused(partial(odd, Q))
+    for other in ({"strategy": "tensor"}, {"num_bits": 4}):
+        groups = {"group_0": {"weights": ROWS | other}}
+        assert published_as({"quantization_config": BY_ROW["quantization_config"] | {"config_groups": groups}}) is None
+
+
+def test_fp8_in_blocks_is_quantised_again_by_row(tmp_path):
+    shapes = {Q: (256, 384)}
+    tensors, mean = of_fp8(Q, shapes[Q])
+    read = packed_base(published(tmp_path / "model", tensors), DENSE | FP8, shapes, "fp8-rows", tmp_path)
+    assert torch.equal(read(Q), pack(mean, "fp8-rows"))
+    assert "reads their values in bf16, and quantises these by row" in note_on_weights(Model(DENSE | FP8), "fp8-rows")
 
 
 @pytest.mark.parametrize("config", [EXPERTS, OLMOE], ids=["qwen3_moe", "olmoe"])

@@ -1,0 +1,430 @@
+"""FP8 products over a frozen base: quantisation, products, kernels, and the bits, bytes and refusals of plans and runs."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product as pairs
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import api
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.check.check import check
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.compute_time import ComputeTime
+from penstock.planner.predict.memory import frame
+from penstock.planner.show.schedule import scaled_in_words
+from penstock.runtime import scaled_products as room
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.cuda.nvrtc import ELEMENT
+from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
+from penstock.runtime.executor import execute
+from penstock.runtime.layers.packed_weights import pack, parts
+from penstock.runtime.plan import Kind, Policy, Semantics, Update, saves
+from penstock.runtime.plan.footprint import WIDENED, device_needs
+from penstock.runtime.plan.packed import layout
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import Matmul, Model
+from penstock.runtime.scaled_products import E4M3, input_gradient, product, quantise, scales_of
+from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
+from tests.every_type import tiny
+from tests.lanes import diagonal, examples, mostly_slow
+from tests.reference import e4m3_rows, scaled_gradient, scaled_product
+from tests.running import one_line, penstock
+from tests.tiny import tiny_config
+from tests.training import (
+    N_STEPS,
+    batches_of,
+    differences,
+    machine_for,
+    plan_of,
+    same_bits,
+    same_state,
+    semantics_of,
+    streamed,
+    trained,
+)
+
+from .test_replay import device_bytes
+
+LORA = Train(lora=Lora(rank=8, alpha=8.0))
+FP8 = {"base": "fp8-rows", "products": "fp8"}
+CPU = torch.device("cpu")
+MAGNITUDES = (0.0, 1e-44, 1e-39, 1e-30, 2.0**-120, 1e-5, 1.0, 300.0, 448.0, 449.0, 3e38)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> torch.Tensor:
+    """Rows of all magnitudes in bf16 or fp32, with some odd numbers."""
+    n, width = draw(st.integers(1, 6)), draw(st.integers(1, 9)) * 16
+    x = torch.randn(n, width, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
+    x *= torch.tensor(draw(st.lists(st.sampled_from(MAGNITUDES), min_size=n, max_size=n)))[:, None]
+    for number in draw(st.lists(st.sampled_from((-0.0, 448.0, 1.0625, 1.1875, 2.0**-10, 3e38)), max_size=3)):
+        x.view(-1)[draw(st.integers(0, x.numel() - 1))] = number
+    return x.clamp(-3e38, 3e38).to(draw(st.sampled_from((torch.bfloat16, torch.float32))))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(x=matrices(), factors=st.booleans(), chunk=st.sampled_from((1, 200, 2**22)))
+def test_quantising_is_a_loop_over_rows(x: torch.Tensor, factors: bool, chunk: int) -> None:
+    """Compare bitwise with one row at a time, one power of two after another and the nearest of all codes."""
+    factors_I = torch.exp2(torch.arange(x.shape[1]) % 5 - 2.0) / 3 if factors else None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(room, "QUANTISED_CHUNK_ELEMENTS", chunk)
+        codes, scales = quantise(x, factors_I)
+    wide = x.float() if factors_I is None else x.float() * factors_I
+    values, expected = e4m3_rows(wide)
+    assert same_bits(scales, expected)
+    assert same_bits(codes.float(), values)
+    assert (values.abs().amax(1) <= 448).all()
+    is_large = (expected > 2.0**-126)[:, 0]
+    assert (values.abs().amax(1)[is_large] >= 224).all(), "a power of two less would do"
+
+
+def test_a_scale_is_that_of_its_own_row() -> None:
+    """The codes and the products of a row have the same bits among any other rows, also infinite ones."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, 512).bfloat16(), torch.randn(384, 512)
+    (codes, scales), (weights, of_weights) = quantise(x), quantise(weight)
+    y = product(codes, scales, weights, of_weights[:, 0])
+    dx = input_gradient(y, weights, of_weights[:, 0])
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 40), slice(100, 300), slice(5, 300, 3)):
+        others = torch.cat([x[rows], torch.full((3, 512), 3e38).bfloat16(), torch.full((1, 512), float("inf")).bfloat16()])
+        n = len(x[rows])
+        for one in (x[rows], others):
+            one_codes, one_scales = quantise(one)
+            assert same_bits(one_codes[:n], codes[rows])
+            assert same_bits(one_scales[:n], scales[rows])
+            one_y = product(one_codes, one_scales, weights, of_weights[:, 0])
+            assert same_bits(one_y[:n], y[rows])
+            assert same_bits(input_gradient(one_y, weights, of_weights[:, 0])[:n], dx[rows])
+
+
+def test_zeros_and_what_is_not_finite() -> None:
+    x = torch.ones(5, 32)
+    x[0], x[1, 3], x[2, 4], x[3, 5] = 0.0, float("nan"), float("inf"), -float("inf")
+    codes, scales = quantise(x)
+    assert scales[0] == 2.0**-126
+    assert not codes[0].view(torch.uint8).any()
+    assert torch.equal(scales.isnan()[:, 0], torch.tensor([False, True, True, True, False]))
+    assert codes[1:4].float().isnan().all(), "a loss of such a row is not finite, which a step notices"
+    weights, of_weights = quantise(torch.ones(16, 32))
+    y = product(codes, scales, weights, of_weights[:, 0])
+    assert torch.equal(y.isnan().any(1), scales.isnan()[:, 0])
+    assert torch.equal(y[[0, 4]], torch.tensor([0.0, 32.0]).bfloat16()[:, None].expand(2, 16))
+    assert scales_of(torch.tensor([448.0, 449.0, 3.4e38])).log2().tolist() == [0, 1, 120]
+    assert quantise(torch.empty(0, 32))[0].shape == (0, 32)
+    for number in ("nan", "inf"):
+        with pytest.raises(ValueError, match=r"1 of its 512 numbers are not finite and cannot be packed as fp8-rows"):
+            pack(torch.ones(16, 32).index_put((torch.tensor(3), torch.tensor(4)), torch.tensor(float(number))), "fp8-rows")
+
+
+def test_a_packed_weight_is_its_rows_quantised() -> None:
+    weight = torch.randn(48, 80) * torch.logspace(-30, 20, 48)[:, None]
+    weight[5] = 0
+    packed = pack(weight, "fp8-rows")
+    codes, scales = parts(packed, (48, 80), "fp8-rows")
+    values, expected = e4m3_rows(weight)
+    assert packed.shape == (48 * 80 + 256,) == (layout((48, 80), "fp8-rows").n_bytes,)
+    assert same_bits(codes.float(), values)
+    assert same_bits(scales, expected[:, 0])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_fp32_sums_over_quantised_values(has_bias: bool) -> None:
+    """Bitwise those of a matrix product in fp32, where torch's CPU kernel is the definition. Of exact sums within the rounding of
+    bf16 and of the sum's K terms in fp32. The weight's scales belong to the summed dimension of the gradient."""
+    torch.manual_seed(1)
+    for n, k, m in ((1, 32, 16), (33, 256, 96), (64, 1024, 160)):
+        x, weight, bias = (
+            torch.randn(n, k).bfloat16(),
+            torch.randn(m, k) * torch.logspace(-3, 3, m)[:, None],
+            torch.randn(m).bfloat16(),
+        )
+        (codes, scales), (weights, of_weights) = quantise(x), quantise(weight)
+        y = product(codes, scales, weights, of_weights[:, 0], bias if has_bias else None)
+        assert same_bits(y, scaled_product(x, bias if has_bias else None, weights.float(), of_weights[:, 0]))
+        exact = (codes.double() * scales) @ (weights.double() * of_weights).t() + (bias.double() if has_bias else 0.0)
+        sizes = (codes.double().abs() * scales) @ (weights.double().abs() * of_weights).t() + bias.double().abs() * has_bias
+        assert ((y - exact).abs() <= 2.0**-8 * exact.abs() + k * 2.0**-24 * sizes).all()
+        dy = torch.randn(n, m).bfloat16()
+        dx = input_gradient(dy, weights, of_weights[:, 0])
+        assert same_bits(dx, scaled_gradient(dy, weights.float(), of_weights[:, 0]))
+        near = dy.float() @ (weights.float() * of_weights)
+        assert (dx - near).norm() < 0.05 * near.norm(), "E4M3 has an error of 2.6 % on average"
+
+
+@NEEDS_A_COMPILER
+@diagonal(("dtype", [torch.bfloat16, torch.float32]), ("has_factors", [False, True]))
+def test_a_kernel_quantises_to_the_bits_of_torchs_calls(dtype, has_factors, tmp_path) -> None:
+    kernel = by_two_threads(in_cpp(tmp_path, "quantise.cu", "quantise", ELEMENT=ELEMENT[dtype], FACTORS=int(has_factors)))
+    assert room.quantising_fault(kernel, CPU, dtype, has_factors) == ""
+    for width in (16, 24, 1040):
+        x, factors = torch.randn(9, width).to(dtype) * 100, torch.rand(width) if has_factors else None
+        x = torch.cat([x.flatten(), x.new_zeros(1)])[1:].view(9, width) if width == 24 else x  # not aligned
+        codes, scales = torch.empty(x.shape, dtype=E4M3), torch.empty(9, 1)
+        room.quantise_by_kernel(kernel, x, codes, scales, factors)
+        expected = quantise(x, factors)
+        assert same_bits(codes, expected[0])
+        assert same_bits(scales, expected[1])
+
+    def wrong(grid, block, args):
+        kernel(grid, block, args)
+        args[2].view(-1)[-1] ^= 1
+
+    assert room.quantising_fault(wrong, CPU, dtype, has_factors).startswith("1 of its kernel's ")
+
+
+@NEEDS_A_COMPILER
+def test_a_kernel_transposes_codes(tmp_path) -> None:
+    kernel = by_two_threads(in_cpp(tmp_path, "quantise.cu", "transpose", ELEMENT="float", FACTORS=0))
+    assert room.transposing_fault(kernel, CPU) == ""
+    for shape in ((16, 16), (32, 64), (80, 176)):
+        x = torch.randint(256, shape, dtype=torch.uint8)
+        out = torch.empty(shape[::-1], dtype=torch.uint8).view(E4M3)
+        room.transpose_by_kernel(kernel, x.view(E4M3), out)
+        assert torch.equal(out.view(torch.uint8), x.t())
+    assert room.transposing_fault(lambda *args: None, CPU) == "its kernel moves some codes elsewhere"
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "on the host": Policy(
+        accumulation_group=2, prefetch_depth=2, save=saves(products=(1,)), offload_blocks=(1,), spill_blocks=(1,)
+    ),
+    "kept": Policy(accumulation_group=4, save=saves(all=(1, 3)), resident_blocks=(1, 2), update=Update.DEFERRED),
+    "strided": Policy(boundary_stride=2, gradient_slots=2),
+}
+
+
+@mostly_slow(
+    ("model_type", "targets", "tied", "policy"),
+    [
+        ("qwen2", ("all-linear",), True, "on the host"),  # biases
+        ("gemma2", ("q_proj", "down_proj"), True, "kept"),  # linear layers without adapters
+        ("qwen3_moe", ("q_proj", "experts"), False, "strided"),
+        ("llama", ("all-linear",), False, "kept"),
+        ("mistral", ("v_proj",), False, "on the host"),
+    ],
+)
+def test_training_has_the_bits_of_the_slow_twin(model_type, targets, tied, policy) -> None:
+    """The twin quantises one row at a time, and multiplies quantised values in fp32."""
+    config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied)
+    semantics = semantics_of(
+        model_type, train=Train(lora=Lora(8, 8.0, targets=targets)), gradient_dtype="fp32", micro_batch=2, **FP8
+    )
+    policy_of = replace(POLICIES[policy], accumulation_group=min(2, POLICIES[policy].accumulation_group))
+    machine = streamed(config, semantics, policy_of, delay_seed=1)
+    assert machine.plan.arena("packed") is None
+    assert not any(op.kind is Kind.DEQUANTISE for op in machine.plan.ops)
+    assert differences(machine) == []
+    in_bf16 = trained(plan_of(config, replace(semantics, base="bf16", products="compute"), Policy()))
+    losses = [[m.results[step].loss for step in range(N_STEPS)] for m in (machine, in_bf16)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+
+
+@mostly_slow("model_type", ["deepseek_v3", "phi3", "qwen3_next"])  # latent attention, joined projections, linear attention
+def test_any_policy_has_the_bits_of_another(model_type) -> None:
+    config = tiny(model_type)
+    semantics = semantics_of(model_type, train=Train(lora=Lora(8, 8.0, dropout=0.0)), **FP8)
+    layers = config["num_hidden_layers"]
+    machines = [
+        streamed(config, semantics, policy, delay_seed=2)
+        for policy in (
+            Policy(save=saves(all=range(1, layers + 1)), accumulation_group=4),
+            Policy(prefetch_depth=2, resident_blocks=(1,)),
+        )
+    ]
+    assert same_state(*machines)
+    assert [machine.results[2].loss for machine in machines] == [machines[0].results[2].loss] * 2
+
+
+def test_adapters_that_drop_have_the_bits_of_a_run_that_keeps_all() -> None:
+    semantics = semantics_of("llama", train=Train(lora=Lora(4, 8.0, dropout=0.3, targets=("q_proj", "v_proj"))), **FP8)
+    config = tiny_config("llama", num_hidden_layers=3)
+    kept, recomputed = (streamed(config, semantics, policy, delay_seed=3) for policy in (POLICIES["kept"], Policy()))
+    assert same_state(kept, recomputed)
+
+
+def test_packed_documents_have_the_bits_of_another_policy() -> None:
+    config, semantics = tiny_config("llama", num_hidden_layers=3), semantics_of("llama", train=LORA, **FP8)
+    cuts = [replace(batch, document_tokens=((1, 7, 3, 5), (16,), (9, 1, 1, 5), (4, 12))) for batch in batches_of(96, 4, 16)]
+    first, second = (trained(plan_of(config, semantics, POLICIES[name]), batches=cuts) for name in ("kept", "on the host"))
+    assert same_state(first, second)
+
+
+def test_a_row_that_is_not_finite_is_noticed() -> None:
+    """A norm weight of infinity reaches a quantised row; the step's norm is NaN, and no update is made."""
+    semantics = semantics_of("llama", train=LORA, on_nonfinite="skip", **FP8)
+    machine = machine_for(plan_of(tiny_config("llama"), semantics, Policy()))
+    p = next(p for p in machine.host.frozen[1] if p.name.endswith("input_layernorm.weight"))
+    machine.host.set_weight(p, torch.full(p.shape, float("inf")))
+    execute(machine.plan, machine, 1)
+    assert not (machine.results[0].grad_norm < float("inf"))
+
+
+# -- plans --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_takes_a_byte_a_weight_on_link_host_and_device() -> None:
+    model, adapters = read_model("llama-3.1-8b"), Train(lora=Lora(16, 32.0))
+    semantics = Semantics(2048, 4, 2, train=adapters, gradient_dtype="fp32", **FP8)  # type: ignore[arg-type]
+    plan = frame(model, build_workload(model, semantics), semantics, Policy())
+    bf16 = frame(model, build_workload(model, s := replace(semantics, base="bf16", products="compute")), s, Policy())
+    block = plan.workload.blocks[1]
+    packed = [p for p in block.parameters if plan.is_packed(p)]
+    n, rows = sum(p.n_elements for p in packed), sum(p.shape[0] for p in packed)
+    assert len(packed) == 7
+    saved_bytes = n - 4 * rows
+    loaded, loaded_bf16 = (sum(run[-1] for run in setup.loaded(1)) for setup in (plan, bf16))
+    assert loaded_bf16 - loaded == saved_bytes
+    assert bf16.frozen_bytes(1) - plan.frozen_bytes(1) == saved_bytes
+    weights, weights_bf16 = (arena.slot_bytes[0] for arena in (plan.arena("weights"), bf16.arena("weights")))  # type: ignore[union-attr]
+    assert weights_bf16 - weights == saved_bytes
+    assert plan.arena("packed") is None
+    assert "in FP8, a scale per row (docs/fp8.md)" in scaled_in_words(plan)
+    scaled = [m for m in block.matmuls if m.scaled != "no"]
+    assert [m.scaled for m in scaled] == ["own", "shared", "shared", "own", "own", "shared", "own"]
+
+
+def test_time_of_a_product_is_that_of_bf16_over_the_fraction_and_quantising_is_counted() -> None:
+    profile = read_profile("h200-16core")
+    cost, m = ComputeTime(profile), Matmul(8192, 8192, 29568, frozen=True)
+    own, shared = (replace(m, scaled=scaled) for scaled in ("own", "shared"))
+    assert cost._matmul("bf16", own) == pytest.approx(cost._matmul("bf16", m) / profile.device.fp8_rate_fraction.value)  # type: ignore[union-attr]
+    per_byte = 1 / profile.device.memory_bytes_per_s.value
+    assert cost._quantising_s([m], backward=False) == cost._quantising_s([m, shared], backward=False) == 0
+    assert cost._quantising_s([own], backward=False) == pytest.approx(per_byte * 8192 * 8192 * 3)
+    expected = 8192 * 29568 * (3 + 2)
+    assert cost._quantising_s([own], backward=True) == pytest.approx(per_byte * expected)
+    assert cost._quantising_s([shared], backward=True) == pytest.approx(per_byte * (expected + 6 * 8192 * 8192))
+    assert ComputeTime(read_profile("cpu-2core"))._quantising_s([own], backward=False) > 0
+
+
+@mostly_slow(("model_type", "targets"), [("llama", ("all-linear",)), ("llama", ("v_proj",)), ("gemma2", ("q_proj", "up_proj"))])
+def test_a_step_takes_the_memory_of_its_plan(model_type, targets) -> None:
+    """A GPU's copy of a transposed weight is booked, which a CPU does not make."""
+    wide = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 3}
+    semantics = semantics_of(model_type, seq_len=128, train=Train(lora=Lora(8, 8.0, targets=targets)), loss_tile_tokens=64, **FP8)
+    for policy in (Policy(accumulation_group=2), Policy(accumulation_group=2, save=saves(all=(1,), products=(2,)))):
+        plan = plan_of(tiny_config(model_type, **wide), semantics, policy)
+        check(plan)
+        _, peak_bytes = device_bytes(plan)
+        transposed_bytes = 128 * 352
+        booked_bytes = plan.kept_bytes + plan.transient_bytes + device_needs(plan, False, None)[WIDENED]
+        assert peak_bytes <= booked_bytes <= 1.3 * peak_bytes + transposed_bytes
+        assert WIDENED not in device_needs(plan, True, None)
+
+
+REFUSED = [
+    (
+        {"train": LORA, "base": "fp8-rows", "products": "compute"},
+        "--base fp8-rows is multiplied as it is stored: add --compute fp8",
+    ),
+    ({"train": LORA, "base": "fp8", "products": "fp8"}, "with --base fp8: no kernel here multiplies its blocks of 128 x 128; use"),
+    (
+        {"train": LORA, "products": "fp8"},
+        "with --base bf16: it multiplies E4M3 with a scale per row; use --train lora --base",
+    ),
+    (FP8, "multiplies frozen weights only, and here they are trained; use --train lora"),
+    ({"train": Train(names=("*norm*",)), "products": "fp8"}, "multiplies frozen weights only"),
+    (FP8 | {"train": LORA, "compute_dtype": "fp32"}, "computes all else in bf16, not fp32"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_what_fp8_cannot_multiply_is_refused_in_one_line(fields, message) -> None:
+    semantics = semantics_of("llama", **fields)
+    with pytest.raises(PlanError, match=message) as error:
+        build_workload(Model(tiny_config("llama")), semantics)
+    assert "\n" not in str(error.value)
+    legal = semantics_of("llama", train=LORA, **FP8)
+    plan = plan_of(tiny_config("llama"), legal, Policy())
+    with pytest.raises(PlanError):
+        check(replace(plan, semantics=semantics))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [("gpt2", "attn.c_proj is no plain linear layer"), ("bloom", "no linear layer *_proj has sides that are multiples of 16")],
+)
+def test_layers_without_a_known_linear_layer_are_named(model_type, message) -> None:
+    with pytest.raises(WorkloadError) as error:
+        build_workload(Model(tiny(model_type)), semantics_of(model_type, train=LORA, **FP8))
+    assert message in str(error.value)
+
+
+def test_a_machine_without_fp8_products_is_refused(tmp_path) -> None:
+    with pytest.raises(ProfileError, match=r"^a100-sxm: the profile of NVIDIA A100-SXM4-80GB has no FP8 products \(NVIDIA's"):
+        api.plan("qwen2.5-0.5b", "a100-sxm", seq_len=64, batch_size=2, train="lora", base="fp8-rows", compute_dtype="fp8")
+    fields = read_profile("cpu-2core").to_json()
+    del fields["device"]["fp8_rate_fraction"]
+    with pytest.raises(ProfileError, match="has no FP8 products; leave out --compute fp8, or measure them with `penstock probe`"):
+        _ = Profile.from_json(fields).fp8_rate_fraction
+    with pytest.raises(PlanError, match="compute_dtype is fp8, and products compute"):
+        api.plan("qwen2.5-0.5b", "h100-sxm", train="lora", base="fp8-rows", compute_dtype="fp8", products="compute")
+    planned = api.plan("qwen2.5-0.5b", "h100-sxm", seq_len=64, batch_size=2, train="lora", base="fp8-rows", compute_dtype="fp8")
+    assert (planned.plan.semantics.compute_dtype, planned.plan.semantics.products) == ("bf16", "fp8")
+
+
+@pytest.mark.parametrize("command", [("plan", "--machine"), ("compare", "--machines"), ("fits", "")])
+def test_commands_refuse_what_does_not_work_in_one_line(command) -> None:
+    name, flag = command
+    arguments = ["h100-sxm"] if name == "fits" else ["llama-3.1-8b", flag, "h100-sxm"]
+    one_line(penstock(name, *arguments, "--compute", "fp8"), 2, "use --train lora --base fp8-rows --compute fp8")
+    one_line(penstock(name, *arguments, "--train", "lora", "--base", "fp8-rows"), 2, "add --compute fp8")
+
+
+def test_a_device_that_lacks_or_mistakes_fp8_products_is_refused(monkeypatch) -> None:
+    config, semantics = tiny_config("llama"), semantics_of("llama", train=LORA, **FP8)
+    build = partial(Templates, config, build_workload(Model(config), semantics), semantics)
+    room.refuse_device(CPU)
+    real = torch._scaled_mm
+
+    def lacking(*args, **kwargs):
+        raise RuntimeError("rowwise scaling is not\nsupported")
+
+    def without_scales(a, b, scale_a, scale_b, *args, **kwargs):
+        return real(a, b, torch.ones_like(scale_a), scale_b, *args, **kwargs)
+
+    for wrong, message in (
+        (lacking, "has no row-wise FP8 products on cpu (rowwise scaling"),
+        (without_scales, "products wrongly; plan"),
+    ):
+        monkeypatch.setattr(torch, "_scaled_mm", wrong)
+        with pytest.raises(WorkloadError) as error:
+            build()
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10G")
+    with pytest.raises(WorkloadError, match=r"^--compute fp8: NVIDIA A10G has no FP8 products; plan with --base fp8 or int8"):
+        room.refuse_device(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "has_factors"), [*pairs([torch.bfloat16, torch.float32], [False, True])])
+def test_a_gpu_quantises_to_the_processors_bits(dtype, has_factors) -> None:
+    x, factors = (torch.randn(70, 4096) * torch.logspace(-40, 30, 70)[:, None]).to(dtype), torch.rand(4096) if has_factors else None
+    expected, device = quantise(x, factors), torch.device("cuda")
+    assert room.quantising_kernel(device, dtype, has_factors) is not None
+    for result, wanted in zip(quantise(x.cuda(), None if factors is None else factors.cuda()), expected, strict=True):
+        assert same_bits(result.cpu(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_gpus_products_do_not_depend_on_other_rows() -> None:
+    """At the sizes of a layer; also twice the same, and near the fp32 twin."""
+    room.refuse_device(torch.device("cuda"))
+    x, weight = torch.randn(4096, 8192, device="cuda").bfloat16(), torch.randn(1024, 8192, device="cuda")
+    weights, of_weights = quantise(weight)
+    y = product(*quantise(x), weights, of_weights[:, 0])
+    dx = input_gradient(y, weights, of_weights[:, 0])
+    assert same_bits(product(*quantise(x), weights, of_weights[:, 0]), y)
+    for n in (1024, 2048):
+        assert same_bits(product(*quantise(x[:n]), weights, of_weights[:, 0]), y[:n])
+        assert same_bits(input_gradient(y[:n], weights, of_weights[:, 0]), dx[:n])
