@@ -44,6 +44,7 @@ class Sample:
 @flag_of("data.columns")
 @flag_of("data.split")
 @flag_of("data.packing")
+@flag_of("data.images")
 @flag_of("data.bad_rows")
 @flag_of("data.max_row_seconds")
 @flag_of("data.max_row_mb")

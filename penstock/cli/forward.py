@@ -14,7 +14,7 @@ from .outputs import check_output
 from .progress import Preparing
 
 _FLAGS = ("data.path", "data.format", "data.columns", "data.split", "data.bad_rows", "evaluation.data", "model", "from_scratch")
-with_flags = together(*map(flag_of, (*_FLAGS, "adapter", "packed", "tokenizer", "seed", "device", "deterministic")))
+with_flags = together(*map(flag_of, (*_FLAGS, "data.images", "adapter", "packed", "tokenizer", "seed", "device", "deterministic")))
 
 
 @click.command(cls=RunCommand)

@@ -40,7 +40,7 @@ from penstock.user_loss import planned_loss
 
 from .build import build
 from .device import device_of, release_memory, select_kernels
-from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
+from .inputs import RunInputs, attach_stored, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
 from .monitors import refuse_missing
 from .rank0 import Leader, begin, wait_for_others
 from .references import adapter_digest, attach_initial_reference, in_words, with_reference, write_reference
@@ -206,6 +206,7 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
         say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model is untrained at its first step")
     elif (note := note_on_zeros(inputs.weights)) is not None:
         say(note)
+    attach_stored(inputs)
     if ranks is not None:
         begin(ranks, None if state is None else state.path, Path(settings.out) / PLAN_FILE if request.replanned else None)
     store = build(inputs, ranks)
@@ -235,6 +236,7 @@ def write_forward(request: RunRequest, path: Path) -> int:
     inputs = read_inputs(request, device, LossFunction(plan.semantics.objective, torch.zeros_like))  # not used in a forward pass
     sets = tuple(source for source in (inputs.data, inputs.held_out) if isinstance(source, MapStyleData))
     inputs = replace(inputs, reference_sets=sets)
+    attach_stored(inputs)
     adapter = None if inputs.settings.adapter is None else adapter_digest(Path(inputs.settings.adapter))
     return write_reference(path, inputs, build(inputs), adapter)
 
