@@ -225,20 +225,33 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
 def write_forward(request: RunRequest, path: Path) -> int:
     """Write a reference file for `--reference`: log-probabilities of each answer in training and held-out data. Return the number
     of answers. PenstockError for invalid inputs, before anything is written."""
+    if request.file.plan.semantics.objective.n_labels is not None:
+        raise PlanError(f"{request.where}: its loss scores texts, and has no log-probabilities to write; plan with another --loss")
+    inputs = _forward_inputs(request)
+    attach_stored(inputs)
+    sets = tuple(source for source in (inputs.data, inputs.held_out) if isinstance(source, MapStyleData))
+    inputs = replace(inputs, reference_sets=sets)
+    adapter = None if inputs.settings.adapter is None else adapter_digest(Path(inputs.settings.adapter))
+    return write_reference(path, inputs, build(inputs), adapter)
+
+
+def write_image_features(request: RunRequest, folder: Path) -> int:
+    """Write the features of all images of training and held-out data, for `--tower`. Return the number of images. PenstockError for
+    invalid inputs, and for data without images."""
+    if not (n_images := attach_stored(_forward_inputs(request), folder)):
+        raise PlanError("--tower: the data has no images; leave it out")
+    return n_images
+
+
+def _forward_inputs(request: RunRequest) -> RunInputs:
+    """Inputs of a forward pass that writes: of one device, and of data that is read before."""
     plan, device = checked(request.file, request.where).plan, device_of(request.settings.device)
     if plan.semantics.ranks > 1 or device == "emulated":
         raise PlanError(f"{request.where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
-    if plan.semantics.objective.n_labels is not None:
-        raise PlanError(f"{request.where}: its loss scores texts, and has no log-probabilities to write; plan with another --loss")
     if request.settings.data.streaming:
         raise RunConfigError("a reference takes data that is read before training; leave out data.streaming")
     select_kernels(plan, device, request.settings.deterministic)
-    inputs = read_inputs(request, device, LossFunction(plan.semantics.objective, torch.zeros_like))  # not used in a forward pass
-    sets = tuple(source for source in (inputs.data, inputs.held_out) if isinstance(source, MapStyleData))
-    inputs = replace(inputs, reference_sets=sets)
-    attach_stored(inputs)
-    adapter = None if inputs.settings.adapter is None else adapter_digest(Path(inputs.settings.adapter))
-    return write_reference(path, inputs, build(inputs), adapter)
+    return read_inputs(request, device, LossFunction(plan.semantics.objective, torch.zeros_like))  # the loss is not used
 
 
 def _emulated(request: RunRequest) -> Session:
