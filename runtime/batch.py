@@ -15,12 +15,12 @@ UNSUPERVISED = -100  # the target that Hugging Face and torch's cross_entropy le
 @dataclass(frozen=True, slots=True)
 class Images:
     """Stored outputs of a vision tower for the B sequences of a batch, in host memory. `features[b]`: (image tokens of sequence b,
-    D * (1 + n_added)), in the order of their places, where the token is `token_id`: the input of the first layer, and addends to
-    the output of the first `n_added` layers. `positions`: (B, 3, T), of models with one position per axis. `token_types`: (B, T),
+    D * (1 + n_added)), at the positions `places[b]` of the token of images: the input of the first layer, and addends to the output
+    of the first `n_added` layers. `positions`: (B, 3, T), of models with one position per axis. `token_types`: (B, T),
     1 at an image, of models with attention in both directions within an image. `is_listed`: the model's tower returns a list."""
 
     features: tuple[torch.Tensor, ...]
-    token_id: int
+    places: tuple[torch.Tensor, ...]
     is_listed: bool
     n_added: int = 0
     positions: torch.Tensor | None = None
@@ -28,11 +28,12 @@ class Images:
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Images":
         positions, types = (None if tensor is None else move(tensor) for tensor in (self.positions, self.token_types))
-        return replace(self, features=tuple(map(move, self.features)), positions=positions, token_types=types)
+        features, places = (tuple(map(move, rows)) for rows in (self.features, self.places))
+        return replace(self, features=features, places=places, positions=positions, token_types=types)
 
     def part(self, rows: slice) -> "Images":
         positions, types = (None if tensor is None else tensor[rows] for tensor in (self.positions, self.token_types))
-        return replace(self, features=self.features[rows], positions=positions, token_types=types)
+        return replace(self, features=self.features[rows], places=self.places[rows], positions=positions, token_types=types)
 
     def of_block(self, block: int, device: torch.device) -> torch.Tensor:
         """Features (image tokens, D) on the device: of the first layer's input for block 0, else addends to a layer's output."""
@@ -45,14 +46,15 @@ def joined_images(parts: Sequence[Images | None], n_padding: int) -> Images | No
     given = [images for images in parts if images is not None]
     if not given:
         return None
-    rows = (*(row for images in given for row in images.features), *(given[0].features[0][:0],) * n_padding)
+    features = (*(row for images in given for row in images.features), *(given[0].features[0][:0],) * n_padding)
+    places = (*(row for images in given for row in images.places), *(given[0].places[0][:0],) * n_padding)
 
     def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         whole = [tensor for tensor in tensors if tensor is not None]
         return torch.cat([*whole, *(torch.zeros_like(whole[0][:1]) for _ in range(n_padding))]) if whole else None
 
     positions, types = joined([images.positions for images in given]), joined([images.token_types for images in given])
-    return replace(given[0], features=rows, positions=positions, token_types=types)
+    return replace(given[0], features=features, places=places, positions=positions, token_types=types)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ SEERS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "tokens": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         "template": "<start_of_image>",
-        "vision": {"image_size": 28, "patch_size": 7},
+        "vision": {"image_size": 28, "patch_size": 7, "vision_use_head": False},
         "config": {"mm_tokens_per_image": 4},
         "images": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
         "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 4},

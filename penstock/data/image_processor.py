@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoImageProcessor, ProcessorMixin
+from transformers import AutoImageProcessor, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import logging
 
 from penstock.runtime.errors import CheckpointError, DataError
+from penstock.runtime.layers.meta_models import read_config
 
 from .chat import ChatTemplate, Rendered
 from .files import Limits
@@ -77,7 +78,7 @@ class ImageReader:
         if model_type not in TYPES:
             what = "trained on text alone" if isinstance(config.get("vision_config"), dict) else "of text"
             raise DataError(f"images, and {model_type} models are {what}; images are supported for {', '.join(TYPES)}")
-        return AutoConfig.for_model(**config)
+        return read_config(config)
 
     @cached_property
     def processor(self) -> Any:

@@ -52,8 +52,8 @@ def attach_images(
 
     `model`: its folder; `where`: a folder of the user, or the cache, which has a folder per key.
     """
-    tables = [part.documents for data in sets for part in data.parts if part.documents.has_images]
-    readers = [reader.images for reader in (documents.reader for documents in tables) if reader is not None]
+    tables = [part.documents for data in sets for part in data.parts]
+    readers = [table.reader.images for table in tables if table.has_images and table.reader is not None]
     if model is None or not readers or readers[0] is None:
         return 0
     key = {
@@ -96,6 +96,8 @@ class StoredOutputs:
             places = set[tuple[int, int]]()
             for d in range(len(documents.lengths)):
                 images = {image["sha256"]: image["n_tokens"] for image in documents.images(d)}
+                if not images and (documents.ids(d) == self.reader.token_id).any():
+                    raise DataError(f"{documents.where(d)}: a text with the token of images, and no image; leave it out")
                 wanted |= images
                 places |= {documents.place(d)} if images.keys() - {*self._files} else set()
             rows.append((documents, places))
@@ -164,9 +166,10 @@ class StoredOutputs:
             return batch
         first = next(rows for rows in features if rows is not None)
         filled = tuple(first[:0] if rows is None else rows for rows in features)
+        at = tuple((ids_T == self.reader.token_id).nonzero()[:, 0] for ids_T in batch.input_ids)
         positions, types = map(_stacked, zip(*places, strict=True))
         form = {"is_listed": bool(self.form["is_listed"]), "n_added": self.form["n_added"]}
-        return replace(batch, images=Images(filled, self.reader.token_id, positions=positions, token_types=types, **form))  # type: ignore[arg-type]
+        return replace(batch, images=Images(filled, at, positions=positions, token_types=types, **form))  # type: ignore[arg-type]
 
     def _places(
         self, ids_T: Tensor, lengths: Sequence[int], shown: Sequence[list[dict[str, Any]]]

@@ -342,8 +342,9 @@ class Inputs:
             return
         batch = self.micro_batch(m)
         if batch.images is not None and batch.has_images:
-            places_BT1 = (batch.input_ids == images.token_id).unsqueeze(-1)
-            hidden_BTD += torch.zeros_like(hidden_BTD).masked_scatter_(places_BT1, batch.images.of_block(block, hidden_BTD.device))
+            rows = torch.cat([places + b * hidden_BTD.shape[1] for b, places in enumerate(batch.images.places)])
+            features_ND = batch.images.of_block(block, hidden_BTD.device)
+            hidden_BTD.view(-1, hidden_BTD.shape[2]).index_add_(0, rows.to(hidden_BTD.device), features_ND)
 
     def _shared(self, n_sequences: int, calls: list[Call]) -> list[Call]:
         """Replace tensors of calls, other than differentiable ones, by equal ones of the first micro-batch with this shape."""
