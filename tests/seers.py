@@ -2,13 +2,14 @@
 
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
 
 from penstock.data.data import DataRequest, read_data
 from penstock.data.images import open_image
@@ -26,6 +27,7 @@ from penstock.vision.stored_outputs import attach_images
 from tests.chats import write_talker
 from tests.every_type import tiny
 
+HAS_IMAGES = "return_text_replacement_offsets" in inspect.getsource(ProcessorMixin.__call__)  # transformers 5.23 and newer
 COLOURS, SHAPES = ("red", "green", "blue", "black"), ("circle", "square")
 _CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
@@ -123,8 +125,8 @@ SEERS: dict[str, dict[str, Any]] = {
 SEERS["qwen3_vl_moe"] = SEERS["qwen3_vl"]
 
 
-def write_seer(folder: Path, model_type: str, **text: Any) -> dict[str, Any]:
-    """Write a tiny model of this type with its processor; return its configuration. `text`: fields of its decoder."""
+def write_seer(folder: Path, model_type: str, vision: Mapping[str, Any] = MappingProxyType({}), **text: Any) -> dict[str, Any]:
+    """Write a tiny model of this type with its processor; return its configuration. `vision`, `text`: fields of tower, decoder."""
     parts = SEERS[model_type]
     template = _CHATML.replace("IMAGE", parts["template"].replace("\n", "\\n"))
     named = {"extra_special_tokens": parts["named"]} if "named" in parts else {}
@@ -135,7 +137,7 @@ def write_seer(folder: Path, model_type: str, **text: Any) -> dict[str, Any]:
     tokenizer["added_tokens"] += [{"id": i, "content": token, **flags} for token, i in ids.items()]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = tiny(model_type)
-    config["vision_config"] |= parts["vision"]
+    config["vision_config"] |= {**parts["vision"], **vision}
     config["text_config"] |= {"vocab_size": n_vocab + len(ids), "tie_word_embeddings": False, **text}
     config |= parts.get("config", {}) | {"tie_word_embeddings": False}
     image = parts.get("image", parts["tokens"][0])

@@ -23,7 +23,7 @@ from .chat import ChatTemplate
 from .documents import Reader, cached_documents
 from .files import TRAIN, WANTED, Limits, find_files
 from .formats import NEEDED, PREFERENCE, UNPAIRED, renamed, row_format, unread
-from .image_processor import ImageReader
+from .image_processor import ImageReader, sees_images
 from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
@@ -119,7 +119,7 @@ def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenize
         raise DataError(f"{files.path}: no text in it; {WANTED}")
     unread_columns = tuple(unread(renamed(first[1], columns), format, is_text)) if first else ()
     images = None
-    if request.vision is not None and not (is_text or part.streaming):
+    if request.vision is not None and sees_images(request.vision) and not (is_text or part.streaming):
         root = Path(part.images) if part.images is not None else files.path if files.path.is_dir() else files.path.parent
         images = ImageReader(request.vision, tokenizer, files.limits, root, part.chat_template is not None)
     template = ChatTemplate(tokenizer, files.limits)
@@ -181,10 +181,10 @@ def _packed(
             wanted = f"prompts fill the {shape.seq_len:,} tokens of a sequence, and {longest}: choose a longer --seq-len"
         raise DataError(f"{reader.about}: nothing to learn in it ({counts_text(counts)}); {wanted}")
     segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
-    of_images = [reader.images.digest] if reader.images is not None and documents.has_images else []
-    fingerprint = _fingerprint(content, reader.identity, shape.identity, segments, *of_images)
+    of_images = {"images": documents.images_digest} if documents.has_images else {}
+    fingerprint = _fingerprint(content, reader.identity, shape.identity, segments, *of_images.values())
     read = {"tokenizer": reader.template.tokenizer.identity, "data": _fingerprint(content, reader.format, reader.columns)}
-    read["sequences"] = _fingerprint(shape.identity, segments)
+    read |= {"sequences": _fingerprint(shape.identity, segments), **of_images}
     return PackedSet(documents, sequences, shape, counts, reader.about, fingerprint, inputs, read)
 
 

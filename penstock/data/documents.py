@@ -285,6 +285,12 @@ class Documents:
     def has_images(self) -> bool:
         return self._images is not None
 
+    @property
+    def images_digest(self) -> str:
+        """SHA-256 of all images, their tokens and sizes."""
+        assert self._images is not None
+        return hashlib.sha256(json.dumps(self._images.to_pylist()).encode()).hexdigest()
+
     def images(self, document: int) -> list[dict[str, Any]]:
         """Return digest (`sha256`), `size` (width, height), `n_tokens`, and for some models `grid`, of each image in order."""
         text = None if self._images is None else self._images[document].as_py()

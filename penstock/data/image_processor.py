@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.layers.meta_models import read_config
+from penstock.runtime.plan.workload import has_towers
 
 from .chat import ChatTemplate, Rendered
 from .files import Limits
@@ -68,16 +69,9 @@ class ImageReader:
     @cached_property
     def config(self) -> Any:
         """Configuration of the model. DataError for a type without support of images."""
-        try:
-            config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise DataError(
-                "images, and the model's folder has no config.json; give the folder of a vision-language model"
-            ) from None
-        model_type = str(config.get("model_type"))[:40]
-        if model_type not in TYPES:
-            what = "trained on text alone" if isinstance(config.get("vision_config"), dict) else "of text"
-            raise DataError(f"images, and {model_type} models are {what}; images are supported for {', '.join(TYPES)}")
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        if (model_type := str(config.get("model_type"))[:40]) not in TYPES:
+            raise DataError(f"images, and {model_type} models are trained on text alone; supported: {', '.join(TYPES)}")
         return read_config(config)
 
     @cached_property
@@ -179,6 +173,14 @@ class ImageReader:
             raise DataError(f"{where}: {error}") from None
         out = self.processor(text=[str(self.processor.image_token)], images=[image], return_tensors="pt")
         return digest_of(image), {name: torch.as_tensor(value) for name, value in out.items()}
+
+
+def sees_images(folder: Path) -> bool:
+    """True for the folder of a vision-language model."""
+    try:
+        return has_towers(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _expanded(text: str, places: Sequence[dict[str, Any]]) -> str:

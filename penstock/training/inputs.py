@@ -293,7 +293,7 @@ def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_ou
         preferred=HELD_OUT if held_out else TRAIN,
         run=Path(settings.out),
         objective=semantics.objective,
-        vision=folder,
+        vision=None if settings.tokenizer == "bytes" else folder,
     )
 
 

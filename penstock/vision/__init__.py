@@ -1,1 +1,1 @@
-"""Images in training: rows with images, the model's processor, and stored outputs of its frozen vision tower."""
+"""Frozen vision towers: features of images, computed once and stored."""

@@ -8,16 +8,19 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.mistral3 import Mistral3Config
 
 from penstock.data import image_processor
+from tests.seers import HAS_IMAGES
+
+collect_ignore_glob = [] if HAS_IMAGES else ["test_*.py"]
+_NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
 
 
-@pytest.fixture(autouse=True)
-def without_torchvision(monkeypatch):
+def use_pixtral(monkeypatch):
+    """Make Pixtral's processor usable without torchvision."""
     if not getattr(PROCESSOR_MAPPING[Mistral3Config], "is_dummy", False):
         return
-    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
-    for name in names:
+    for name in _NAMES:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules[names[-2]].functional = sys.modules[names[-1]]
+    sys.modules[_NAMES[-2]].functional = sys.modules[_NAMES[-1]]
     from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
     class Mapping:
@@ -25,3 +28,8 @@ def without_torchvision(monkeypatch):
             return PixtralProcessor if config is Mistral3Config else PROCESSOR_MAPPING[config]
 
     monkeypatch.setattr(image_processor, "PROCESSOR_MAPPING", Mapping())
+
+
+@pytest.fixture(autouse=True)
+def without_torchvision(monkeypatch):
+    use_pixtral(monkeypatch)
