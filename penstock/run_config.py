@@ -46,7 +46,7 @@ def _by_alias(table: str) -> dict[str, str]:
 
 ALSO_KNOWN_AS = _by_alias("settings")  # other trainer's name of a setting: our name
 PLAN_FLAGS = _by_alias("plan_flags")
-_PATHS = ("model", "adapter", "packed", "path", "data", "chat_template")
+_PATHS = ("model", "adapter", "packed", "path", "data", "chat_template", "images", "tower")
 PLAN_KEYS = PLAN_FLAGS | _by_alias("decided_by_plan")
 _EXPECTED = {
     "tuple_type": "should be a list",

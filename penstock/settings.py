@@ -52,6 +52,7 @@ class DataPart:
     format: Format | None = None
     split: Text | None = None
     columns: dict[Text, Text] | None = None
+    images: Text | None = None
     __pydantic_config__ = LENIENT
 
 
@@ -84,6 +85,7 @@ class DataSettings:
     chat_template: Text | None = flagged(
         None, "--chat-template", "File of a chat template, or one of Penstock's: qwen3.", "the model's own", "FILE|NAME"
     )
+    images: Text | None = flagged(None, "--images", "Folder of the images that rows name.", "the data's folder", "FOLDER")
     max_row_seconds: Above0 = flagged(10.0, "--max-row-seconds", "Longest time of a chat template for a row.")
     max_row_mb: Count = flagged(64, "--max-row-mb", "Largest row of a table, or text of a chat template, in megabytes.")
     streaming: bool = flagged(False, "--streaming", "Read data as it is needed; give --steps.")
@@ -175,6 +177,7 @@ class RunSettings:
     adapter: Text | None = flagged(
         None, "--adapter", "Folder of a LoRA adapter in PEFT's format to continue from.", "a new one", "FOLDER"
     )
+    tower: Text | None = flagged(None, "--tower", "Folder of image features, shared by runs.", "in the cache", "FOLDER")
     packed: Text | None = flagged(
         None, "--packed", "Cache folder for quantized base weights, shared by runs.", "in --out", "FOLDER"
     )

@@ -13,6 +13,51 @@ UNSUPERVISED = -100  # the target that Hugging Face and torch's cross_entropy le
 
 
 @dataclass(frozen=True, slots=True)
+class Images:
+    """Stored outputs of a vision tower for the B sequences of a batch, in host memory. `features[b]`: (image tokens of sequence b,
+    D * (1 + n_added)), at the positions `places[b]` of the token of images: the input of the first layer, and addends to the output
+    of the first `n_added` layers. `positions`: (B, 3, T), of models with one position per axis. `token_types`: (B, T),
+    1 at an image, of models with attention in both directions within an image. `is_listed`: the model's tower returns a list."""
+
+    features: tuple[torch.Tensor, ...]
+    places: tuple[torch.Tensor, ...]
+    is_listed: bool
+    n_added: int = 0
+    positions: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Images":
+        positions, types = (None if tensor is None else move(tensor) for tensor in (self.positions, self.token_types))
+        features, places = (tuple(map(move, rows)) for rows in (self.features, self.places))
+        return replace(self, features=features, places=places, positions=positions, token_types=types)
+
+    def part(self, rows: slice) -> "Images":
+        positions, types = (None if tensor is None else tensor[rows] for tensor in (self.positions, self.token_types))
+        return replace(self, features=self.features[rows], places=self.places[rows], positions=positions, token_types=types)
+
+    def of_block(self, block: int, device: torch.device) -> torch.Tensor:
+        """Features (image tokens, D) on the device: of the first layer's input for block 0, else addends to a layer's output."""
+        width = self.features[0].shape[1] // (1 + self.n_added)
+        return torch.cat([rows[:, block * width : (block + 1) * width].to(device, non_blocking=True) for rows in self.features])
+
+
+def joined_images(parts: Sequence[Images | None], n_padding: int) -> Images | None:
+    """Images of several batches, and of `n_padding` sequences without images after them; None if the first has none."""
+    given = [images for images in parts if images is not None]
+    if not given:
+        return None
+    features = (*(row for images in given for row in images.features), *(given[0].features[0][:0],) * n_padding)
+    places = (*(row for images in given for row in images.places), *(given[0].places[0][:0],) * n_padding)
+
+    def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        whole = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat([*whole, *(torch.zeros_like(whole[0][:1]) for _ in range(n_padding))]) if whole else None
+
+    positions, types = joined([images.positions for images in given]), joined([images.token_types for images in given])
+    return replace(given[0], features=features, places=places, positions=positions, token_types=types)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Sequences of one step, both (B, T) int64: `targets[b, t]` is the token after `input_ids[b, t]`, or -100. `document_tokens`:
     lengths of packed documents, padding included: T in all. Attention and positions restart with each document. `n_tokens`: of each
@@ -26,6 +71,7 @@ class Batch:
     positions_BT: torch.Tensor | None = None  # of tokens in their documents, if computed: on a device
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other inputs of the loss, (B,) or (B, T), by name
     n_tokens: tuple[int, ...] | None = None
+    images: Images | None = None  # stays on the host
 
     @property
     def n_supervised(self) -> int:
@@ -40,7 +86,12 @@ class Batch:
     def part(self, rows: slice) -> "Batch":
         lengths, n_tokens = self.document_tokens, self.n_tokens
         lengths, n_tokens = None if lengths is None else lengths[rows], None if n_tokens is None else n_tokens[rows]
-        return replace(self.moved(lambda tokens: tokens[rows]), document_tokens=lengths, n_tokens=n_tokens)
+        images = None if self.images is None else self.images.part(rows)
+        return replace(self.moved(lambda tokens: tokens[rows]), document_tokens=lengths, n_tokens=n_tokens, images=images)
+
+    @property
+    def has_images(self) -> bool:
+        return self.images is not None and any(len(rows) for rows in self.images.features)
 
     @property
     def padded_documents(self) -> tuple[tuple[int, ...], ...] | None:

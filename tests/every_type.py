@@ -104,6 +104,8 @@ def page(verdicts: dict[str, str]) -> str:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
+    from penstock.data.image_processor import TYPES
+
     version, sees = transformers.__version__, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     texts, images = ({name: word for name, word in verdicts.items() if (name in sees) is is_in} for is_in in (False, True))
     accepted, as_text = ([name for name, word in verdicts_of.items() if word == "accepted"] for verdicts_of in (texts, images))
@@ -121,7 +123,9 @@ step of a tiny one has the bits of the loss, and of every gradient, of transform
 Accepted: {", ".join(accepted)}.
 
 Of {len(images)} vision-language types {len(as_text)} are accepted, held to the same: their decoder of text is
-trained, on text alone, and their towers are saved along, unchanged: {", ".join(as_text)}.
+trained, and their towers are saved along, unchanged: {", ".join(as_text)}.
+[With images](images.md), the frozen tower's features of which have the bits of the model's own forward: {", ".join(TYPES)}.
+The others are trained on text alone, and rows with images are refused.
 
 In {n_apart[0]} of the former, and {n_apart[1]} of the latter, documents of a packed sequence are kept apart, which is proven of
 each model when it is run ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence;

@@ -21,8 +21,8 @@ LINKED = ("planner", "runtime", "hwprofiles")  # top-level folders that are pack
 READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
-    *("runtime/host", "runtime/cuda", "penstock", "penstock/arguments", "penstock/data", "penstock/model_checks"),
-    *("penstock/training", "penstock/checkpoint", "penstock/chat", "penstock/cli"),
+    *("runtime/host", "runtime/cuda", "penstock", "penstock/arguments", "penstock/data", "penstock/vision"),
+    *("penstock/model_checks", "penstock/training", "penstock/checkpoint", "penstock/chat", "penstock/cli"),
 )
 _HEAD = """# A tour
 

@@ -30,9 +30,10 @@ from penstock.runtime.plan import Semantics
 class Conversion:
     """Conversion of the weights of one model."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], model: Any = None) -> None:
+        """`model`: on the meta device; by default the text decoder that is trained."""
         # fp32, because transformers sets the default dtype of the process to the model's meanwhile, and lanes may be running
-        self._model: Any = meta_model(config, Semantics(1, 1, 1, compute_dtype="fp32", attention="eager"))
+        self._model: Any = model or meta_model(config, Semantics(1, 1, 1, compute_dtype="fp32", attention="eager"))
         mapping = get_model_conversion_mapping(self._model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

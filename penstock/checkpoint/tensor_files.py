@@ -89,6 +89,12 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"{path}: not a whole safetensors file ({on_one_line(str(error), 120)}); copy it again") from None
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a file. CheckpointError if it is no safetensors file."""
+    with _open(path) as file:
+        return file.metadata() or {}
+
+
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the metadata and all tensors of a file. CheckpointError if it cannot be read completely."""
     try:

@@ -1,6 +1,7 @@
 """`penstock data`: show the first documents of a data set as the model reads them, and count all of them."""
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ class Sample:
     n_learned: int
     n_cut: int  # tokens beyond the sequence length, not shown
     parts: tuple[tuple[str, bool], ...]
+    images: tuple[str, ...] = ()  # size and tokens of each, as `64 x 48: 12 tokens`
 
 
 @click.command("data", cls=Command)
@@ -44,6 +46,7 @@ class Sample:
 @flag_of("data.columns")
 @flag_of("data.split")
 @flag_of("data.packing")
+@flag_of("data.images")
 @flag_of("data.bad_rows")
 @flag_of("data.max_row_seconds")
 @flag_of("data.max_row_mb")
@@ -66,7 +69,8 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
         cache = tokens_folder(Path(folder))
-        packed = read_data(DataRequest(settings, model, vocab_size, seq_len, 1, 0, cache, by_document, objective=None), report)
+        request = DataRequest(settings, model, vocab_size, seq_len, 1, 0, cache, by_document, objective=None, vision=model)
+        packed = read_data(request, report)
         assert isinstance(packed, MapStyleData)
         parts, about = packed.parts, packed.words()
         samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model, settings.chat_template), n_samples)]
@@ -81,13 +85,15 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
         for sample in samples:
             cut = f", {sample.n_cut:,} of them cut" if sample.n_cut else ""
             title = f"{_printable(sample.where)}: {sample.n_tokens:,} tokens{cut}, {sample.n_learned:,} to be learned"
+            title += f"; images of {'; '.join(sample.images)}" * bool(sample.images)
             texts = [click.style(_printable(text), fg="green" if learned else None) for text, learned in sample.parts]
             click.echo(f"{click.style(title, bold=True)}\n{''.join(texts)}\n")
     else:
         marked = ["".join(f"[[{text}]]" if learned else text for text, learned in sample.parts) for sample in samples]
         texts = [json.dumps(text, ensure_ascii=False)[1:-1] for text in marked]
-        rows = [(s.where, str(s.n_tokens), str(s.n_learned), text) for s, text in zip(samples, texts, strict=True)]
-        show_table(("where", "tokens", "learned", "text"), rows)
+        has_images, columns = any(s.images for s in samples), ["where", "tokens", "learned"]
+        rows = [[s.where, str(s.n_tokens), str(s.n_learned), *(["; ".join(s.images)] * has_images)] for s in samples]
+        show_table((*columns, *(["images"] * has_images), "text"), [(*row, t) for row, t in zip(rows, texts, strict=True)])
     show_table(("what", "count"), [(name.replace("_", " "), f"{n:,}") for name, n in counted.items()])
 
 
@@ -113,7 +119,16 @@ def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator
         edges = [0, *runs.reshape(-1).clip(0, len(shown)).tolist(), len(shown)]
         texts = [tokenizer.decode(shown[:edge], special=True) for edge in edges]
         parts = tuple((longer[len(prefix) :], i % 2 == 1) for i, (prefix, longer) in enumerate(pairwise(texts)) if longer != prefix)
-        yield Sample(documents.where(d), len(ids), int(documents.n_learned[d]), len(ids) - len(shown), parts)
+        images = tuple("{} x {}: {:,} tokens".format(*image["size"], image["n_tokens"]) for image in documents.images(d))
+        if images:  # shorten runs of the token of images
+            reads = documents.reader.images  # type: ignore[union-attr]
+            token = re.escape(tokenizer.decode([reads.token_id], special=True))  # type: ignore[union-attr]
+            parts = tuple((re.sub(f"({token})\\1+", _counted, text), learned) for text, learned in parts)
+        yield Sample(documents.where(d), len(ids), int(documents.n_learned[d]), len(ids) - len(shown), parts, images)
+
+
+def _counted(run: re.Match[str]) -> str:
+    return f"{run[1]} x {len(run[0]) // len(run[1])}"
 
 
 def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
@@ -138,7 +153,14 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
         "sequences": len(packed),
         "tokens": sum(stop - start for _, segments in packed for _, start, stop in segments),
         "learned_tokens": sum(learned),
-    }
+    } | _image_counts(packed)
+
+
+def _image_counts(packed: "Sequence[tuple[PackedSet, list[list[int]]]]") -> dict[str, int]:
+    """Count the images of the sequences and their tokens; {} for texts."""
+    seen = [(part.documents, d) for part, segments in packed if part.documents.has_images for d, *_ in segments]
+    images = [image for documents, d in seen for image in documents.images(d)]
+    return {"images": len(images), "image_tokens": sum(image["n_tokens"] for image in images)} if images else {}
 
 
 def _printable(text: str) -> str:

@@ -21,8 +21,8 @@ from penstock.results import Planned
 from penstock.run_config import PLAN_FLAGS
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.files import read_whole
-from penstock.runtime.plan.workload import Model
-from penstock.runtime.units import in_shell, on_one_line
+from penstock.runtime.plan.workload import ITEM_BYTES, Model
+from penstock.runtime.units import in_shell, on_one_line, show_bytes, show_seconds
 
 from .options import (
     AS_JSON,
@@ -109,6 +109,8 @@ class _Plan(Command):
     type=click.Path(path_type=Path),
     help="The --out folder of a run of this model on this machine: op times are scaled by its measured over predicted times.",
 )
+@click.option("--images", "n_images", type=click.IntRange(1), help="Number of images of the data, for the pass of a vision tower.")
+@click.option("--image-size", metavar="WxH", default="1024x768", show_default=True, help="Width and height of an image in pixels.")
 @with_prices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @AS_JSON
@@ -124,6 +126,8 @@ def plan(
     output: Path | None,
     as_json: bool,
     verbose: bool,
+    n_images: int | None,
+    image_size: str,
     **options: Any,
 ) -> None:
     """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
@@ -153,11 +157,14 @@ def plan(
         raise
     if output is not None:
         planned.save(output)
+    images = None if n_images is None else _image_fields(planned, n_images, image_size)
     if as_json:
-        click.echo(json.dumps(_fields(planned, tokens)))
+        click.echo(json.dumps(_fields(planned, tokens) | ({} if images is None else {"images": images})))
     else:
         facts = Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens, today=date.today())
         print_plan(facts, Console(file=sys.stdout), verbose)
+        if images is not None:
+            click.echo(_images_in_words(images))
     if not IS_COMPILED:
         slower = "a search takes longer, and a run's host updates 10 to 60 times as long as planned"
         note(f"without numba {slower}; install it with: pip install numba")
@@ -200,6 +207,34 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
         **hour.job_fields(tokens, planned.tokens_per_s, moved_bytes(planned.plan)),
         "rests_on": {"device": device.to_json(), "others": remainder and remainder.to_json()},
     }
+
+
+def _image_fields(planned: Planned, n_images: int, image_size: str) -> dict[str, Any]:
+    """Return the fields of `images` in `--json`. UsageError for a size that is none, or an image that fills a sequence."""
+    from penstock.planner.model.vision import vision_tower
+    from penstock.planner.predict.cost import CostModel
+    from penstock.planner.predict.forward_pass import tower_s
+
+    edges, semantics = image_size.lower().split("x"), planned.plan.semantics
+    if len(edges) != 2 or not all(edge.isdecimal() and 0 < int(edge) < 2**16 for edge in edges):
+        raise click.UsageError(f"--image-size {image_size[:40]}: no width and height; write it as 1024x768")
+    width, height = map(int, edges)
+    tower, dtype = vision_tower(planned.plan.model.config, width, height), semantics.compute_dtype
+    if tower.n_tokens >= semantics.seq_len:
+        problem = f"--image-size {image_size}: {tower.n_tokens:,} tokens an image, and a sequence holds {semantics.seq_len:,}"
+        raise click.UsageError(f"{problem}; give smaller images, or a longer --seq-len")
+    seconds = tower_s(tower, dtype, CostModel(planned.profile))
+    return {
+        **{"n": n_images, "width": width, "height": height, "tokens_each": tower.n_tokens, "flop_each": tower.flop},
+        **{"tower_s": n_images * seconds, "file_bytes": tower.file_bytes(n_images, ITEM_BYTES[dtype])},
+        "weights_bytes": tower.n_params * ITEM_BYTES[dtype],
+    }
+
+
+def _images_in_words(images: Mapping[str, Any]) -> str:
+    n, size, each = images["n"], f"{images['width']} x {images['height']}", images["tokens_each"]
+    tower = f"the tower's pass {show_seconds(images['tower_s'])} without decoding, {show_bytes(images['weights_bytes'])} of weights"
+    return f"images        {n:,} of {size}: {each:,} tokens each; {tower}; features {show_bytes(images['file_bytes'])} on disk"
 
 
 def _policy(text: str) -> Mapping[str, Any] | str | None:

@@ -19,6 +19,7 @@ from transformers.utils import chat_template_utils
 from penstock.runtime.errors import DataError
 
 from .files import LIMITS, Limits
+from .images import text_in
 from .messages import Chat, Message
 from .template_limits import TooLargeError, Watch
 from .tokenizer import ModelTokenizer, reason_of
@@ -84,7 +85,7 @@ class ChatTemplate:
         """Return roles, except the assistant's, that the template ignores: the text is equal without their messages."""
         ignored = set[str]()
         for i, message in enumerate(chat.messages):
-            words = message["content"].strip()
+            words = text_in(message["content"]).strip()
             if message["role"] not in (*ignored, "assistant") and not any(words in text for text, _ in rendered):
                 with suppress(DataError):  # a template may require the role
                     shortened = self._text(chat.messages[:i] + chat.messages[i + 1 :], chat.tools, "")
@@ -211,6 +212,6 @@ def _without_parts(message: Message) -> Iterator[tuple[str, str, Message]]:
         if part := next((name for name in names if message.get(name)), None):
             words = message[part].strip() if isinstance(message[part], str) else ""
             yield part, words, {name: value for name, value in message.items() if name not in names}
-    opened, mark, rest = message["content"].rpartition("</think>")
+    opened, mark, rest = message["content"].rpartition("</think>") if isinstance(message["content"], str) else ("", "", "")
     if mark and (thought := opened.rpartition("<think>")[2]).strip():
         yield "<think> in contents", thought.strip(), {**message, "content": opened.removesuffix(thought) + mark + rest}

@@ -23,6 +23,7 @@ from .chat import ChatTemplate
 from .documents import Reader, cached_documents
 from .files import TRAIN, WANTED, DataFile, DataFiles, Limits, find_files
 from .formats import NEEDED, PREFERENCE, UNPAIRED, renamed, row_format, unread
+from .image_processor import ImageReader, sees_images
 from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
@@ -55,6 +56,7 @@ class DataRequest:
     preferred: tuple[str, ...] = TRAIN  # splits to use if the settings name none
     objective: Objective | None = CROSS_ENTROPY  # loss, which can require a row format; None accepts all formats
     rows: Iterable[Any] | None = None  # of a program, streamed instead of the settings' files
+    vision: Path | None = None  # folder of a model with its processor of images; None: no images
 
     @property
     def shuffle_seed(self) -> int | None:
@@ -120,7 +122,12 @@ def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenize
     if first is None and not any(file.kind == "text" for file in files.files):
         raise DataError(f"{files.path}: no text in it; {WANTED}")
     unread_columns = tuple(unread(renamed(first[1], columns), format, is_text)) if first else ()
-    return Reader(files, columns, format, ChatTemplate(tokenizer, files.limits), request.vocab_size, is_text, unread_columns)
+    images = None
+    if request.vision is not None and sees_images(request.vision) and not (is_text or part.streaming):
+        root = Path(part.images) if part.images is not None else files.path if files.path.is_dir() else files.path.parent
+        images = ImageReader(request.vision, tokenizer, files.limits, root, part.chat_template is not None)
+    template = ChatTemplate(tokenizer, files.limits)
+    return Reader(files, columns, format, template, request.vocab_size, is_text, unread_columns, images)
 
 
 def _shape(request: DataRequest, part: DataSettings, reader: Reader) -> Shape:
@@ -178,9 +185,10 @@ def _packed(
             wanted = f"prompts fill the {shape.seq_len:,} tokens of a sequence, and {longest}: choose a longer --seq-len"
         raise DataError(f"{reader.about}: nothing to learn in it ({counts_text(counts)}); {wanted}")
     segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
-    fingerprint = _fingerprint(content, reader.identity, shape.identity, segments)
+    of_images = {"images": documents.images_digest} if documents.has_images else {}
+    fingerprint = _fingerprint(content, reader.identity, shape.identity, segments, *of_images.values())
     read = {"tokenizer": reader.template.tokenizer.identity, "data": _fingerprint(content, reader.format, reader.columns)}
-    read["sequences"] = _fingerprint(shape.identity, segments)
+    read |= {"sequences": _fingerprint(shape.identity, segments), **of_images}
     return PackedSet(documents, sequences, shape, counts, reader.about, fingerprint, inputs, read)
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,13 @@ from penstock.runtime.errors import DataError, PenstockError
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line
 from .formats import NEEDED, ROLLOUTS, read_row, renamed, rollouts, shown
+from .image_processor import ImageReader, Seen
+from .images import text_in
 from .messages import Chat, Completion
 from .tokenizer import is_tokenizer_error, reason_of
 
 Array = npt.NDArray[np.int64]
-_Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...]]
+_Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...], Seen | None]
 Columns = dict[str, list[Any]]  # a batch of `datasets`: column name -> values
 MOST_SHOWN = 20  # bad rows
 ROWS_AT_ONCE = 32  # tokenised per call; tokens with offsets take 100 times the memory of the text
@@ -38,6 +40,7 @@ REPORT_S = 0.5  # between progress messages
 DOCUMENTS_AT_ONCE = 100  # in memory before a write
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
 _NOTES = ("problem", "dropped")  # why a row is bad; dropped by its template, one a line: `roles developer`, `parts tool_calls`
+IMAGES = ("images", "images_end")  # JSON with the images of a document; one past the last token of an image
 LOSS_NUMBERS = "brought"  # numbers of a row for its loss: a label; or an advantage and the log-probability of each learned token
 _VERSION = 4  # of the conversion of rows; another version invalidates cached tokens
 
@@ -55,6 +58,7 @@ class Reader:
     vocab_size: int
     is_text: bool  # plain text, no conversations
     unread: tuple[str, ...] = ()  # columns of the first row that its format does not read
+    images: ImageReader | None = None  # None: its format or model has none
 
     @property
     def identity(self) -> str:
@@ -66,6 +70,8 @@ class Reader:
         """Columns of a document: ids, edges of learned runs, counts, source file and row, problem, dropped roles, loss numbers."""
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
         of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_NOTES, Value("string"))
+        if self.images is not None:
+            of_all |= dict(zip(IMAGES, (Value("string"), Value("int64")), strict=True))
         return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, LOSS_NUMBERS: List(Value("float64"))})
 
     @property
@@ -89,7 +95,7 @@ class Reader:
         """Return the documents of a batch of rows: one or more per row, an empty one for a bad row. DataError for unknown
         tokens."""
         places = list(zip(rows["file"], rows["row"], strict=True))
-        names = ("ids", "learned", *_COUNTS, *_NOTES, LOSS_NUMBERS)
+        names = ("ids", "learned", *_COUNTS, *_NOTES, LOSS_NUMBERS, *(IMAGES if self.images is not None else ()))
         if self.format == ROLLOUTS:
             tokenised = [one for place, value in zip(places, rows["value"], strict=True) for one in self._tokenised(value, *place)]
             return {name: [values[column] for values in tokenised] for column, name in enumerate(names)}
@@ -97,9 +103,10 @@ class Reader:
         with self.template.watch.at_work() if not self.is_text else nullcontext():
             inputs = [(place, *one) for place, value in values for one in self._read(value, *place)]
         try:
-            texts = [text for _, (text, _), *_ in inputs]  # only plain text gets the tokenizer's special tokens
             backend = self.template.tokenizer.backend
-            encoded = backend.encode_batch(texts, add_special_tokens=self.is_text)
+            plain = [text for _, (text, _), *_, seen in inputs if seen is None]
+            rest = iter(backend.encode_batch(plain, add_special_tokens=self.is_text))  # only plain text gets special tokens
+            encoded = [next(rest) if seen is None else seen.encoding for *_, seen in inputs]
             alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in inputs]
         except BaseException as error:
             if not is_tokenizer_error(error):
@@ -109,7 +116,8 @@ class Reader:
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
         encoded_documents = [
             (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in encodings), *notes, numbers)
-            for (place, one, _, notes, numbers), encoding, encodings in zip(inputs, encoded, alone, strict=True)
+            + ((seen.images, seen.end) if seen is not None else (None, 0))
+            for (place, one, _, notes, numbers, seen), encoding, encodings in zip(inputs, encoded, alone, strict=True)
         ]
         return {name: [values[column] for values in encoded_documents] for column, name in enumerate(names)}
 
@@ -135,7 +143,17 @@ class Reader:
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
             return [document for documents in rendered for document in documents]
         except DataError as error:
-            return [(("", []), [], (str(error), None), ())]
+            return [(("", []), [], (str(error), None), (), None)]
+
+    def images_of(self, places: Collection[tuple[int, int]]) -> Iterator[tuple[str, Any]]:
+        """Yield (place for the user, image) of these rows, each (file, row), by reading the files again."""
+        for number in sorted({file for file, _ in places}):
+            file, wanted = self.files.files[number], {row for n, row in places if n == number}
+            for row, value in file.numbered_rows(tuple(self.columns.values()), self.files.limits.row_bytes):
+                if row in wanted:
+                    where = self.files.where(number, row)
+                    for item, _ in read_row(renamed(parse_line(value, where), self.columns), self.format, where):
+                        yield from ((where, image) for image in getattr(item, "images", ()))
 
     def _rendered(self, item: Chat | Completion, numbers: tuple[float, ...], where: str) -> list[_Read]:
         """Return the documents of a conversation or text, with the loss numbers of its row."""
@@ -143,13 +161,31 @@ class Reader:
             raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
         if isinstance(item, Completion):
             text = item.prompt + item.completion  # followed by the end token
-            return [((text, [(len(item.prompt), len(text) + 1)] if text else []), [], (None, None), numbers)]
-        template, chat = self.template, self.template.with_arguments(item, where)
+            return [((text, [(len(item.prompt), len(text) + 1)] if text else []), [], (None, None), numbers, None)]
+        template = self.template
+        if item.images:
+            if self.images is None:
+                raise DataError(f"{where}: has images; a vision-language model reads them, before training; leave them out")
+            template, item = self._with_images(item, where)
+        chat = template.with_arguments(item, where)
         rendered = template.render(chat, where)
         roles, parts = template.dropped_roles(chat, rendered), template.dropped_parts(chat, rendered)
         notes = [f"roles {role}" for role in roles] + [f"parts {part}" for part in parts] + ["arguments"] * (chat is not item)
-        first = [message["content"] for message in chat.messages if message["role"] not in roles], (None, "\n".join(notes) or None)
-        return [(one, *(([], (None, None)) if i else first), numbers) for i, one in enumerate(rendered)]
+        first = [text_in(m["content"]) for m in chat.messages if m["role"] not in roles], (None, "\n".join(notes) or None)
+        reads = self.images.read if self.images is not None and chat.images else None
+        pairs = [(one, None) if reads is None else reads(one, chat.images, where) for one in rendered]
+        return [(one, *(([], (None, None)) if i else first), numbers, seen) for i, (one, seen) in enumerate(pairs)]
+
+    def _with_images(self, chat: Chat, where: str) -> tuple[ChatTemplate, Chat]:
+        """Return the chat template for images, and the conversation in its form. DataError with the place if the model has none."""
+        assert self.images is not None
+        try:
+            self.images.config  # noqa: B018 it raises
+            template = self.images.template
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        template.watch = self.template.watch  # of this thread
+        return template, self.images.with_parts(chat, where)
 
     def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
         """Return ids, edges of learned runs, and the counts of tokens, learned tokens and targets."""
@@ -196,6 +232,9 @@ class Documents:
         self.files, self.location, column = files, location, dataset.data.column  # location of the tokens, for the user
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
         self._loss_numbers = column(LOSS_NUMBERS)
+        has_images = IMAGES[0] in dataset.column_names and column(IMAGES[0]).null_count < len(dataset)
+        self._images, self._images_end = (column(name) if has_images else None for name in IMAGES)
+        self.reader: Reader | None = None  # of the rows, to read their images again
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
         self.n_own = int(column("n_own").to_numpy().sum())  # tokens of the messages alone, without the template
         places = np.stack([column(name).to_numpy() for name in _COUNTS[3:5]])
@@ -242,6 +281,30 @@ class Documents:
         """Return the loss numbers of the document's row."""
         return np.asarray(self._loss_numbers[document].values)
 
+    @property
+    def has_images(self) -> bool:
+        return self._images is not None
+
+    @property
+    def images_digest(self) -> str:
+        """SHA-256 of all images, their tokens and sizes."""
+        assert self._images is not None
+        return hashlib.sha256(json.dumps(self._images.to_pylist()).encode()).hexdigest()
+
+    def images(self, document: int) -> list[dict[str, Any]]:
+        """Return digest (`sha256`), `size` (width, height), `n_tokens`, and for some models `grid`, of each image in order."""
+        text = None if self._images is None else self._images[document].as_py()
+        return [] if text is None else json.loads(text)
+
+    def images_end(self, document: int) -> int:
+        """Return one past the last token of an image; 0 without images."""
+        return 0 if self._images_end is None else int(self._images_end[document].as_py())
+
+    def place(self, document: int) -> tuple[int, int]:
+        """Return the number of the source file, and the row."""
+        file, row = (column[document].as_py() for column in self._columns[2:])
+        return file, row
+
     def where(self, document: int) -> str:
         """Return the source file and row, for the user."""
         return self.files.where(*(column[document].as_py() for column in self._columns[2:]))
@@ -265,11 +328,14 @@ def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Cal
 
     disable_progress_bars()
     made_by = [content_hash, reader.identity, list(reader.features), tokenizers.__version__, transformers.__version__]
+    made_by += [] if reader.images is None else [reader.images.identity]
     fingerprint = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
     options = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
     try:
         dataset = Dataset.from_generator(examples, fingerprint=fingerprint, **options)
-        return Documents(dataset, reader.files, f"{how[0]} {cache}")
+        documents = Documents(dataset, reader.files, f"{how[0]} {cache}")
+        documents.reader = reader
+        return documents
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, PenstockError):

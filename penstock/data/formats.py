@@ -15,6 +15,7 @@ from penstock.runtime.errors import DataError
 from penstock.runtime.plan.objective import ADVANTAGE, LABEL, OLD, LossInput, LossUnit, Objective
 from penstock.runtime.units import on_one_line
 
+from .images import COLUMNS as IMAGES
 from .messages import Chat, Completion, Row, answered, chat_of, dialogue, instruction, prompted, turn_of, value_of
 
 Rollout = tuple[list[int], list[int], float, list[float]]  # prompt, completion, advantage, log-probability of each completion token
@@ -56,7 +57,7 @@ NEEDED = {
     ROLLOUTS: LossFormat("GRPO", LossUnit.TOKENS, _GROUP_COLUMNS, f"{_GROUP}, or with advantages", (ADVANTAGE, OLD)),
     LABELLED: LossFormat("a loss of labels", LossUnit.SEQUENCES, ("text", "label"), '{"text": "...", "label": 1}', (LABEL,)),
 }
-_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", "rewards", "advantages")
+_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", "rewards", "advantages", *IMAGES)
 COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *_GROUP_COLUMNS)
 # Further columns that a format reads, in addition to "system" and "tools" of conversations
 _ALSO_READ = {"alpaca": ("input", "history"), "question-answer": ("history",), ROLLOUTS: ("rewards", "advantages")}
@@ -259,7 +260,7 @@ def _numbers(values: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float6
 def unread(columns: object, format: str, is_text: bool) -> list[str]:
     """Return the columns of a row, after renaming, that this format does not read."""
     needed = NEEDED[format].columns if format in NEEDED else _FORMATS[format][0]
-    read = {*needed, *_ALSO_READ.get(format, ()), *(() if is_text else ("system", "tools"))}
+    read = {*needed, *_ALSO_READ.get(format, ()), *(() if is_text else ("system", "tools", *IMAGES))}
     return [str(name) for name in columns if name not in read] if isinstance(columns, dict) else []
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from .images import placed_images, text_in
+
 Message = dict[str, Any]
 Row = Mapping[str, Any]
 T = TypeVar("T")
@@ -20,6 +22,7 @@ class Chat:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
     unlearned: frozenset[int] = frozenset()  # indices of messages to exclude from learning
+    images: tuple[Any, ...] = ()  # in the order of their parts {"type": "image"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ def answered(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion
             is_empty = not item.completion.strip()
         case Chat():
             messages = [m for i, m in enumerate(item.messages) if m["role"] == "assistant" and i not in item.unlearned]
-            is_empty = not any(message["content"].strip() or message.get("tool_calls") for message in messages)
+            is_empty = not any(text_in(message["content"]).strip() or message.get("tool_calls") for message in messages)
     if is_empty:
         raise ValueError(f'an empty answer under "{name}"')
     return item
@@ -68,6 +71,7 @@ def instruction(row: Row) -> str:
 def chat_of(messages: list[Any], row: Row, n_before: int = 0) -> Chat:
     """Return a conversation that begins with the row's "system". Its first `n_before` messages, and messages that a flag excludes,
     are not learned."""
+    messages, images = placed_images(messages, row)
     parsed = [_message(message, i) for i, message in enumerate(messages)]
     learned = [_is_learned(message, i) for i, message in enumerate(parsed)]  # flags are not passed to templates
     if row.get("system"):
@@ -77,7 +81,7 @@ def chat_of(messages: list[Any], row: Row, n_before: int = 0) -> Chat:
                 raise ValueError('a "system" column and another system message; join them, or leave one out')
             parsed, learned, n_before = [system, *parsed], [None, *learned], n_before + bool(n_before)
     unlearned = frozenset(i for i, flag in enumerate(learned) if i < n_before or flag is False)
-    return Chat(tuple(parsed), _tools(row), unlearned)
+    return Chat(tuple(parsed), _tools(row), unlearned, images)
 
 
 def _is_learned(message: Message, i: int) -> bool | None:
@@ -113,10 +117,12 @@ def _message(message: object, i: int) -> Message:
     if not isinstance(role, str) or not role:
         raise ValueError(f'message {i} has no "role"')
     if isinstance(content, list):
+        n_images = sum(part == {"type": "image"} for part in content)
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = "".join(map(str, texts)) if [type(text) for text in texts] == [str] * len(content) else None
-    if not isinstance(content, str):
-        raise ValueError(f'message {i} has no string or list of texts under "content"')
+        is_whole = [type(text) for text in texts] == [str] * (len(content) - n_images)
+        content = None if not is_whole else content if n_images else "".join(map(str, texts))
+    if not isinstance(content, str | list):
+        raise ValueError(f'message {i} has no string or list of texts and images under "content"')
     return {"role": role, "content": content, **fields}
 
 

@@ -31,6 +31,7 @@ Packing = Literal["joined", "documents", "one", "pairs", "answers"]
 Segment = tuple[int, int, int]
 Span = tuple[int, int, int]  # document number in its sample; first position and one past the last in a row
 Row = tuple[Array, Array, list[Span]]  # ids_T, targets_T, and the documents in the row
+Numbered = tuple[int, list[Sequence[int]]]  # number of a document in its sample, and its segments
 Numbers = Sequence[Sequence[npt.NDArray[np.float64]]]  # sample -> loss numbers of each source row
 Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: total
 
@@ -99,6 +100,8 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
         where = documents.where(int(order[~learns].min()))
         raise DataError(f"{where}: nothing in it to learn from; leave it out, or set unsupervised to skip")
     if shape.packing == "joined":
+        if documents.has_images:
+            raise DataError("packing joined: it cuts documents anywhere, also within images; choose documents or one")
         return _joined(documents, order[learns], shape.seq_len), counts
     if shape.packing == "pairs":
         groups = _pairs(documents, order, shape, counts)
@@ -130,7 +133,8 @@ def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) ->
         if length <= seq_len:
             yield d, 0, length
             continue
-        match shape.too_long:
+        is_in_image = documents.has_images and documents.images_end(d) > (0 if shape.too_long == "split" else seq_len)
+        match "skip" if is_in_image and shape.too_long != "refuse" else shape.too_long:
             case "refuse":
                 advice = "shorten it, or set too_long to cut, split or skip"
                 raise DataError(f"{documents.where(d)}: {length:,} tokens, and a sequence holds {seq_len:,}; {advice}")
@@ -235,12 +239,17 @@ def row_of(documents: Documents, numbered: Iterable[tuple[int, Sequence[Sequence
 
 def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[Row]:
     """Return the rows of a sample: one; two for a pair; two per answer of a group. With `shares`, documents fill these rows."""
+    return [row_of(documents, numbered, shape) for numbered in documents_by_row(documents, segments, shape)]
+
+
+def documents_by_row(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[list[Numbered]]:
+    """Return the documents of each row of a sample: number in the sample, and segments."""
     parts, n = _documents_of(documents, segments, shape), shape.rows_each
     rooms, rows = [shape.seq_len] * n, list[int]()
     for i in range(0, len(parts), n):
         together = [_length(part) for part in parts[i : i + n]]
         rows += (_placed(rooms, together) if shape.is_isolated else None) or range(n)
-    return [row_of(documents, [(i, part) for i, part in enumerate(parts) if rows[i] == row], shape) for row in range(n)]
+    return [[(i, part) for i, part in enumerate(parts) if rows[i] == row] for row in range(n)]
 
 
 def _documents_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[list[Sequence[int]]]:

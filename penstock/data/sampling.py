@@ -10,7 +10,7 @@ buffers, so the state of `datasets` (start of a buffer, number of its sequences 
 would lose the contents of a buffer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
@@ -26,8 +26,10 @@ from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.plan.objective import ANSWER, LossInput
 
 from .documents import Array, Columns, Documents, Reader
-from .packing import Counts, Row, Sequences, Shape, batch_of, counts_text, pack, rows_of
+from .packing import Counts, Row, Sequences, Shape, batch_of, counts_text, documents_by_row, pack, rows_of
 
+# Adds stored outputs of a vision tower to a batch. For each row: its data set's documents, and the segments of each of its own
+AddImages = Callable[[Batch, Sequence[tuple[Documents, Sequence[Sequence[Sequence[int]]]]]], Batch]
 Position = dict[str, Any]  # start of a step, as JSON
 SHARES = 1000  # samples of a round with weights
 TOLERANCE = 0.002  # of the sum of weights: 3 x 0.333 is accepted
@@ -68,6 +70,7 @@ class MapStyleData:
     n_steps: int = field(init=False)  # per epoch; the last step may continue into the next epoch
     # Per set, (n_sequences, rows per sample, ...): loss inputs from a reference model or teacher
     references: Mapping[LossInput, Sequence[torch.Tensor]] = field(default_factory=dict)
+    add_images: AddImages | None = None  # for data with images, once the outputs of the vision tower are stored
     _turns: Array = field(init=False, repr=False)  # (set, number of its samples before) for each sample of a round
 
     def __post_init__(self) -> None:
@@ -114,7 +117,11 @@ class MapStyleData:
         inputs = max((part.inputs for part in self.parts), key=len)
         numbers = [[part.documents.loss_numbers(d) for d, _, _ in segments] for part, segments in chosen]
         batch = batch_of(rows, max((part.shape for part in self.parts), key=lambda s: s.is_isolated), inputs, numbers, n_slots)
-        return replace(batch, extras={**extras, **batch.extras})
+        batch = replace(batch, extras={**extras, **batch.extras})
+        if self.add_images is None:
+            return batch
+        placed = [(p.documents, row) for p, segments in chosen for row in documents_by_row(p.documents, segments, p.shape)]
+        return self.add_images(batch, [(documents, [part for _, part in row]) for documents, row in placed])
 
     def position(self, step: int) -> Position:
         """Return the first sample of a step."""

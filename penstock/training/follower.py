@@ -22,7 +22,7 @@ from penstock.user_loss import planned_loss
 
 from .build import build
 from .device import refuse_what_does_not_fit, release_memory, select_kernels
-from .inputs import read_inputs
+from .inputs import attach_stored, read_inputs
 from .rank0 import Begin, End, Forward, Give, Message, Refer, Train, own_part, receive
 from .references import attach_file, with_reference
 from .schedules import Rates
@@ -62,6 +62,7 @@ def _followed(request: RunRequest, device: str, ranks: Processes, first: Begin) 
             state = None if first.resume is None else load_state(Path(first.resume))
             loss = planned_loss(plan.semantics.objective, request.loss or settings.loss)
             inputs = with_reference(read_inputs(request, device, loss, state, leads=False))
+            attach_stored(inputs)
             store = build(inputs, ranks)
             status |= inputs.digests
         if any(rank_status != status for rank_status in ranks.gathered(status)):  # a failure, or other inputs

@@ -40,9 +40,11 @@ from penstock.runtime.plan.optimizer import RULES, AdamW, RateGroup
 from penstock.runtime.plan.workload import has_towers
 from penstock.runtime.units import on_one_line
 from penstock.settings import ADAPTERS_LR, RunSettings
+from penstock.vision.stored_outputs import attach_images
 
 from .device import refuse_what_does_not_fit
 
+TOWERS_FOLDER = "towers"  # features of images, reused by later runs
 TOKENS_FOLDER = "tokens"  # tokenised data, reused by later runs
 BASE_FORMAT = 1  # version of the file of frozen weights on disk
 
@@ -308,6 +310,7 @@ def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_ou
         preferred=HELD_OUT if held_out else TRAIN,
         run=Path(settings.out),
         objective=semantics.objective,
+        vision=None if settings.tokenizer == "bytes" else folder,
     )
 
 
@@ -320,6 +323,16 @@ def tokens_folder(run: Path) -> Path:
             return shared
     except (OSError, RuntimeError):  # no home folder
         return run / TOKENS_FOLDER
+
+
+def attach_stored(inputs: RunInputs, tower: Path | None = None) -> int:
+    """Attach the features of images to training and held-out data, after computing those that are not stored. Return the number of
+    images. `tower`: folder of the features, instead of the settings' one or the cache."""
+    settings, request = inputs.settings, inputs.request
+    sets = [data for data in (inputs.data, inputs.held_out) if isinstance(data, MapStyleData)]
+    named = Path(settings.tower) if tower is None and settings.tower is not None else tower
+    where = named, tokens_folder(Path(settings.out)).with_name(TOWERS_FOLDER)
+    return attach_images(sets, inputs.plan, inputs.folder, where, inputs.device, request.report, request.stop)
 
 
 def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Report) -> RunData | None:

@@ -50,6 +50,7 @@ _HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the mode
 _HOW_TEACHER = "make it with `penstock forward PLAN --data DATA --out FILE`, of the teacher's PLAN with this --loss and --seq-len"
 _ODD = {
     "tokenizer": "made with another tokenizer or chat template than this model's, so that tokens differ",
+    "images": "made with other images, of the same rows",
     "sequences": "made from other sequences of this data: another --seq-len, --packing or --seed",
 }
 DIGEST, PIECE = "sha256", 2**24  # name of the checksum tensor; elements hashed at a time

@@ -42,7 +42,7 @@ from penstock.user_loss import planned_loss
 from . import monitors
 from .build import build
 from .device import device_of, release_memory, select_kernels
-from .inputs import RunInputs, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
+from .inputs import RunInputs, attach_stored, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
 from .rank0 import Leader, begin, wait_for_others
 from .references import adapter_digest, attach_initial_reference, in_words, with_reference, write_reference
 from .run_folder import run_folder, state_to_resume, with_replanned
@@ -210,6 +210,7 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
         say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model is untrained at its first step")
     elif (note := note_on_zeros(inputs.weights)) is not None:
         say(note)
+    attach_stored(inputs)
     if ranks is not None:
         begin(ranks, None if state is None else state.path, Path(settings.out) / PLAN_FILE if request.replanned else None)
     store = build(inputs, ranks)
@@ -228,19 +229,33 @@ def _real(request: RunRequest, device: str, state: State | None, ranks: Processe
 def write_forward(request: RunRequest, path: Path) -> int:
     """Write a reference file for `--reference`: log-probabilities of each answer in training and held-out data. Return the number
     of answers. PenstockError for invalid inputs, before anything is written."""
-    plan, device = checked(request.file, request.where).plan, device_of(request.settings.device)
-    if plan.semantics.ranks > 1 or device == "emulated":
-        raise PlanError(f"{request.where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
-    if plan.semantics.objective.n_labels is not None:
+    if request.file.plan.semantics.objective.n_labels is not None:
         raise PlanError(f"{request.where}: its loss scores texts, and has no log-probabilities to write; plan with another --loss")
-    if request.settings.data.streaming:
-        raise RunConfigError("a reference takes data that is read before training; leave out data.streaming")
-    select_kernels(plan, device, request.settings.deterministic)
-    inputs = read_inputs(request, device, LossFunction(plan.semantics.objective, torch.zeros_like))  # not used in a forward pass
+    inputs = _forward_inputs(request)
+    attach_stored(inputs)
     sets = tuple(source for source in (inputs.data, inputs.held_out) if isinstance(source, MapStyleData))
     inputs = replace(inputs, reference_sets=sets)
     adapter = None if inputs.settings.adapter is None else adapter_digest(Path(inputs.settings.adapter))
     return write_reference(path, inputs, build(inputs), adapter)
+
+
+def write_image_features(request: RunRequest, folder: Path) -> int:
+    """Write the features of all images of training and held-out data, for `--tower`. Return the number of images. PenstockError for
+    invalid inputs, and for data without images."""
+    if not (n_images := attach_stored(_forward_inputs(request), folder)):
+        raise PlanError("--tower: the data has no images; leave it out")
+    return n_images
+
+
+def _forward_inputs(request: RunRequest) -> RunInputs:
+    """Inputs of a forward pass that writes: of one device, and of data that is read before."""
+    plan, device = checked(request.file, request.where).plan, device_of(request.settings.device)
+    if plan.semantics.ranks > 1 or device == "emulated":
+        raise PlanError(f"{request.where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
+    if request.settings.data.streaming:
+        raise RunConfigError("a reference takes data that is read before training; leave out data.streaming")
+    select_kernels(plan, device, request.settings.deterministic)
+    return read_inputs(request, device, LossFunction(plan.semantics.objective, torch.zeros_like))  # the loss is not used
 
 
 def _emulated(request: RunRequest) -> Session:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.planner.lower.forward import forward_plan, most_micro_batches
-from penstock.runtime.batch import UNSUPERVISED, Batch, Batches
+from penstock.runtime.batch import UNSUPERVISED, Batch, Batches, joined_images
 from penstock.runtime.compute.compute import LastHidden
 from penstock.runtime.executor import Stop
 from penstock.runtime.machines.torch_machine import TorchMachine
@@ -73,6 +73,6 @@ def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
     n_tokens, padding = (*lengths, *(ids_BT.shape[1],) * n_padding), (0, 0, 0, n_padding)
     joined = {name: torch.cat([row.extras[name] for row in rows]) for name in rows[0].extras}
     extras = {name: torch.cat([tensor, tensor.new_zeros(n_padding, *tensor.shape[1:])]) for name, tensor in joined.items()}
-    return Batch(
-        F.pad(ids_BT, padding), F.pad(targets_BT, padding, value=UNSUPERVISED), documents, extras=extras, n_tokens=n_tokens
-    )
+    images = joined_images([row.images for row in rows], n_padding)
+    ids_BT, targets_BT = F.pad(ids_BT, padding), F.pad(targets_BT, padding, value=UNSUPERVISED)
+    return Batch(ids_BT, targets_BT, documents, extras=extras, n_tokens=n_tokens, images=images)

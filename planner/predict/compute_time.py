@@ -118,6 +118,10 @@ class ComputeTime:
         matters = 0 < CALLS_MATTER_FRACTION * products_s < CALLS_OFF_BY * calls_s
         return self._extrapolated(CALLS, CALLS_OFF_BY, calls_s) if matters else calls_s
 
+    def product_s(self, dtype: Dtype, m: Matmul) -> float:
+        """Seconds of matrix products."""
+        return self._matmul(dtype, m)
+
     def square_s(self, block: Block, n_bytes: int) -> float:
         """Seconds of the squared gradient norm of a block on the device."""
         if self.profile.device.kind == "cpu":

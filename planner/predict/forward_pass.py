@@ -1,13 +1,18 @@
-"""Predicted time of a forward-only pass (log-probabilities) in the arenas of a training plan, and its lower bound."""
+"""Predicted time of forward-only passes: log-probabilities in the arenas of a training plan, and a vision tower's features."""
 
 from dataclasses import dataclass
 
+from penstock.hwprofiles.components import AttentionCall
 from penstock.planner.lower.forward import forward_plan, most_micro_batches
+from penstock.planner.model.vision import VisionTower
 from penstock.runtime.plan import Kind, Plan
+from penstock.runtime.plan.workload import ITEM_BYTES, Dtype
 
 from .cost import CostModel
 from .region import Region
 from .simulate import simulate
+
+KERNELS_OF_A_LAYER = 30  # products, norms, rotary embedding, attention, activation and residuals, unfused
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +34,12 @@ def forward_pass(plan: Plan, cost: CostModel, region: Region) -> ForwardPass:
     streamed_s = sum(s for block, s in copied_s.items() if block not in plan.policy.resident_blocks)
     seconds = simulate(forward, demands, region).step_s
     return ForwardPass(forward.semantics.batch_size, seconds, max(computed_s, streamed_s))
+
+
+def tower_s(tower: VisionTower, dtype: Dtype, cost: CostModel) -> float:
+    """Seconds of a vision tower's forward for one image, alone on the device, without decoding the image."""
+    products_s = sum(cost.product_s(dtype, m) for m in tower.matmuls)
+    rate = cost.profile.attention_rate(AttentionCall(dtype, tower.n_patches, tower.head_dim, False, causal=False), False)
+    attention_flop = tower.flop - sum(m.flop for m in tower.matmuls)
+    n_kernels = len(tower.n_visible) * KERNELS_OF_A_LAYER
+    return products_s + attention_flop / rate.value + cost.moving_s(tower.pointwise_elements * ITEM_BYTES[dtype], n_kernels)

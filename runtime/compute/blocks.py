@@ -8,6 +8,7 @@ import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors, use_scaled_products
 from penstock.runtime.layers.documents import embed_packed, isolated_documents
 from penstock.runtime.layers.kernels import gates_of, use_kernels
-from penstock.runtime.layers.layer_chain import Call, trace
+from penstock.runtime.layers.layer_chain import OF_TOWERS, Call, trace
 from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.model_parts import ModelParts
 from penstock.runtime.layers.pointwise import CALL_BY_CALL, fastest
@@ -35,6 +36,14 @@ from penstock.runtime.scaled_products import refuse_device
 from .balance import Balance
 from .head import OutputHead, weights_within
 from .losses import LossFunction
+
+
+@dataclass(frozen=True, slots=True)
+class TowerOutput:
+    """Output of a vision tower with its projector. Addends to later layers are added by us."""
+
+    pooler_output: torch.Tensor | tuple[torch.Tensor, ...]
+    deepstack_features: list[torch.Tensor]
 
 
 class Templates:
@@ -95,7 +104,7 @@ class Templates:
 
     def embed(self, weights: Weights, batch: Batch) -> tuple[torch.Tensor, list[Call]]:
         """First layer's input (B, T, D), with an autograd graph in grad mode, and the call of each layer."""
-        return self.chain.embed(self._of_body(weights), batch.input_ids, batch.padded_documents)
+        return self.chain.embed(self._of_body(weights, batch), batch.input_ids, batch.padded_documents, **self._of_images(batch))
 
     def look_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table (B, T, D), by the model's embedding module."""
@@ -107,12 +116,28 @@ class Templates:
         """Like `embed`, for packed documents; `plain`: calls without packing. Data readers check document isolation."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
-        arguments = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
-        return embed_packed(self.chain, self._of_body(weights), *arguments)
+        options = self._of_images(packed)
+        arguments = packed.input_ids, options.pop("position_ids", packed.positions_BT), plain, packed.document_tokens
+        return embed_packed(self.chain, self._of_body(weights, packed), *arguments, **options)
 
-    def _of_body(self, weights: Weights) -> Weights:
-        """Weights before the layers, by names in the body."""
-        return {name.removeprefix(f"{self.parts.body_name}."): weight for name, weight in weights.items()}
+    def _of_body(self, weights: Weights, batch: Batch) -> Weights:
+        """Weights before the layers, by names in the body, or with images in the model around it."""
+        name = self.parts.whole_body_name if batch.has_images else self.parts.body_name
+        return {n.removeprefix(f"{name}."): weight for n, weight in weights.items()}
+
+    def _of_images(self, batch: Batch) -> dict[str, Any]:
+        """Arguments of the model in place of images: its tower's outputs, positions and token types."""
+        images, device = batch.images, batch.input_ids.device
+        if images is None or not batch.has_images:
+            return {}
+        features_ND = images.of_block(0, device)
+        output = TowerOutput(pooler_output=(features_ND,) if images.is_listed else features_ND, deepstack_features=[])
+        options: dict[str, Any] = {OF_TOWERS: {"image": output}}
+        if images.positions is not None:
+            options["position_ids"] = images.positions.to(device, non_blocking=True).movedim(1, 0)
+        if images.token_types is not None:
+            options["token_type_ids"] = images.token_types.to(device, non_blocking=True)
+        return options
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, graph_only: bool = False) -> torch.Tensor:
         """Output (B, T, D) of layer `block` (from 1). `graph_only`, for a recompute: without the output of a tiled MLP."""

@@ -132,6 +132,7 @@ class Compute:
             with checkpointing:
                 output_BTD = self._with_graph(op, m)
         self._activation(op, op["y"]).copy_(output_BTD.detach())
+        self.inputs.add_features(op.block, m, self._activation(op, op["y"]))
 
     def _with_graph(self, op: Op, m: int) -> torch.Tensor:
         weights = self._views.leaves(op.block, op["weights"], op.get("trained"))
@@ -311,10 +312,15 @@ class Inputs:
         if batch.document_tokens is not None:
             if batch.positions_BT is None:
                 batch = replace(batch, positions_BT=positions_of(batch.document_tokens))
-            if n_sequences not in self.first:
-                with torch.no_grad():
-                    self._shared(n_sequences, self.templates.embed(weights, batch)[1])
-            hidden_BTD, self.calls[m] = self.templates.embed_packed(weights, batch, self.first[n_sequences])
+            with torch.no_grad():
+                if n_sequences not in self.first:
+                    self._shared(n_sequences, self.templates.embed(weights, replace(batch, images=None))[1])
+                has_masks = batch.images is not None and batch.images.token_types is not None
+                plain = self.templates.embed(weights, batch)[1] if has_masks else self.first[n_sequences]
+            hidden_BTD, self.calls[m] = self.templates.embed_packed(weights, batch, plain)
+            return hidden_BTD
+        if batch.has_images:
+            hidden_BTD, self.calls[m] = self.templates.embed(weights, batch)
             return hidden_BTD
         if n_sequences in self.only_lookup and not self.templates.chain.length_dependent:
             self.calls[m] = self.first[n_sequences]
@@ -327,6 +333,18 @@ class Inputs:
         if is_equal and torch.equal(hidden_BTD, self.templates.look_up(weights, tokens_BT)):
             self.only_lookup.add(n_sequences)
         return hidden_BTD
+
+    def add_features(self, block: int, m: int, hidden_BTD: torch.Tensor) -> None:
+        """Add a tower's features to the output of an early layer, at the places of images. No gradient flows into them, and that of
+        the output is unchanged."""
+        assert self.batch is not None
+        if (images := self.batch[1].images) is None or not 0 < block <= images.n_added:
+            return
+        batch = self.micro_batch(m)
+        if batch.images is not None and batch.has_images:
+            rows = torch.cat([places + b * hidden_BTD.shape[1] for b, places in enumerate(batch.images.places)])
+            features_ND = batch.images.of_block(block, hidden_BTD.device)
+            hidden_BTD.view(-1, hidden_BTD.shape[2]).index_add_(0, rows.to(hidden_BTD.device), features_ND)
 
     def _shared(self, n_sequences: int, calls: list[Call]) -> list[Call]:
         """Replace tensors of calls, other than differentiable ones, by equal ones of the first micro-batch with this shape."""

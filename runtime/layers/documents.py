@@ -28,12 +28,14 @@ from .views import Weights
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Document lengths; masks and window of a layer. `attention`: registered function; None: the module's eager attention."""
+    """Document lengths; masks and window of a layer. `attention`: registered function; None: the module's eager attention.
+    `has_own_masks`: a mask's rows and columns are those of the sequence, else those of a document at its start."""
 
     n_tokens: Documents
     masks: tuple[Tensor, ...]
     window: int | None
     attention: Any
+    has_own_masks: bool
 
 
 def isolated_documents(call: Call, attention: str, window: int | None) -> AbstractContextManager[None]:
@@ -41,22 +43,29 @@ def isolated_documents(call: Call, attention: str, window: int | None) -> Abstra
     if call.documents is None:
         return nullcontext()
     masks = tuple(t for t in call.leaves if isinstance(t, Tensor) and t.dim() == 4)
-    packed = _Packed(call.documents, masks, window, ALL_ATTENTION_FUNCTIONS.get(attention))
+    packed = _Packed(call.documents, masks, window, ALL_ATTENTION_FUNCTIONS.get(attention), call.has_own_masks)
     return replaced_attention(attention, partial(_by_document, packed))
 
 
 def embed_packed(
-    chain: LayerChain, weights: Weights | None, tokens_BT: Tensor, positions_BT: Tensor, plain: Sequence[Call], documents: Documents
+    chain: LayerChain,
+    weights: Weights | None,
+    tokens_BT: Tensor,
+    positions_BT: Tensor,
+    plain: Sequence[Call],
+    documents: Documents,
+    **options: Any,
 ) -> tuple[Tensor, list[Call]]:
     """First layer's input (B, T, D) of packed sequences, and each layer's call. Positions count from each document's start. Masks
-    are those of unpacked sequences, taken from `plain`: the model gets a placeholder, which transformers passes on unchanged."""
+    are those of unpacked sequences, taken from `plain`: the model gets a placeholder, which transformers passes on unchanged.
+    `options`: the model's arguments for images."""
     no_mask = torch.zeros(1, 1, 1, 1, device=tokens_BT.device)
-    hidden_BTD, calls = chain.embed(weights, tokens_BT, documents, position_ids=positions_BT, attention_mask=no_mask)
+    hidden_BTD, calls = chain.embed(weights, tokens_BT, documents, position_ids=positions_BT, attention_mask=no_mask, **options)
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
         raise WorkloadError("its layers get other arguments if positions are passed")
     for i, (call, unpacked) in enumerate(zip(calls, plain, strict=True)):
         leaves = tuple(p if is_view_of_all(t, no_mask) else t for t, p in zip(call.leaves, unpacked.leaves, strict=True))
-        calls[i] = replace(call, leaves=leaves, documents=documents)
+        calls[i] = replace(call, leaves=leaves, documents=documents, has_own_masks="token_type_ids" in options)
     return hidden_BTD, calls
 
 
@@ -80,7 +89,8 @@ def _by_document(
     if packed.attention is with_sinks:
         return with_sinks(module, *operands, attention_mask, dropout, scaling, n_tokens=lengths, **options)  # type: ignore[no-any-return]
     n_unmasked = 0  # longest document that needs no mask other than the causal one
-    if packed.attention is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
+    can_be_causal = packed.attention is not None and not packed.has_own_masks
+    if can_be_causal and (attention_mask is None or attention_mask.dtype is torch.bool):
         n_unmasked = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
     if max(lengths) <= n_unmasked and is_plain(dropout, options) and _is_fused(*operands):
         return FusedAttention.apply(*operands, lengths, scaling), None  # type: ignore[no-untyped-call]
@@ -88,11 +98,13 @@ def _by_document(
     rows = list[Tensor]()
     # `split`, because the gradient of each slice would have the size of the whole tensor
     for row, (n_tokens, *sequence) in enumerate(zip(packed.n_tokens, *(x.split(1) for x in operands), strict=True)):
-        outputs = []
+        outputs, first = [], 0
         for part in zip(*(x.split(list(n_tokens), 2) for x in sequence), strict=True):
             n, mask = part[0].shape[2], attention_mask
             if mask is not None:
-                mask = None if n <= n_unmasked else mask[row if len(mask) > 1 else 0, None, ..., :n, :n]
+                place = slice(first, first + n)
+                mask = None if n <= n_unmasked else mask[row if len(mask) > 1 else 0, None, ..., place, place]
+            first += n if packed.has_own_masks else 0
             with unrecorded():  # recomputed, because no slot fits many small results
                 outputs.append(attend(module, *part, mask, dropout=dropout, scaling=scaling, **options)[0])
         rows.append(torch.cat(outputs, 1))

@@ -25,6 +25,7 @@ from .transformers_patches import length_dependent, replaced_forwards, tables_by
 Documents = tuple[tuple[int, ...], ...]  # tokens per document, by packed sequence, e.g. ((5, 11, 1), (17,))
 _NOT_IN_KIND = ("layer_idx", "training")
 _UNREAD = "unread output of another layer"
+OF_TOWERS = "mm_encoder_outputs"  # argument of a vision-language model: outputs of its towers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Call:
     output_index: int
     carried: Carried | None = None
     documents: Documents | None = None  # None: not packed
+    has_own_masks: bool = False  # True: masks depend on the tokens, not on the distance alone
 
     def run(self, layer: Callable[..., Any], hidden_BTD: Tensor) -> Tensor:
         """Next hidden state (B, T, D)."""
@@ -94,7 +96,8 @@ class LayerChain:
         self, weights: Mapping[str, Tensor] | None, tokens_BT: Tensor, documents: Documents | None = None, **options: Any
     ) -> tuple[Tensor, list[Call]]:
         """Run the prologue: the first layer's input and the call of each layer. `weights`: by names in the body; `documents`:
-        their lengths, for length-dependent rotary tables (None: whole sequences)."""
+        their lengths, for length-dependent rotary tables (None: whole sequences). With OF_TOWERS in
+        `options`, the body is the model around the text decoder."""
         recorder = _Recorder(self.parts, self.results, self.carried)
         with tables_by_document(self.length_dependent, documents or ((tokens_BT.shape[1],),)):
             recorder.run(weights, tokens_BT, **options)
@@ -173,7 +176,8 @@ class _Recorder:
 
     def run(self, weights: Mapping[str, Tensor] | None, tokens_BT: Tensor, **options: Any) -> Any:
         """Run the body with `last_BTD` as the last layer's output and return its output; without it, stop at the last layer."""
-        body, layers, arguments = self.parts.body, self.parts.layers, {"input_ids": tokens_BT, "use_cache": False, **options}
+        layers, arguments = self.parts.layers, {"input_ids": tokens_BT, "use_cache": False, **options}
+        body = self.parts.whole_body if OF_TOWERS in options else self.parts.body
         with replaced_forwards({layer: partial(self._record, i) for i, layer in enumerate(layers)}), suppress(_Stop):
             out = body(**arguments) if weights is None else functional_call(body, dict(weights), (), arguments, strict=False)
         if len(self.calls) != len(layers):

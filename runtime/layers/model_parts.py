@@ -32,10 +32,11 @@ class ModelParts:
         self.layers, self.layers_name = list(layers), names[id(layers)]
         self.owner = model.get_submodule(self.layers_name.rpartition(".")[0])
         self.owner_name = names[id(self.owner)]
-        self._whole_body = self.owner if model.base_model is model else model.base_model  # Llama 4's prefix names a larger model
+        self.whole_body = self.owner if model.base_model is model else model.base_model  # Llama 4's prefix names a larger model
+        self.whole_body_name = names[id(self.whole_body)]
         self.attention: str = model.config.get_text_config()._attn_implementation  # in the registry of transformers
-        has_towers = sees_images(model.config) and self._whole_body is not self.owner
-        self.body: nn.Module = model.get_decoder() if has_towers else self._whole_body
+        has_towers = sees_images(model.config) and self.whole_body is not self.owner
+        self.body: nn.Module = model.get_decoder() if has_towers else self.whole_body
         self.body_name = names[id(self.body)]
         self.embedding_name = names[id(model.get_input_embeddings())]
         self.head: Any = getattr(model, "score", None) or model.get_output_embeddings()
@@ -75,7 +76,7 @@ class ModelParts:
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Logits of the model's own head, given the body's output; weights by names in the model."""
         batch = {"input_ids": torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device), "use_cache": False}
-        parts = [self._whole_body, *self._whole_body.children()]  # heads may call a child
+        parts = [self.whole_body, *self.whole_body.children()]  # heads may call a child
         with replaced_forwards({part: lambda *_, **__: _Output(last_hidden_state=hidden_BTD) for part in parts}):
             out = self.model(**batch) if weights is None else functional_call(self.model, dict(weights), (), batch, strict=False)
         return out.logits  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as version
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -27,7 +28,7 @@ from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.policy import LibraryKernel
 
 __all__ = ["ACT2FN", "ALL_ATTENTION_FUNCTIONS", "AutoConfig", "AutoModelForCausalLM", "AutoModelForImageTextToText"]
-__all__ += ["BaseModelOutputWithPast", "Conv1D", "PreTrainedConfig", "PreTrainedModel", "auto"]
+__all__ += ["BaseModelOutputWithPast", "Conv1D", "PreTrainedConfig", "PreTrainedModel", "auto", "version"]
 
 # Attributes by class or module
 ATTRIBUTES: Mapping[Any, tuple[str, ...]] = {

@@ -327,6 +327,7 @@ def _uploaded(batches: Batches, lanes: Lanes) -> PreparedBatches:
         batch = batches(step)
         positions_BT = None if batch.document_tokens is None else positions_of(batch.document_tokens)
         batch = replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT)
-        return batch.moved(streams.pinned)
+        images = None if batch.images is None else batch.images.moved(streams.pinned)
+        return replace(batch.moved(streams.pinned), images=images)
 
     return PreparedBatches(pinned, lambda batch: batch.moved(lambda tokens: tokens.to(streams.device, non_blocking=True)))

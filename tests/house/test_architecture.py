@@ -75,7 +75,7 @@ HOME = {
     },
     "torch": {
         *(f"runtime/{name}" for name in ("cuda", "host", "layers", "compute", "machines")),
-        *(f"penstock/{name}" for name in ("chat", "checkpoint", "data", "model_checks", "training")),
+        *(f"penstock/{name}" for name in ("chat", "checkpoint", "data", "model_checks", "training", "vision")),
         *("runtime/batch.py", "runtime/ranks.py", "runtime/scaled_products.py", "penstock/emulated.py", "penstock/user_loss.py"),
         "hwprofiles/probe",
         *(f"planner/model/{name}.py" for name in ("record", "layer_traces")),
@@ -86,8 +86,9 @@ HOME = {
     "llvmlite": {"runtime/host/compiled_loops.py"},
     "transformers": {
         *("runtime/layers/transformers_patches.py", "penstock/checkpoint/conversion.py"),
-        *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents", "template_limits")),
+        *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents", "template_limits", "image_processor")),
     },
+    "PIL": {"penstock/data/images.py"},
     "safetensors": {"penstock/checkpoint/tensor_files.py"},
     "tokenizers": {"penstock/data/tokenizer.py", "penstock/data/documents.py"},
     "datasets": {f"penstock/data/{name}.py" for name in ("documents", "objects", "sampling")},
@@ -103,7 +104,7 @@ HOME = {
 }
 
 # Distributions with another name than their module
-IMPORTED_AS = {"PyYAML": "yaml", "Jinja2": "jinja2", "MarkupSafe": "markupsafe"}
+IMPORTED_AS = {"PyYAML": "yaml", "Jinja2": "jinja2", "MarkupSafe": "markupsafe", "pillow": "PIL"}
 MONITORS = {"wandb", "mlflow"}  # optional, imported on request
 
 # Modules that must not import torch, because planning works without it. The command-line layer imports it when a command needs it.
@@ -332,7 +333,8 @@ def test_every_permitted_import_is_used(trees: dict[Path, ast.Module]) -> None:
 
 def test_declared_dependencies_are_those_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["run"], *project["optional-dependencies"]["fast"]]
+    extras = project["optional-dependencies"]  # num2words is imported by a processor of transformers
+    declared = [*project["dependencies"], *extras["run"], *extras["fast"], *extras["images"][:1]]
     imported = {IMPORTED_AS.get(name, name) for name in (line.partition(">=")[0] for line in declared)}
     assert imported | MONITORS == set(HOME)
 

@@ -20,11 +20,12 @@ from penstock.planner.search.search import search_machine
 from tests.chats import write_talker
 from tests.lanes import mostly_slow
 from tests.real_layers import hf_model
+from tests.seers import write_drawings, write_seer
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
 PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md", "losses.md")
-PAGES += ("quickstart.md", "../README.md", "sft-then-dpo.md", "fp8.md")
+PAGES += ("quickstart.md", "../README.md", "sft-then-dpo.md", "fp8.md", "images.md")
 _WHOLE_PAGES = [pytest.param(page, slice(None), id=page) for page in PAGES]
 ANSWERS: dict[str, Any] = {}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -98,6 +99,9 @@ def what_readers_have(folder: Path) -> None:
     for name, part in (("chats.jsonl", rows[:72]), ("held-out.jsonl", rows[72:])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     shutil.copy(ROOT / "benchmarks" / "published_runs.json", folder)
+    write_seer(folder / "my-vlm", "qwen2_5_vl")
+    write_drawings(folder / "drawings", 12)
+    write_drawings(folder / "drawings", 3, "held-out.jsonl", first=20)
 
 
 @mostly_slow(("page", "part"), [pytest.param(PAGES[2], slice(3, 6), id="by hand"), *_WHOLE_PAGES])

@@ -27,6 +27,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "penstock/data": (2, 0.1),
     "penstock/model_checks": (1, 0.1),
     "penstock/training": (2, 0.1),
+    "penstock/vision": (1, 0.1),
     "planner": (1, 0.1),
     "planner/bounds": (1, 0.1),
     "planner/check": (2, 0.1),

@@ -1,0 +1,196 @@
+"""The model's own processor: conversations with images as tokens, and the inputs of its vision tower.
+
+The image processor of transformers with the PIL backend is used, also if torchvision is installed, so that pixels are the same on
+every machine. The tokenizer is that of texts.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoImageProcessor, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils import logging
+
+from penstock.runtime.errors import CheckpointError, DataError
+from penstock.runtime.layers.meta_models import read_config
+from penstock.runtime.plan.workload import has_towers
+
+from .chat import ChatTemplate, Rendered
+from .files import Limits
+from .images import digest_of, open_image, text_in
+from .messages import Chat
+from .tokenizer import ModelTokenizer, reason_of
+
+# Types whose streamed steps with images have the bits of transformers' own (tests/penstock/vision)
+TYPES = ("gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja")
+_OFFSETS = "return_text_replacement_offsets"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A rendered conversation with its images: tokens by transformers' `Encoding`; `images`: JSON of a list with digest, size,
+    number of tokens and grid of each; `end`: one past the last token of an image."""
+
+    encoding: Any
+    images: str
+    end: int
+
+
+@dataclass
+class ImageReader:
+    """Processor of a vision-language model's folder, loaded at the first image. `root`: folder of the images' paths."""
+
+    folder: Path
+    tokenizer: ModelTokenizer
+    limits: Limits
+    root: Path
+    has_own_template: bool = False  # True: of the user, instead of the processor's
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the processor's files, from which the tokens and pixels of images follow."""
+        files = [self.folder / name for name in PROCESSOR_FILES]
+        contents = [path.read_bytes().hex() if path.is_file() else "" for path in files]
+        return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+
+    @property
+    def identity(self) -> list[str]:
+        return [self.digest, str(self.root)]
+
+    @cached_property
+    def config(self) -> Any:
+        """Configuration of the model. DataError for a type without support of images."""
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        if (model_type := str(config.get("model_type"))[:40]) not in TYPES:
+            raise DataError(f"images, and {model_type} models are trained on text alone; supported: {', '.join(TYPES)}")
+        return read_config(config)
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor of transformers, without videos. CheckpointError if the folder lacks its files."""
+        cls: Any = PROCESSOR_MAPPING[type(self.config)]
+        if getattr(cls, "is_dummy", False):
+            raise CheckpointError(f"{self.folder}: {cls.__name__} of transformers needs torchvision: pip install torchvision")
+        if _OFFSETS not in inspect.getsource(ProcessorMixin.__call__):
+            raise DataError("images need transformers 5.23 or newer; pip install -U transformers")
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # on backends, at each start
+        try:
+            parts = {"image_processor": AutoImageProcessor.from_pretrained(str(self.folder), backend="pil", local_files_only=True)}
+            parts["tokenizer"] = self.tokenizer.library
+            fields, _ = cls.get_processor_dict(str(self.folder), local_files_only=True)
+            without_videos = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
+            names: list[str] = cls.get_attributes()
+            return without_videos.from_args_and_dict([parts.get(name) for name in names], fields)  # type: ignore[attr-defined]
+        except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+            how = f"copy {' and '.join(PROCESSOR_FILES[:2])} from the model"
+            raise CheckpointError(f"{self.folder}: its image processor cannot be used ({reason_of(error)}); {how}") from None
+        finally:
+            logging.set_verbosity(verbosity)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Chat template of conversations with images: the user's, else the processor's, else the tokenizer's."""
+        library = deepcopy(self.tokenizer.library)
+        if not self.has_own_template and self.processor.chat_template is not None:
+            library.chat_template = self.processor.chat_template
+        return ChatTemplate(replace(self.tokenizer, library=library, has_template=True), self.limits)
+
+    @property
+    def token_id(self) -> int:
+        """Token at the places of images, in the model's configuration."""
+        return int(self.config.image_token_id)
+
+    def with_parts(self, chat: Chat, where: str) -> Chat:
+        """Return the conversation in the form that the template writes completely: contents as lists of parts, or as texts in
+        messages without images."""
+        parts = [[{"type": "text", "text": c}] if isinstance(c := m["content"], str) else c for m in chat.messages]
+        for messages in (tuple({**m, "content": c} for m, c in zip(chat.messages, parts, strict=True)), chat.messages):
+            variant = replace(chat, messages=messages)
+            try:
+                texts = [text for text, _ in self.template.render(variant, where)]
+            except DataError:
+                continue
+            if all(text_in(m["content"]).strip() in texts[-1] for m in messages):
+                return variant
+        return chat
+
+    def read(self, rendered: Rendered, sources: Sequence[Any], where: str) -> tuple[Rendered, Seen]:
+        """Return a rendered conversation with the tokens of its images. DataError for an image that cannot be read."""
+        text, spans = rendered
+        token = str(self.processor.image_token)
+        images = []
+        for number, source in enumerate(sources[: text.count(token)], start=1):
+            try:
+                images.append(open_image(source, self.root))
+            except ValueError as error:
+                raise DataError(f"{where}: image {number}: {error}") from None
+        if text.count(token) != len(images):
+            problem = f"{text.count(token)} times {token[:20]} in its text, and {len(sources)} images"
+            raise DataError(f"{where}: {problem}; leave {token[:20]} out of texts")
+        try:
+            out = self.processor(text=[text], images=images, return_tensors="pt", **{_OFFSETS: True})
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise DataError(f"{where}: the model's processor rejects it ({reason_of(error)}); leave the row out") from None
+        (places,) = out[_OFFSETS.removeprefix("return_")]
+        expanded = _expanded(text, places)
+        begins = self.processor.tokenizer.bos_token
+        special = begins is None or not text.startswith(begins)  # like the processor's own chat template
+        encoding = self.tokenizer.backend.encode(expanded, add_special_tokens=special)
+        if list(encoding.ids) != (ids := out["input_ids"][0].tolist()):
+            problem = f"the processor's {len(ids):,} tokens differ from the tokenizer's {len(encoding):,}"
+            raise DataError(f"{where}: {problem}; copy both again from the model")
+        counted = self._counted(encoding, places, out.get("image_grid_thw"))
+        known = [{"sha256": digest_of(image), "size": [*image.size]} for image in images]
+        listed = [{**fields, **more} for fields, more in zip(known, counted, strict=True)]
+        moved = [tuple(_moved(edge, places) for edge in span) for span in spans]
+        end = max((i + 1 for i, token_id in enumerate(encoding.ids) if token_id == self.token_id), default=0)
+        return (expanded, moved), Seen(encoding, json.dumps(listed), end)  # type: ignore[return-value]
+
+    def _counted(self, encoding: Any, places: Sequence[dict[str, Any]], grids: Any) -> list[dict[str, Any]]:
+        """Number of tokens at each place, and the grid of patches for models with one."""
+        begins = [first for i, (first, _) in zip(encoding.ids, encoding.offsets, strict=True) if i == self.token_id]
+        counts = [sum(place["new_span"][0] <= begin < place["new_span"][1] for begin in begins) for place in places]
+        if sum(counts) != len(begins):
+            raise DataError("the token of images is in a text too; leave it out")
+        grid_of = [{}] * len(counts) if grids is None else [{"grid": grid} for grid in torch.as_tensor(grids).tolist()]
+        return [{"n_tokens": n, **grid} for n, grid in zip(counts, grid_of, strict=True)]
+
+    def tower_inputs(self, source: Any, where: str) -> tuple[str, dict[str, torch.Tensor]]:
+        """Return the digest of an image, and what the processor makes of it alone. DataError if it cannot be read any more."""
+        try:
+            image = open_image(source, self.root)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from None
+        out = self.processor(text=[str(self.processor.image_token)], images=[image], return_tensors="pt")
+        return digest_of(image), {name: torch.as_tensor(value) for name, value in out.items()}
+
+
+def sees_images(folder: Path) -> bool:
+    """True for the folder of a vision-language model."""
+    try:
+        return has_towers(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _expanded(text: str, places: Sequence[dict[str, Any]]) -> str:
+    """Replace the placeholders of a text by the tokens of their images."""
+    edges = [0, *(edge for place in places for edge in place["span"]), len(text)]
+    between = [text[first:stop] for first, stop in zip(edges[::2], edges[1::2], strict=True)]
+    return between[0] + "".join(place["replacement"] + rest for place, rest in zip(places, between[1:], strict=True))
+
+
+def _moved(edge: int, places: Sequence[dict[str, Any]]) -> int:
+    """Offset of a character in the expanded text."""
+    lengths: list[int] = [len(p["replacement"]) - (p["span"][1] - p["span"][0]) for p in places if p["span"][1] <= edge]
+    return edge + sum(lengths)

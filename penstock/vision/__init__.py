@@ -1,0 +1,1 @@
+"""Frozen vision towers: features of images, computed once and stored."""

@@ -1,0 +1,196 @@
+"""Stored outputs of a vision tower: a folder of memory-mapped files, written once, which runs and ranks share.
+
+Each file holds the features of some images by the digest of their pixels, and a key: tower weights, processor, precision, kind of
+device and versions. A folder with another key is rejected. A pass that was killed goes on with the images that are not there yet.
+"""
+
+# B sequences, T tokens, N image tokens, D width of the decoder
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.disk import writing
+from penstock.checkpoint.tensor_files import Shards, read_metadata, write_tensors
+from penstock.data.documents import Documents
+from penstock.data.image_processor import ImageReader
+from penstock.data.sampling import MapStyleData
+from penstock.runtime.batch import Batch, Images
+from penstock.runtime.errors import CheckpointError, DataError
+from penstock.runtime.executor import Stop
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.layers.transformers_patches import version
+from penstock.runtime.plan import Plan
+
+from .tower import Tower, tower_digest, tower_model
+
+FORMAT = 1
+FILE_BYTES, FILE_IMAGES = 2**28, 256  # of one file, at most: what a killed pass repeats
+_PREFIX = "images-"
+Report = Callable[[str], None]
+Rows = Sequence[tuple[Documents, set[tuple[int, int]]]]  # of each data set: (file, row)
+
+
+def attach_images(
+    sets: Sequence[MapStyleData],
+    plan: Plan,
+    model: Path | None,
+    where: tuple[Path | None, Path],
+    device: str,
+    report: Report,
+    stop: Stop,
+) -> int:
+    """Attach the features of all images of the data sets, after computing missing ones. Return the number of images, 0 for texts.
+
+    `model`: its folder; `where`: a folder of the user, or the cache, which has a folder per key.
+    """
+    tables = [part.documents for data in sets for part in data.parts]
+    readers = [table.reader.images for table in tables if table.has_images and table.reader is not None]
+    if model is None or not readers or readers[0] is None:
+        return 0
+    key = {
+        **{"format": FORMAT, "tower": tower_digest(model, plan.model.config), "processor": readers[0].digest},
+        **{"dtype": plan.semantics.compute_dtype, "device": device, "transformers": version, "torch": torch.__version__},
+    }
+    named, cache = where
+    folder = named or cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    stored = StoredOutputs(folder, key, plan.model.config, readers[0])
+    n_images = stored.complete(tables, model, torch.device(device), report, stop)
+    for data in sets:
+        data.add_images = stored.add_to
+    return n_images
+
+
+class StoredOutputs:
+    """Features of images by digest, in the files of a folder."""
+
+    def __init__(self, folder: Path, key: dict[str, Any], config: dict[str, Any], reader: ImageReader) -> None:
+        """CheckpointError for a folder with another key."""
+        self.folder, self.key, self.config, self.reader, self._lock = folder, key, config, reader, Lock()
+        self._body = tower_model(config, torch.float32).base_model  # for positions
+        self._has_positions = callable(getattr(self._body, "get_rope_index", None))
+        # Models with attention in both directions within an image
+        self._takes_types = "token_type_ids" in inspect.signature(inspect.unwrap(self._body.forward)).parameters
+        self._files = Shards(files := sorted(folder.glob(f"{_PREFIX}*.safetensors")))
+        self.form: dict[str, int] = {}
+        for path in files:
+            fields = read_metadata(path)
+            odd = next((name for name, value in key.items() if (json.loads(fields.get("key", "{}"))).get(name) != value), None)
+            if odd is not None:
+                problem = f"image features of another {odd} than this run's ({str(key[odd])[:40]})"
+                raise CheckpointError(f"{path}: {problem}; name another folder, or make them with `penstock forward --tower`")
+            self.form = json.loads(fields["form"])
+
+    def complete(self, tables: Sequence[Documents], model: Path, device: torch.device, report: Report, stop: Stop) -> int:
+        """Compute the features of images that are not stored yet. Return the number of images. CheckpointError after a stop."""
+        wanted, rows = dict[str, int](), list[tuple[Documents, set[tuple[int, int]]]]()
+        for documents in tables:
+            places = set[tuple[int, int]]()
+            for d in range(len(documents.lengths)):
+                images = {image["sha256"]: image["n_tokens"] for image in documents.images(d)}
+                if not images and (documents.ids(d) == self.reader.token_id).any():
+                    raise DataError(f"{documents.where(d)}: a text with the token of images, and no image; leave it out")
+                wanted |= images
+                places |= {documents.place(d)} if images.keys() - {*self._files} else set()
+            rows.append((documents, places))
+        if missing := {sha: n for sha, n in wanted.items() if sha not in self._files}:
+            report(f"the vision tower: 0 of {len(missing):,} images")
+            self._compute(rows, missing, Tower(model, self.config, DTYPE[self.key["dtype"]], device), report, stop)
+        if gone := missing.keys() - {*self._files}:
+            problem, how = f"{len(gone):,} images changed after their rows were read", f"remove {tables[0].location[-80:]}"
+            raise DataError(f"{tables[0].files.path}: {problem}; {how}, and run again")
+        return len(wanted)
+
+    def _compute(self, rows: Rows, missing: dict[str, int], tower: Tower, report: Report, stop: Stop) -> None:
+        batch = dict[str, Tensor]()
+        for n_done, (sha, features) in enumerate(self._features(rows, missing, tower), start=1):
+            batch[sha] = features
+            if len(batch) == FILE_IMAGES or sum(t.nbytes for t in batch.values()) >= FILE_BYTES:
+                self._write(batch, tower)
+                report(f"the vision tower: {n_done:,} of {len(missing):,} images")
+                batch = {}
+            if stop.is_requested:
+                raise CheckpointError("asked to end while image features were made: those that are done are kept; run again")
+        self._write(batch, tower)
+        self._files = Shards(sorted(self.folder.glob(f"{_PREFIX}*.safetensors")))
+
+    def _features(self, rows: Rows, missing: dict[str, int], tower: Tower) -> Iterator[tuple[str, Tensor]]:
+        """Yield digest and features of each missing image, once."""
+        done = set[str]()
+        for documents, places in rows:
+            assert documents.reader is not None
+            for where, source in documents.reader.images_of(places):
+                assert documents.reader.images is not None
+                sha, inputs = documents.reader.images.tower_inputs(source, where)
+                if sha in missing and sha not in done:
+                    done.add(sha)
+                    features = tower.features(inputs)
+                    if len(features) != missing[sha]:
+                        problem = f"its processor makes {missing[sha]:,} tokens of an image, its tower {len(features):,} features"
+                        raise DataError(f"{where}: {problem}; copy the processor again from the model")
+                    yield sha, features
+
+    def _write(self, batch: dict[str, Tensor], tower: Tower) -> None:
+        if not batch:
+            return
+        self.form = {"is_listed": int(tower.is_listed), "n_added": tower.n_added}
+        path = self.folder / f"{_PREFIX}{hashlib.sha256(''.join(batch).encode()).hexdigest()[:24]}.safetensors"
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            unfinished.unlink(missing_ok=True)
+            write_tensors(unfinished, batch, batch.values(), {"key": json.dumps(self.key), "form": json.dumps(self.form)})
+            os.replace(unfinished, path)
+
+    def add_to(self, batch: Batch, rows: Sequence[tuple[Documents, Sequence[Sequence[Sequence[int]]]]]) -> Batch:
+        """Return the batch with the features, positions and token types of its rows."""
+        features, places = [], list[tuple[Tensor | None, Tensor | None]]()
+        for ids_T, (documents, of_row) in zip(batch.input_ids, rows, strict=True):
+            shown = [[image for d, start, _ in part if start == 0 for image in documents.images(d)] for part in of_row]
+            with self._lock:
+                of_images = [self._files[image["sha256"]] for images in shown for image in images]
+            features.append(torch.cat(of_images) if of_images else None)
+            lengths = [sum(stop - start for _, start, stop in part) for part in of_row]
+            if batch.document_tokens is None:  # positions go on in the padding, as in the model's own forward
+                lengths[-1] = len(ids_T) - sum(lengths[:-1])
+            places.append(self._places(ids_T, lengths, shown))
+        if all(rows is None for rows in features):
+            return batch
+        first = next(rows for rows in features if rows is not None)
+        filled = tuple(first[:0] if rows is None else rows for rows in features)
+        at = tuple((ids_T == self.reader.token_id).nonzero()[:, 0] for ids_T in batch.input_ids)
+        positions, types = map(_stacked, zip(*places, strict=True))
+        form = {"is_listed": bool(self.form["is_listed"]), "n_added": self.form["n_added"]}
+        return replace(batch, images=Images(filled, at, positions=positions, token_types=types, **form))  # type: ignore[arg-type]
+
+    def _places(
+        self, ids_T: Tensor, lengths: Sequence[int], shown: Sequence[list[dict[str, Any]]]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Positions (3, T) of each document by the model's own function, and token types (T); None for models without these."""
+        if not self._has_positions and not self._takes_types:
+            return None, None
+        types_T = torch.tensor(self.reader.processor.create_mm_token_type_ids([ids_T.tolist()])[0])
+        types_T[sum(lengths) :] = 0
+        if not self._has_positions:
+            return None, types_T
+        parts, offset = [], 0
+        for n, images in zip(lengths, shown, strict=True):
+            ids, types = ids_T[None, offset : offset + n], types_T[None, offset : offset + n]
+            grids = torch.tensor([image["grid"] for image in images]) if images else None
+            parts.append(self._body.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grids)[0][:, 0])
+            offset += n
+        parts.append(torch.arange(len(ids_T) - offset).expand(3, -1))
+        return torch.cat(parts, dim=1), None
+
+
+def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    whole = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(whole) if whole else None

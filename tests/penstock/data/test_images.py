@@ -1,0 +1,187 @@
+"""Rows with images: layouts, tokens of the model's own processor, what is learned, and rows that are refused."""
+
+import base64
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as Pictures
+
+from penstock.data import images
+from penstock.data.data import DataRequest, read_data
+from penstock.data.images import MOST_PIXELS, open_image
+from penstock.runtime.errors import DataError
+from penstock.settings import DataSettings
+from tests.chats import write_talker
+from tests.running import one_line, penstock
+from tests.seers import HAS_IMAGES, drawing, write_drawings, write_seer
+
+pytestmark = pytest.mark.skipif(not HAS_IMAGES, reason="of an older transformers")
+ANSWER = {"role": "assistant", "content": "A red circle."}
+QUESTION = "What is it?"
+
+
+@pytest.fixture(scope="module")
+def seer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seers")
+    write_seer(folder / "model", "llava")
+    write_drawings(folder / "rows", 2)
+    return folder
+
+
+def read(seer, cache, rows, model="model", **settings):
+    """Return the documents of rows: a list, or a file next to the images."""
+    path = rows
+    if isinstance(rows, list):
+        path = seer / "rows" / f"{abs(hash(json.dumps(rows)))}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part = replace(DataSettings(path=str(path)), **({"packing": "one"} | settings))
+    return read_data(DataRequest(part, seer / model, 10**6, 64, 1, 0, cache, True, vision=seer / model)).parts[0]
+
+
+def user(*parts):
+    return {"role": "user", "content": list(parts)}
+
+
+PART, TEXT = {"type": "image", "path": "0-0.png"}, {"type": "text", "text": QUESTION}
+LAYOUTS = {
+    "in the part": {"messages": [user(PART, TEXT), ANSWER]},
+    "image_url": {"messages": [user({"type": "image_url", "image_url": {"url": "0-0.png"}}, TEXT), ANSWER]},
+    "TRL, with a place": {"messages": [user({"type": "image"}, TEXT), ANSWER], "images": ["0-0.png"]},
+    "TRL, without": {"messages": [{"role": "user", "content": QUESTION}, ANSWER], "images": ["0-0.png"]},
+    "ShareGPT": {"messages": [{"role": "user", "content": f"<image>{QUESTION}"}, ANSWER], "images": ["0-0.png"]},
+    "LLaVA": {
+        "image": "0-0.png",
+        "conversations": [{"from": "human", "value": f"<image>{QUESTION}"}, {"from": "gpt", "value": "A red circle."}],
+    },
+    "prompt and completion": {"prompt": [user(PART, TEXT)], "completion": [ANSWER]},
+}
+
+
+def test_every_layout_is_the_conversation_of_the_models_own_processor(seer, tmp_path):
+    tables = [read(seer, tmp_path, [row]).documents for row in LAYOUTS.values()]
+    conversation = [
+        user({"type": "image", "image": drawing(0, (48, 40))[0]}, TEXT),
+        {**ANSWER, "content": [TEXT | {"text": "A red circle."}]},
+    ]
+    processor, first = tables[0].reader.images.processor, tables[0]
+    processor.chat_template = tables[0].reader.images.template.tokenizer.library.chat_template
+    wanted = processor.apply_chat_template(conversation, tokenize=True, return_dict=True)["input_ids"][0]
+    for table in tables:
+        assert table.ids(0).tolist() == [*wanted]
+        assert table.images(0) == first.images(0) == [{**first.images(0)[0], "size": [48, 40], "n_tokens": 4}]
+        (run,) = table.runs(0).tolist()
+        assert table.reader.template.tokenizer.decode(table.ids(0)[slice(*run)], special=True) == "A red circle.<|im_end|>"
+
+
+def test_bytes_in_tables_are_read_as_files_are(seer, tmp_path):
+    parts = List({"type": Value("string"), "text": Value("string")})
+    features = Features({"messages": List({"role": Value("string"), "content": parts}), "images": List(Image())})
+    buffer = io.BytesIO((seer / "rows" / "0-0.png").read_bytes())
+    answer = {**ANSWER, "content": [{"type": "text", "text": "A red circle."}]}
+    rows = [{"messages": [user({"type": "image"}, TEXT), answer], "images": [{"bytes": buffer.getvalue()}]}]
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    table, file = (
+        read(seer, tmp_path, tmp_path / "rows.parquet").documents,
+        read(seer, tmp_path, [LAYOUTS["in the part"]]).documents,
+    )
+    assert table.ids(0).tolist() == file.ids(0).tolist()
+    assert table.images(0) == file.images(0)
+    url = {"type": "image", "url": "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()}
+    assert read(seer, tmp_path, [{"messages": [user(url, TEXT), ANSWER]}]).documents.images(0) == file.images(0)
+
+
+def bad(name, seer):
+    """Return the value of an image that cannot be read."""
+    folder = seer / "rows"
+    (folder / "broken.png").write_bytes((folder / "0-0.png").read_bytes()[:60])
+    (folder / "text.png").write_text("no image")
+    Pictures.new("RGB", (8, 8)).save(folder / "moving.gif", save_all=True, append_images=[Pictures.new("RGB", (8, 8), "red")])
+    Pictures.new("1", (MOST_PIXELS // 64 + 1, 64)).save(folder / "huge.png")
+    (seer / "outside.png").write_bytes((folder / "0-0.png").read_bytes())
+    return {"absolute": str(folder.resolve().parent / "outside.png"), "number": 3}.get(name, name)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("missing.png", "no image 'missing.png' in .*--images"),
+        ("broken.png", "cannot be read"),
+        ("text.png", "cannot be read"),
+        ("huge.png", f"pixels, above {MOST_PIXELS:,}; make it smaller"),
+        ("moving.gif", "an animation"),
+        ("../outside.png", "outside of .*--images"),
+        ("absolute", "outside of .*--images"),
+        ("https://example.org/a.png", "nothing is downloaded"),
+        ("number", "no path, bytes or PIL image"),
+    ],
+)
+def test_an_image_that_cannot_be_read_makes_a_bad_row(seer, tmp_path, source, words):
+    row = {"messages": [{"role": "user", "content": QUESTION}, ANSWER], "images": [bad(source, seer)]}
+    with pytest.raises(DataError, match=words):
+        read(seer, tmp_path, [row, LAYOUTS["in the part"]])
+    part = read(seer, tmp_path, [row, LAYOUTS["in the part"]], bad_rows=0.5)
+    assert len(part.documents.problems) == len(part.sequences) == 1
+
+
+def test_a_decompression_bomb_is_not_decoded(seer, monkeypatch):
+    """The limit holds before any pixel is decoded, and below that of Pillow."""
+    monkeypatch.setattr(images, "MOST_PIXELS", 100)
+    monkeypatch.setattr(Pictures.Image, "load", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match="48 x 40 pixels"):
+        open_image("0-0.png", seer / "rows")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"messages": [user({"type": "image"}, {"type": "image"}, TEXT), ANSWER], "images": ["0-0.png"]},
+            "2 places .* and 1 images",
+        ),
+        ({"messages": [user(PART, TEXT), ANSWER], "images": ["1-0.png"]}, "0 places .* and 1 images"),
+        ({"messages": [user(PART, TEXT | {"text": "<image> is a word"}), ANSWER]}, "2 times <image> in its text, and 1 images"),
+        ({"messages": [ANSWER], "images": ["0-0.png"]}, "no user's message"),
+    ],
+)
+def test_images_and_their_places_must_agree(seer, tmp_path, row, words):
+    with pytest.raises(DataError, match=words):
+        read(seer, tmp_path, [row])
+
+
+def test_no_sequence_is_cut_within_an_image(seer, tmp_path):
+    """A document that is cut after its images keeps them all; another one is left out and counted."""
+    long = {"messages": [user({"type": "text", "text": "Look well. " * 20}, PART), ANSWER]}
+    cut = {"messages": [user(PART, TEXT), {**ANSWER, "content": "A red circle. " * 20}]}
+    part = read(seer, tmp_path, [long, cut, LAYOUTS["in the part"]])
+    assert (part.counts["skipped"], part.counts["cut"], len(part.sequences)) == (1, 1, 2)
+    assert part.documents.images_end(0) > 64 >= part.documents.images_end(1) > 0
+    assert read(seer, tmp_path, [long, cut, LAYOUTS["in the part"]], too_long="split").counts["skipped"] == 2
+    with pytest.raises(DataError, match="packing joined"):
+        read(seer, tmp_path, [cut], packing="joined")
+
+
+def test_a_model_that_reads_no_images_is_named(seer, tmp_path):
+    write_talker(seer / "text", "chatml")
+    (seer / "text" / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(DataError, match="has images; a vision-language model reads them"):
+        read(seer, tmp_path, [LAYOUTS["in the part"]], model="text")
+    (seer / "text" / "config.json").write_text('{"model_type": "kosmos-2", "vision_config": {}}')
+    with pytest.raises(DataError, match="kosmos-2 models are trained on text alone; supported: gemma3, "):
+        read(seer, tmp_path, [LAYOUTS["LLaVA"]], model="text")
+    one_line(
+        penstock("data", seer / "rows" / "images.jsonl", "--seq-len", "64"), 2, "has images; a vision-language model reads them"
+    )
+
+
+def test_images_in_another_folder_are_named_with_a_flag(seer, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(LAYOUTS["LLaVA"]) + "\n")
+    with pytest.raises(DataError, match="no image '0-0\\.png' in"):
+        read(seer, tmp_path, rows)
+    assert read(seer, tmp_path, rows, images=str(seer / "rows")).documents.images(0)
+    output = penstock("data", rows, "--model", seer / "model", "--images", seer / "rows", "--seq-len", "64").output
+    assert "48 x 40: 4 tokens" in output
+    assert "<image> x 4What is it?" in output

@@ -1,0 +1,35 @@
+"""Pixtral's processor imports torchvision, of which the PIL image processor uses nothing; tests run without it."""
+
+import sys
+from types import ModuleType
+
+import pytest
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.models.mistral3 import Mistral3Config
+
+from penstock.data import image_processor
+from tests.seers import HAS_IMAGES
+
+collect_ignore_glob = [] if HAS_IMAGES else ["test_*.py"]
+_NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
+
+
+def use_pixtral(monkeypatch):
+    """Make Pixtral's processor usable without torchvision."""
+    if not getattr(PROCESSOR_MAPPING[Mistral3Config], "is_dummy", False):
+        return
+    for name in _NAMES:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[_NAMES[-2]].functional = sys.modules[_NAMES[-1]]
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    class Mapping:
+        def __getitem__(self, config):
+            return PixtralProcessor if config is Mistral3Config else PROCESSOR_MAPPING[config]
+
+    monkeypatch.setattr(image_processor, "PROCESSOR_MAPPING", Mapping())
+
+
+@pytest.fixture(autouse=True)
+def without_torchvision(monkeypatch):
+    use_pixtral(monkeypatch)

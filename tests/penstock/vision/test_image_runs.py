@@ -1,0 +1,154 @@
+"""Runs on images: the same bytes after a kill and on two ranks, stored features, adapters in PEFT, generation with an image."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from penstock.runtime.executor import Stop
+from penstock.runtime.plan import Semantics
+from penstock.vision import stored_outputs
+from tests.lanes import mostly_slow
+from tests.penstock.test_run_ranks import logged
+from tests.rank_runs import contents, run_to_end
+from tests.running import SIZES, UNSEARCHED, lines_of, one_line, penstock, succeeded, weights_sha
+from tests.seers import data_with_images, drawing, own_inputs, write_drawings, write_seer
+
+LONG = [64 if word == "32" else word for word in SIZES]
+
+
+@pytest.fixture
+def home(tmp_path, no_fsync, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    write_drawings(tmp_path / "rows", 12, n_each=2)
+    write_drawings(tmp_path / "held", 3, first=20)
+    return tmp_path
+
+
+def planned(home, model_type, *extra, name="plan.json"):
+    if not (home / model_type).exists():
+        write_seer(home / model_type, model_type)
+    succeeded(
+        penstock(
+            "plan",
+            home / model_type,
+            *LONG,
+            "--compute",
+            "fp32",
+            "-o",
+            home / name,
+            *extra,
+            *(() if "--policy" in extra else UNSEARCHED),
+        )
+    )
+    return home / name
+
+
+def words(home, plan, *extra, out="out", steps=4):
+    run = ["run", plan, "--data", home / "rows" / "images.jsonl", "--eval-data", home / "held" / "images.jsonl"]
+    return [str(word) for word in [*run, "--out", home / out, "--steps", steps, "--lr", "1e-3", *extra]]
+
+
+@mostly_slow("model_type", ["qwen2_5_vl", "gemma3", "qwen3_vl", "llava"], fast=(0,))
+def test_a_killed_run_and_two_ranks_write_the_same_bytes(home, model_type):
+    batch = ("--policy", "megatrain", "--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4)
+    one, two = (planned(home, model_type, *batch, "--gpus", n, name=f"{n}.json") for n in (1, 2))
+    every = ("--save-every", 2, "--eval-every", 2)
+    succeeded(penstock(*words(home, one, *every, out="alone")))
+    (features,) = (home / "cache" / "towers").glob("*/*.safetensors")
+    written_ns = features.stat().st_mtime_ns
+    shared = run_to_end(words(home, two, *every, steps=2))
+    assert shared.returncode == 0, shared.stderr
+    assert contents(home / "out" / "checkpoint-2") == contents(home / "alone" / "checkpoint-2")
+    succeeded(penstock(*words(home, one, *every, "--resume")))
+    assert weights_sha(home / "out" / "checkpoint-4") == weights_sha(home / "alone" / "checkpoint-4")
+    assert logged(home, "out") == logged(home, "alone")
+    assert [path.stat().st_mtime_ns for path in (home / "cache" / "towers").glob("*/*")] == [written_ns], "features are made once"
+
+
+def test_a_stopped_pass_goes_on_and_another_key_is_refused(home, monkeypatch):
+    """Three images a file; a stop after the second file loses none of them."""
+    monkeypatch.setattr(stored_outputs, "FILE_IMAGES", 3)
+    plan, tower, made = planned(home, "llava"), home / "features", list[str]()
+    write = stored_outputs.StoredOutputs._write
+
+    def stopping(self, batch, *more):
+        made.extend(batch)
+        write(self, batch, *more)
+        if len(made) == 6:
+            monkeypatch.setattr(Stop, "is_requested", True)
+
+    monkeypatch.setattr(stored_outputs.StoredOutputs, "_write", stopping)
+    forward = ["forward", plan, "--tower", "--data", home / "rows" / "images.jsonl", "--out", tower]
+    one_line(penstock(*forward), 2, "those that are done are kept")
+    monkeypatch.setattr(Stop, "is_requested", False)
+    n = int(succeeded(penstock(*forward)).output.split("features of ")[1].split()[0])
+    assert len(made) == len(set(made)) == n
+    stored = [name for path in tower.glob("*.safetensors") for name in load_file(path)]
+    assert sorted(stored) == sorted(made)
+    succeeded(penstock(*words(home, plan, "--tower", tower, steps=1)))
+    assert len(made) == n + 3, "held-out images are added"
+    other = planned(home, "llava", "--compute", "bf16", name="other.json")
+    one_line(
+        penstock(*words(home, other, "--tower", tower, steps=1, out="b")),
+        2,
+        "image features of another dtype than this run's (bf16)",
+    )
+    changed = load_file(home / "llava" / "model.safetensors")
+    changed[next(name for name in changed if name.endswith("multi_modal_projector.linear_1.bias"))] += 1
+    save_file(changed, home / "llava" / "model.safetensors", {"format": "pt"})
+    one_line(penstock(*words(home, plan, "--tower", tower, steps=1, out="c")), 2, "image features of another tower")
+    one_line(penstock("forward", plan, "--tower", "--data", home / "texts.jsonl", "--out", tower), 2, "texts.jsonl")
+
+
+def test_an_image_that_changes_after_its_row_was_read_is_an_error(home):
+    plan = planned(home, "llava")
+    succeeded(penstock("data", home / "rows" / "images.jsonl", "--model", home / "llava", "--seq-len", 64))
+    drawing(77, (80, 80))[0].save(home / "rows" / "3-0.png")
+    one_line(penstock(*words(home, plan)), 2, "1 images changed after their rows were read")
+
+
+@mostly_slow("model_type", ["qwen2_5_vl", "llava"], fast=(0,))
+def test_adapters_are_read_by_peft_and_generation_sees_the_image(home, model_type):
+    """Beside the whole model, and merged into it: transformers generates the same from both, and another text without the image."""
+    plan = planned(home, model_type, "--train", "lora:r=4,alpha=8")
+    succeeded(penstock(*words(home, plan, "--lr", "1e-2", steps=6)))
+    losses = [line["eval_loss"] for line in lines_of(home, "out") if "eval_loss" in line]
+    assert losses[-1] < losses[0]
+    last, folder = home / "out" / "checkpoint-6", home / model_type
+    base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, last).eval()
+    succeeded(penstock("merge", folder, last, "--out", home / "merged"))
+    assert (home / "merged" / "preprocessor_config.json").is_file()
+    merged = AutoModelForImageTextToText.from_pretrained(home / "merged", dtype=torch.float32).eval()
+    data = data_with_images(folder, home / "rows" / "images.jsonl", home, Semantics(64, 1, 1, compute_dtype="fp32"))
+    inputs = own_inputs(data, merged, 0, 0)
+    first = int(data.parts[0].documents.runs(0)[0, 0])
+    labels = inputs.pop("labels")
+    inputs = {k: x[:, :first] if isinstance(x, torch.Tensor) and x.shape == labels.shape else x for k, x in inputs.items()}
+    inputs |= {"use_cache": True, "attention_mask": torch.ones_like(inputs["input_ids"]), "max_new_tokens": 8, "do_sample": False}
+    texts = [model.generate(**inputs).tolist() for model in (adapted, merged, base)]
+    assert texts[0] == texts[1]
+    logits = [
+        model(**{k: x for k, x in inputs.items() if k not in ("max_new_tokens", "do_sample")}).logits for model in (adapted, merged)
+    ]
+    assert (logits[0] - logits[1]).abs().max() < 1e-4
+
+
+def test_preferences_about_images_train_with_a_reference(home):
+    """Both answers have the images of the prompt; the reference is computed with them, so that the first loss is ln 2."""
+    rows = [json.loads(line) for line in (home / "rows" / "images.jsonl").read_text().splitlines()]
+    pairs = [
+        {"prompt": row["messages"][:1], "chosen": row["messages"][1:], "rejected": [{"role": "assistant", "content": "A dog."}]}
+        for row in rows
+    ]
+    shutil.copytree(home / "rows", home / "held", dirs_exist_ok=True)
+    for folder, part in (("rows", pairs), ("held", pairs[:2])):
+        (home / folder / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    plan = planned(home, "qwen2_5_vl", "--loss", "dpo")
+    succeeded(penstock(*words(home, plan, steps=2)))
+    assert next(line["loss"] for line in lines_of(home, "out") if "loss" in line) == pytest.approx(0.693147, abs=1e-5)
