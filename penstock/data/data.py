@@ -57,7 +57,8 @@ class DataRequest:
 
     @property
     def shuffle_seed(self) -> int | None:
-        return self.seed if self.settings.shuffle else None
+        seed = self.seed if self.settings.seed is None else self.settings.seed
+        return seed if self.settings.shuffle else None
 
 
 def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData | Stream:
@@ -65,6 +66,9 @@ def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData 
     settings, objective, seed = request.settings, request.objective, request.shuffle_seed
     if settings.streaming and len(settings.parts) > 1:
         raise DataError("several --data are not streamed: leave out --streaming, or put the files into one folder")
+    by_epoch = settings.sampler == "transformers"
+    if by_epoch and (settings.streaming or len(settings.parts) > 1 or settings.packing != "one"):
+        raise DataError("data.sampler transformers: give one set, not streamed, with --packing one; or leave it out")
     weights = [part.weight for part in settings.mix] or [None]
     shares_of(weights, [1] * len(weights))  # reject bad weights before reading files
     tokenizer, sets = read_tokenizer(request.model_folder, settings.chat_template), list[PackedSet]()
@@ -81,8 +85,9 @@ def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData 
         if objective is not None and objective.name == "classify":
             _refuse_unknown_labels(sets[-1], objective.n_labels or 0)
     shares = shares_of(weights, [len(packed.sequences) for packed in sets])
-    fingerprint = _fingerprint([packed.fingerprint for packed in sets], shares, request.batch_size, seed)
-    return MapStyleData(tuple(sets), shares, request.batch_size, seed, fingerprint)
+    order = ["transformers"] if by_epoch else []
+    fingerprint = _fingerprint([packed.fingerprint for packed in sets], shares, request.batch_size, seed, *order)
+    return MapStyleData(tuple(sets), shares, request.batch_size, seed, fingerprint, by_epoch=by_epoch)
 
 
 def learned_ends(data: RunData, tokenizer: ModelTokenizer) -> list[int]:
@@ -165,7 +170,8 @@ def _packed(
     documents.refuse_bad(bad_rows)
     n = len(documents.lengths)
     # The last number separates this order from those of the epochs. Joined packing keeps the order of the files.
-    order = np.arange(n) if seed is None or shape.packing == "joined" else order_of(n, seed, 0, 0)
+    is_fixed = seed is None or shape.packing == "joined" or request.settings.sampler == "transformers"
+    order = np.arange(n) if is_fixed else order_of(n, seed or 0, 0, 0)
     sequences, counts = pack(documents, order, shape)
     if not len(sequences):
         wanted = f"a group has {shape.group} answers: give more, or plan with a smaller one" if shape.group > 1 else WANTED
