@@ -4,10 +4,11 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ def _saved(model: Any) -> Start:
         raise PlanError(f"model is a {type(model).__name__}; give a folder, a name, or a model of transformers or PEFT")
     if is_rank():
         raise PlanError("model is an object, which each rank would save for itself; give its folder or name")
-    n_bytes, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(TemporaryDirectory().name + "/..").free
+    n_bytes, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(gettempdir()).free
     if n_bytes > free:
         raise PlanError(f"model is an object of {show_bytes(n_bytes)}, to be saved, and {show_bytes(free)} are free; give its folder")
     saved = TemporaryDirectory(prefix="penstock-model-")
@@ -72,13 +73,18 @@ def _saved(model: Any) -> Start:
     return Start(saved.name, saved=saved)
 
 
+def profile_path() -> Path:
+    """Return the file of this host's profile in the cache of Penstock."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    host = json.dumps([platform.node(), device, os.cpu_count()])
+    return cache_folder() / "machines" / f"{hashlib.sha256(host.encode()).hexdigest()[:12]}.json"
+
+
 def profile_of(machine: str | Path | Profile | None) -> str | Path | Profile:
     """Return the given machine, or the profile of this host: of a quick probe, kept in Penstock's cache for the next time."""
     if machine is not None:
         return machine
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    digest = hashlib.sha256(json.dumps([device, os.cpu_count(), sorted(os.sched_getaffinity(0))]).encode()).hexdigest()[:12]
-    path = cache_folder() / "machines" / f"{digest}.json"
+    path = profile_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:

@@ -81,7 +81,10 @@ class Trainer:
             job.plan["train"] = adapter_of(peft_config or self._start.lora, model_type, job)
         if args.eval_strategy != "no" and eval_dataset is None:
             job.refuse("eval_strategy", str(args.eval_strategy), "there is no eval_dataset; give one")
-        self.processing_class = processing_class or AutoTokenizer.from_pretrained(self._start.folder, local_files_only=True)
+        name = self._start.folder if self._start.saved is None else model.config.name_or_path
+        self.processing_class = processing_class or AutoTokenizer.from_pretrained(name, local_files_only=True)
+        if self._start.saved is not None:
+            self.processing_class.save_pretrained(self._start.saved.name)
         self._describe(job)
         job.raise_problems()
         self._job, out = job, Path(args.output_dir)

@@ -184,6 +184,7 @@ class GRPOTrainer(Trainer):
             output = self.rollout_func(prompts, self)
         texts = self.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
         columns = {name: [value] * n for name, value in row.items() if name != "prompt"}
+        columns |= {name: values for name, values in output.items() if name not in COLUMNS}
         weights, totals = self.args.reward_weights or [1.0] * len(self.reward_funcs), [0.0] * n
         for weight, function in zip(weights, self.reward_funcs, strict=True):
             with user_code(f"reward function {getattr(function, '__name__', function)}"):
