@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.common import provenance
 from penstock.hf.start import profile_path
 from penstock.hwprofiles.schema import read_profile
 from tests.chats import write_talker
@@ -35,12 +34,12 @@ SCRIPTS = {  # script: (module of the original trainer, model, rows)
     "trl_reward": ("trl", "scorer", "pairs"),
     "trl_grpo_rollouts": ("trl", "model", "rollouts"),
 }
-WORDS = "the river runs down to a sea and two of four are pipes that feed turbines in host memory".split()
+WORDS = ("the", "river", "runs", "down", "to", "a", "sea", "and", "two", "of", "four", "are", "pipes", "that", "feed", "turbines")
 
 
 def write_home(home: Path) -> None:
     """Write tiny models, a causal one and one with a scoring head, and rows of each kind: 23, so that epochs end with fewer."""
-    draw, text = random.Random(7), lambda n: " ".join(draw.choices(WORDS, k=n))  # noqa: S311
+    draw, text = random.Random(7), lambda n: " ".join(draw.choices(WORDS, k=n))
     config = tiny_config("qwen3", vocab_size=write_talker(home / "model", "chatml"), eos_token_id=1, pad_token_id=1)
     write_talker(home / "scorer", "chatml")
     torch.manual_seed(1)
@@ -50,11 +49,12 @@ def write_home(home: Path) -> None:
     transformers.AutoModelForSequenceClassification.from_config(score).save_pretrained(home / "scorer")
     rows: dict[str, list[Any]] = {name: [] for name in ("chats", "texts", "pairs", "answers", "rollouts")}
     for i in range(23):
-        prompt, good, bad = f"{text(draw.randint(3, 9))}? ", text(draw.randint(3, 9)), text(draw.randint(2, 6))
+        prompt, good, bad = f"{text(draw.randint(3, 9))}?", f" {text(draw.randint(3, 9))}", f" {text(draw.randint(2, 6))}"
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": good}]
         rows["chats"].append({"messages": turns})
         rows["texts"].append({"text": prompt + good})
         rows["pairs"].append({"prompt": prompt, "chosen": good, "rejected": bad})
+        rows["answers"] += [{"prompt": good, "completion": bad, "label": False}] if i == 0 else []  # 24: whole groups
         rows["answers"].append({"prompt": prompt, "completion": bad if i % 3 else good, "label": i % 3 == 0})
     for i in range(2):
         rows["rollouts"].append(_rollouts(model, f"group {i}", [draw.randrange(4, 200) for _ in range(5)], draw))

@@ -9,7 +9,7 @@ import sys
 
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, set_seed
 from trl import SFTConfig
 
 from penstock.hf import SFTTrainer
@@ -18,6 +18,7 @@ MODEL, CHATS, OUT, STEPS = *sys.argv[1:4], int(sys.argv[4])
 
 
 def main() -> None:
+    set_seed(0)  # of the adapters
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     args = SFTConfig(

@@ -59,10 +59,27 @@ NEEDED = {
     ROLLOUTS: LossFormat("GRPO", LossUnit.TOKENS, _GROUP_COLUMNS, f"{_GROUP}, or with advantages", (ADVANTAGE, OLD)),
     LABELLED: LossFormat("a loss of labels", LossUnit.SEQUENCES, ("text", "label"), '{"text": "...", "label": 1}', (LABEL,)),
 }
-_OPTIONAL = ("labels", "attention_mask", "input", "system", "history", "tools", "chosen", "rejected", "label", "rewards", "advantages")
+_OPTIONAL = (
+    "labels",
+    "attention_mask",
+    "input",
+    "system",
+    "history",
+    "tools",
+    "chosen",
+    "rejected",
+    "label",
+    "rewards",
+    "advantages",
+)
 COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *_GROUP_COLUMNS)
 # Further columns that a format reads, in addition to "system" and "tools" of conversations
-_ALSO_READ = {"alpaca": ("input", "history"), "question-answer": ("history",), TOKENS: ("labels", "attention_mask"), ROLLOUTS: ("rewards", "advantages")}
+_ALSO_READ = {
+    "alpaca": ("input", "history"),
+    "question-answer": ("history",),
+    TOKENS: ("labels", "attention_mask"),
+    ROLLOUTS: ("rewards", "advantages"),
+}
 _ALSO_READ |= {PREFERENCE: ("prompt", "question", "instruction", "input", "history")}
 
 

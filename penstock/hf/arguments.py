@@ -22,11 +22,11 @@ _LORA_NOTES = {"task_type", "peft_type", "base_model_name_or_path", "revision", 
 
 @dataclass(slots=True)
 class Job:
-    """A request of a script. `plan`: arguments of `penstock.plan`; `settings`: of a run, by dotted name; `problems`: one line each."""
+    """A request of a script. `plan`: arguments of `penstock.plan`; `settings`: of a run, by dotted name."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # one line each
 
     def refuse(self, name: str, value: object, advice: str) -> None:
         self.problems.append(f"{name}={on_one_line(repr(value), 80)}: {advice}")
@@ -58,8 +58,7 @@ def read_arguments(arguments: Any, n_ranks: int) -> Job:
     for name, value in changed(arguments, output_dir=arguments.output_dir, bf16=arguments.bf16, use_cpu=arguments.use_cpu).items():
         if not any(entry_of(name, FIELDS[kind]) for kind in ("mapped", "same")):
             job.refuse(name, value, entry_of(name, FIELDS["refused"]) or NEWER)
-    a, get = arguments, lambda name, usual=None: getattr(arguments, name, usual)
-    is_bf16, clip = bool(a.bf16), a.max_grad_norm
+    a, options, is_bf16, clip = arguments, vars(arguments), bool(arguments.bf16), arguments.max_grad_norm
     job.plan = {
         "batch_size": a.per_device_train_batch_size * a.gradient_accumulation_steps * n_ranks,
         "clip_norm": clip if clip else None,
@@ -67,8 +66,8 @@ def read_arguments(arguments: Any, n_ranks: int) -> Job:
         "gradient_dtype": None if is_bf16 else "fp32",
         "gpus": n_ranks,
         "deterministic": bool(a.full_determinism),
-        "no_dropout": bool(get("disable_dropout")),
-        "router_loss": get("router_aux_loss_coef") or None,
+        "no_dropout": bool(options.get("disable_dropout")),
+        "router_loss": options.get("router_aux_loss_coef") or None,
         "loss": f"label-smoothing:{a.label_smoothing_factor}" if a.label_smoothing_factor else None,
     }
     job.settings = {
@@ -93,7 +92,7 @@ def read_arguments(arguments: Any, n_ranks: int) -> Job:
     job.settings["data.shuffle"] = strategy == "random"
     if strategy not in ("random", "sequential"):
         job.refuse("train_sampling_strategy", strategy, "write random or sequential; rows are padded to the plan's length anyway")
-    _read_model_options(job, get("model_init_kwargs") or {})
+    _read_model_options(job, options.get("model_init_kwargs") or {})
     schedule_of(arguments, 1, job)  # report problems before the data is read
     return job
 
@@ -124,7 +123,9 @@ def _read_model_options(job: Job, options: Mapping[str, Any]) -> None:
             case "device_map" | "use_cache" | "low_cpu_mem_usage":
                 pass  # the plan places weights
             case _:
-                advice = "attention is sdpa or eager, a packed base nf4 or int8, masters fp32; leave it out, or plan with penstock.plan"
+                advice = (
+                    "attention is sdpa or eager, a packed base nf4 or int8, masters fp32; leave it out, or plan with penstock.plan"
+                )
                 job.refuse(f"model_init_kwargs[{name!r}]", value, advice)
 
 

@@ -5,29 +5,27 @@ import math
 import operator
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from penstock.checkpoint.checkpoint import complete_checkpoints, latest
 from penstock.checkpoint.retention import remove
+from penstock.data.sampling import MapStyleData
 from penstock.runtime.errors import PlanError
 from penstock.runtime.executor import say
 from penstock.runtime.files import write_whole
 from penstock.training import trainer as runs
 from penstock.training.validation import held_out_loss
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
-
 STATE_OF_TRAINER = "trainer_state.json"
 
 
 class Loop:
-    """State and events of a run with a turn after each step. `n_each`: steps in an epoch."""
+    """State and events of a run of a `Trainer`, with a turn after each step. `n_each`: steps in an epoch."""
 
-    def __init__(self, trainer: "Trainer", run: runs.Trainer, n_each: float) -> None:
+    def __init__(self, trainer: Any, run: runs.Trainer, n_each: float) -> None:
         self.trainer, self.run_, self.args, self.n_each = trainer, run, trainer.args, n_each
         self.handler, self.folder = trainer.callback_handler, Path(trainer.args.output_dir)
         session, trainer.state = run.session, self._first_state()
@@ -38,9 +36,9 @@ class Loop:
         self.first_step, self.losses, self.n_logged = session.first_step, list[float](), 0
         self.samples_per_step = session.plan.semantics.all_ranks.batch_size // session.plan.semantics.objective.rows_each
 
-    def _first_state(self) -> TrainerState:
+    def _first_state(self) -> Any:
         """Return a new state, or that of the checkpoint to resume, with its callbacks if args say so."""
-        exported = [cb for cb in [*self.handler.callbacks, self.trainer.control] if isinstance(cb, ExportableState)]
+        exported: list[Any] = [cb for cb in [*self.handler.callbacks, self.trainer.control] if isinstance(cb, ExportableState)]
         resumed = self.run_.session.inputs.state
         if resumed is None:
             return TrainerState(train_batch_size=self.args.per_device_train_batch_size, stateful_callbacks=exported)
@@ -52,7 +50,7 @@ class Loop:
         say(f"{resumed.path}: without {STATE_OF_TRAINER}: log_history begins here")
         return TrainerState(stateful_callbacks=exported)
 
-    def _restore(self, state: TrainerState, exported: list[Any]) -> None:
+    def _restore(self, state: Any, exported: list[Any]) -> None:
         if self.args.restore_callback_states_from_checkpoint:
             for callback in exported:
                 saved = state.stateful_callbacks.get(type(callback).__name__)
@@ -87,8 +85,8 @@ class Loop:
 
     def _epoch(self, n_done: int) -> float:
         """Return the epochs after `n_done` steps; its last step may have fewer batches than gradient_accumulation_steps."""
-        data, n = self.run_.session.inputs.data, self.args.gradient_accumulation_steps
-        if not getattr(data, "by_epoch", False) or self.n_each != data.n_steps:
+        data, n = self.run_.session.inputs.data, int(self.args.gradient_accumulation_steps)
+        if not isinstance(data, MapStyleData) or not data.by_epoch or self.n_each != data.n_steps:
             return n_done / self.n_each
         n_batches = math.ceil(data.n_sequences * n / self.samples_per_step)
         epoch, steps = divmod(n_done, data.n_steps)
@@ -137,8 +135,6 @@ class Loop:
 
     def _evaluate(self, values: dict[str, float]) -> bool:
         """Log the metrics of an evaluation. Return True if they are the best so far."""
-        from .trainer import evaluated
-
         metrics, args, state = evaluated(values), self.args, self.trainer.state
         self._log(metrics)
         self._event("on_evaluate", metrics)
@@ -156,7 +152,7 @@ class Loop:
 
     def _saved(self, checkpoint: Path | None) -> None:
         """Add the state of the trainer to a checkpoint, and delete older ones than the limit, never the best."""
-        state = self.trainer.state
+        state: Any = self.trainer.state
         if checkpoint is None:
             return
         best = self.folder / f"checkpoint-{state.best_global_step}"
@@ -170,3 +166,8 @@ class Loop:
             n = max(limit, len(kept))
             others = [path for path in paths if path not in kept]
             remove(others[: len(paths) - n])
+
+
+def evaluated(values: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of an evaluation by the names of transformers."""
+    return {("eval_runtime" if name == "eval_s" else name): value for name, value in values.items()}

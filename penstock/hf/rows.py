@@ -19,17 +19,20 @@ MESSAGES = ("prompt", "completion", "chosen", "rejected", "messages", "conversat
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as JSON lines, whole or not at all, without columns that are None. DataError for a value that JSON does not have."""
+    """Write rows as JSON lines, whole or not at all, without columns that are None. DataError for a value that JSON lacks."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    row: Mapping[str, Any] = {}
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
-            for number, row in enumerate(rows):
+            for row in rows:
                 present = {name: value for name, value in row.items() if value is not None}
                 file.write(json.dumps(present, ensure_ascii=False) + "\n")
         os.replace(unfinished, path)
     except (TypeError, ValueError) as error:
-        raise DataError(f"row {number} of the data set: {error}; give columns of text, numbers and lists of them") from None
+        raise DataError(
+            f"{path.stem} row with columns {', '.join(row)}: {error}; give columns of text, numbers and lists of them"
+        ) from None
     finally:
         unfinished.unlink(missing_ok=True)
     return path
@@ -51,12 +54,13 @@ class Tokens:
     """Tokenised rows, `input_ids` and `labels`, of text, messages, or prompt and completion, like SFTTrainer of TRL."""
 
     def __init__(self, tokenizer: Any, arguments: Any, job: Job, formatting: Callable[[Row], str] | None = None) -> None:
-        self.tokenizer, self.formatting, get = tokenizer, formatting, lambda name, usual=None: getattr(arguments, name, usual)
-        self.text, self.length = get("dataset_text_field", "text"), get("max_length")
-        self.only_completion, self.only_assistant = get("completion_only_loss"), bool(get("assistant_only_loss"))
-        self.chunk = self.length if get("packing") and get("packing_strategy") == "wrapped" else None
-        self.is_cut = self.length is not None and not get("packing")
-        self.keeps_end = get("truncation_mode") == "keep_end"
+        self.tokenizer, self.formatting, options = tokenizer, formatting, vars(arguments)
+        self.text: str = options.get("dataset_text_field", "text")
+        self.length: Any = options.get("max_length")
+        self.only_completion, self.only_assistant = options.get("completion_only_loss"), bool(options.get("assistant_only_loss"))
+        self.chunk = self.length if options.get("packing") and options.get("packing_strategy") == "wrapped" else None
+        self.is_cut = self.length is not None and not options.get("packing")
+        self.keeps_end = options.get("truncation_mode") == "keep_end"
         if self.only_assistant and "{% generation" not in (getattr(tokenizer, "chat_template", None) or "").replace("{%-", "{%"):
             job.refuse("assistant_only_loss", True, "the chat template has no {% generation %}; set one with it on the tokenizer")
 
@@ -127,7 +131,9 @@ def collated(rows: Iterable[Row], collator: Any) -> Iterator[Row]:
         if getattr(collator, "mlm", None) is False:
             labels = [UNSUPERVISED if token == collator.tokenizer.pad_token_id else token for token in ids]
         if labels is None:
-            raise DataError(f"row {number} of the data set: no labels; give data_collator=DataCollatorForLanguageModeling(mlm=False)")
+            raise DataError(
+                f"row {number} of the data set: no labels; give data_collator=DataCollatorForLanguageModeling(mlm=False)"
+            )
         yield {"input_ids": ids, "labels": labels, "attention_mask": row.get("attention_mask")}
 
 
@@ -136,7 +142,9 @@ def _chatml(row: Row) -> Row:
     names = {"from": "role", "value": "content"}
     for key in MESSAGES:
         if isinstance(row.get(key), list):
-            row[key] = [{names.get(k, k): v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in row[key]]
+            row[key] = [
+                {names.get(k, k): v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in row[key]
+            ]
     return {"messages" if key == "conversations" else key: value for key, value in row.items()}
 
 

@@ -1,4 +1,4 @@
-"""Model and machine of a script: a folder, a name in the local Hub cache or a model object; a profile, or one probe of this host."""
+"""Model and machine of a script: a folder, a name in the local Hub cache, an object; a profile, or one probe of this host."""
 
 import fcntl
 import hashlib
@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
 import torch
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from penstock import api
 from penstock.caches import cache_folder
@@ -49,7 +49,7 @@ def start_of(model: Any) -> Start:
         return Start(start_of(str(config["base_model_name_or_path"])).folder, name, PeftConfig.from_pretrained(name))
     if "/" in name and not Path(name).exists():
         try:
-            return Start(str(Path(cached_file(name, "config.json", local_files_only=True)).parent))
+            return Start(str(Path(str(cached_file(name, "config.json", local_files_only=True))).parent))
         except OSError:
             pass  # the next line names the download command
     read_model(name)
@@ -64,7 +64,9 @@ def _saved(model: Any) -> Start:
         raise PlanError("model is an object, which each rank would save for itself; give its folder or name")
     n_bytes, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(gettempdir()).free
     if n_bytes > free:
-        raise PlanError(f"model is an object of {show_bytes(n_bytes)}, to be saved, and {show_bytes(free)} are free; give its folder")
+        raise PlanError(
+            f"model is an object of {show_bytes(n_bytes)}, to be saved, and {show_bytes(free)} are free; give its folder"
+        )
     saved = TemporaryDirectory(prefix="penstock-model-")
     say(f"the model object is saved in {saved.name}, to be read from there ({show_bytes(n_bytes)})")
     model.save_pretrained(saved.name)
@@ -93,5 +95,7 @@ def profile_of(machine: str | Path | Profile | None) -> str | Path | Profile:
                 print("penstock: measuring this machine once, for about 20 seconds", file=sys.stderr)
                 write_whole(path, json.dumps(api.probe(quick=True).to_json()))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); give machine=, or name a cache in PENSTOCK_CACHE") from None
+        raise CheckpointError(
+            f"{path}: cannot be written ({error.strerror}); give machine=, or name a cache in PENSTOCK_CACHE"
+        ) from None
     return path

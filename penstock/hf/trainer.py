@@ -33,8 +33,8 @@ from penstock.training.run_folder import write_settings
 from penstock.training.session import open_session
 from penstock.training.validation import held_out_loss
 
-from .arguments import FIELDS, TABLE, Job, adapter_of, entry_of, read_arguments, schedule_of
-from .loop import STATE_OF_TRAINER, Loop
+from .arguments import TABLE, Job, adapter_of, entry_of, read_arguments, schedule_of
+from .loop import STATE_OF_TRAINER, Loop, evaluated
 from .rows import Row, collated, rows_of, write_rows
 from .start import profile_of, start_of
 
@@ -45,9 +45,9 @@ UNSET = (None, (None, None))
 class Trainer:
     """Trains on tokenised rows, `input_ids` and `labels`, by cross entropy.
 
-    `model`: a folder, a shipped name, a name in the local Hub cache, or a model object, which is saved first. `args`, `peft_config`,
-    `callbacks` and data sets: as for transformers. `penstock_plan`: a plan or its file; `machine`: a machine to plan for, by default
-    this one, which is probed once. PlanError has one line for each argument that is refused.
+    `model`: a folder, a shipped name, a name in the local Hub cache, or a model object, which is saved first. `args`,
+    `peft_config`, `callbacks` and data sets: as for transformers. `penstock_plan`: a plan or its file; `machine`: one to
+    plan for, by default this one, which is probed once. PlanError has one line for each argument that is refused.
     """
 
     format = "tokens"
@@ -82,7 +82,7 @@ class Trainer:
         if args.eval_strategy != "no" and eval_dataset is None:
             job.refuse("eval_strategy", str(args.eval_strategy), "there is no eval_dataset; give one")
         name = self._start.folder if self._start.saved is None else model.config.name_or_path
-        self.processing_class = processing_class or AutoTokenizer.from_pretrained(name, local_files_only=True)
+        self.processing_class: Any = processing_class or AutoTokenizer.from_pretrained(name, local_files_only=True)
         if self._start.saved is not None:
             self.processing_class.save_pretrained(self._start.saved.name)
         self._describe(job)
@@ -107,7 +107,8 @@ class Trainer:
         if self._settings["data.packing"] != "one" or not callable(getattr(train_dataset, "__len__", None)):
             self._settings |= {"data.sampler": "penstock"} if self._settings["data.packing"] != "one" else {"data.shuffle": False}
         self.plan = self._planned(penstock_plan, machine)
-        self.state, self.control = TrainerState(), TrainerControl()
+        self.state: TrainerState = TrainerState()
+        self.control = TrainerControl()
         self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or [])], None, self.processing_class, None, None)
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
         self._result: Path | None = None  # checkpoint of the trained weights
@@ -151,13 +152,18 @@ class Trainer:
         file = given.file if isinstance(given, Planned) else given if isinstance(given, PlanFile) else PlanFile.read(Path(given))
         semantics, problems = file.plan.semantics.all_ranks, Job()
         wanted = {name: requested.get(name) for name in ("batch_size", "clip_norm", "compute_dtype")}
-        wanted |= {"train": parse_train(requested.get("train") or "all"), "objective": parse_objective(requested["loss"] or "cross-entropy")}
+        wanted |= {
+            "train": parse_train(requested.get("train") or "all"),
+            "objective": parse_objective(requested["loss"] or "cross-entropy"),
+        }
         held = {name: getattr(semantics, name) for name in wanted} | {"ranks": file.plan.semantics.ranks}
         for name, value in (wanted | {"ranks": requested["gpus"]}).items():
             if held[name] != value:
                 problems.refuse(f"penstock_plan: {name}", str(held[name]), f"args ask for {value}; change one of them")
         if semantics.seq_len < min(self._longest, seq_len):
-            problems.refuse("penstock_plan: seq_len", semantics.seq_len, f"the longest row has {self._longest} tokens; plan with that")
+            problems.refuse(
+                "penstock_plan: seq_len", semantics.seq_len, f"the longest row has {self._longest} tokens; plan with that"
+            )
         problems.raise_problems()
         return file
 
@@ -233,8 +239,3 @@ class Trainer:
         return not is_follower()
 
     is_local_process_zero = is_world_process_zero
-
-
-def evaluated(values: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an evaluation by the names of transformers."""
-    return {("eval_runtime" if name == "eval_s" else name): value for name, value in values.items()}

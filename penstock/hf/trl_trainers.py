@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-from penstock.data.formats import LABELLED, PREFERENCE, ROLLOUTS, UNPAIRED
+from penstock.data.formats import PREFERENCE, ROLLOUTS, UNPAIRED
 from penstock.runtime.errors import DataError, user_code
 
 from .arguments import Job
@@ -35,7 +35,10 @@ class SFTTrainer(Trainer):
         if packs and getattr(args, "eval_packing", None) is False:
             job.refuse("eval_packing", False, "leave it out: held-out rows are packed like the others")
         if packs and args.packing_strategy != "wrapped":
-            job.settings |= {"data.packing": "documents", "data.too_long": "split" if args.packing_strategy == "bfd_split" else "cut"}
+            job.settings |= {
+                "data.packing": "documents",
+                "data.too_long": "split" if args.packing_strategy == "bfd_split" else "cut",
+            }
         if getattr(args, "shuffle_dataset", False):
             job.refuse("shuffle_dataset", True, "shuffle the data set before: dataset.shuffle(seed=...)")
         self._tokens = Tokens(self.processing_class, args, job, self.formatting_func)
@@ -64,7 +67,8 @@ class _Answers(Trainer):
     def _length(self, text: Any) -> int:
         if isinstance(text, str):
             return len(self.processing_class(text=text)["input_ids"]) + 1
-        return len(self.processing_class.apply_chat_template(text, tokenize=True, return_dict=True)["input_ids"])
+        ids: Any = self.processing_class.apply_chat_template(text, tokenize=True, return_dict=True)["input_ids"]
+        return len(ids)
 
 
 class DPOTrainer(_Answers):
@@ -132,9 +136,7 @@ class GRPOTrainer(Trainer):
 
     format = ROLLOUTS
 
-    def __init__(
-        self, model: Any = None, reward_funcs: Any = None, args: Any = None, *, rollout_func: Any = None, **options: Any
-    ):
+    def __init__(self, model: Any = None, reward_funcs: Any = None, args: Any = None, *, rollout_func: Any = None, **options: Any):
         self.rollout_func, self.reward_funcs = rollout_func, [reward_funcs] if callable(reward_funcs) else [*(reward_funcs or [])]
         super().__init__(model, args, **options)
 
@@ -157,7 +159,7 @@ class GRPOTrainer(Trainer):
     def _ordered(self, rows: Iterator[Row]) -> Iterator[Row]:
         args, groups = self.args, [*self._prepared(rows)]
         n_each = self._job.plan["batch_size"] // args.num_generations
-        self._n_each = len(groups) // n_each * args.num_iterations
+        self._n_each: int = len(groups) // n_each * args.num_iterations
         n_steps = args.max_steps if args.max_steps > 0 else round(args.num_train_epochs * self._n_each)
         order = grouped_order(len(groups), n_each, args.num_iterations, n_steps, args.seed if args.shuffle_dataset else None)
         return (groups[i] for i in chain.from_iterable(order))

@@ -69,7 +69,7 @@ HOME = {
     },
     "torch": {
         *(f"runtime/{name}" for name in ("cuda", "host", "layers", "compute", "machines")),
-        *(f"penstock/{name}" for name in ("checkpoint", "data", "model_checks", "training")),
+        *(f"penstock/{name}" for name in ("checkpoint", "data", "hf", "model_checks", "training")),
         *("runtime/batch.py", "runtime/ranks.py", "penstock/emulated.py", "penstock/user_loss.py", "hwprofiles/probe"),
         *(f"planner/model/{name}.py" for name in ("record", "layer_traces")),
     },
@@ -78,7 +78,7 @@ HOME = {
     "numba": {"runtime/compiled.py", "runtime/host/compiled_loops.py"},
     "llvmlite": {"runtime/host/compiled_loops.py"},
     "transformers": {
-        *("runtime/layers/transformers_patches.py", "penstock/checkpoint/conversion.py"),
+        *("runtime/layers/transformers_patches.py", "penstock/checkpoint/conversion.py", "penstock/hf"),
         *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents", "template_limits")),
     },
     "safetensors": {"penstock/checkpoint/tensor_files.py"},
@@ -86,7 +86,7 @@ HOME = {
     "datasets": {"penstock/data/documents.py", "penstock/data/sampling.py"},
     "pyarrow": {"penstock/data/files.py"},
     "yaml": {"penstock/run_config.py"},
-    "peft": {"penstock/checkpoint/adapter_files.py"},
+    "peft": {"penstock/checkpoint/adapter_files.py", "penstock/hf"},  # hf: the user's configuration is one of PEFT
     **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
     "numpy": {
         *("penstock/data", "planner/bounds", "planner/lower", "planner/predict", "planner/search"),
@@ -339,7 +339,12 @@ def test_every_declared_dependency_is_pinned_within_its_bound() -> None:
 
 
 def test_generated_pages_are_those_of_today(trees: dict[Path, ast.Module]) -> None:
-    for page, text in ((tour.PAGE, tour.tour()), (tour.LEVELS, tour.levels(trees)), (tour.API, tour.api())):
+    for page, text in (
+        (tour.PAGE, tour.tour()),
+        (tour.LEVELS, tour.levels(trees)),
+        (tour.API, tour.api()),
+        (tour.ARGUMENTS, tour.arguments()),
+    ):
         assert page.read_text(encoding="utf-8") == text, f"regenerate {page.name} with `make tour`"
     assert sorted(READING) == sorted({_name(path.parent) for path in package_files()} - {"planner"})
 
