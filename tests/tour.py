@@ -61,10 +61,10 @@ def tour() -> str:
 
 _ARGUMENTS = """# TrainingArguments → Penstock
 
-`penstock.hf` has the classes `Trainer`, `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `RewardTrainer` and `GRPOTrainer` (on given rollouts)
-with the constructors of transformers and TRL. A script changes one line, the import: `from penstock.hf import SFTTrainer`. Its
-configuration, data sets, `peft_config` and callbacks stay. `machine="rtx4090-server"` or `penstock_plan=` (a plan or its file) chooses
-the plan. Without them the machine is probed once, and the plan is printed. TRL and PEFT are not needed.
+`penstock.hf` has the classes `Trainer`, `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `RewardTrainer` and `GRPOTrainer` (on given
+rollouts) with the constructors of transformers and TRL. A script changes one line, the import: `from penstock.hf import
+SFTTrainer`. Its configuration, data sets, `peft_config` and callbacks stay. `machine="rtx4090-server"` or `penstock_plan=` (a
+plan or its file) chooses the plan. Without them the machine is probed once, and the plan is printed. TRL and PEFT are not needed.
 
 ```python
 from trl import SFTConfig
@@ -75,18 +75,22 @@ trainer.train(resume_from_checkpoint=True)
 trainer.save_model("tuned")
 ```
 
-Losses of 20 steps, learning rates and the saved files are [compared with the originals](benchmarks/trainers_2026-11-29.md). Every field
-is in one of these tables. A field that is refused raises an error if it has another value than the default, one line for each.
+Losses of 20 steps, learning rates and the saved files are [compared with the originals](benchmarks/trainers_2026-11-29.md). Every
+field is in one of these tables. A field that is refused raises an error if it has another value than the default, one line for
+each.
 """
 _DIFFERENCES = """## Differences on purpose
 
-- Rows are padded to the length of the plan: the longest row, rounded up to 64 tokens, at most `max_length`. Losses do not depend on it.
+- Rows are padded to the length of the plan: the longest row, rounded up to 64 tokens, at most `max_length`. Losses do not depend
+  on it.
 - bf16 computes with weights rounded to bf16, from fp32 masters; the original uses autocast.
-- `eval_loss` is a mean over all tokens (pairs, answers). The original averages the means of its batches, which depend on their size.
-- A loss of pairs or answers is a mean over the step. The original averages the means of its micro-batches, which differ for a last
-  smaller batch with `gradient_accumulation_steps`. On several ranks the original fills an epoch's last batch with its first rows.
-- Answers start at the first token with a character of them. TRL compares tokens of the prompt with those of both answers, which differs
-  if a prompt ends with a space. Rows of `SFTTrainer` are tokenised as by TRL in this case, too.
+- `eval_loss` is a mean over all tokens (pairs, answers). The original averages the means of its batches, which depend on their
+  size.
+- A loss of pairs or answers is a mean over the step. The original averages the means of its micro-batches, which differ for a
+  last smaller batch with `gradient_accumulation_steps`. On several ranks the original fills an epoch's last batch with its first
+  rows.
+- Answers start at the first token with a character of them. TRL compares tokens of the prompt with those of both answers, which
+  differs if a prompt ends with a space. Rows of `SFTTrainer` are tokenised as by TRL in this case, too.
 - The reference of DPO and KTO is the model of the start, an adapter of the model included, and is computed before the first step.
 - KTO leaves out rows at the end that fill no batch of `per_device_train_batch_size`, the group of a baseline.
 - A score of a reward model is that of the last token before the end token, also if padding is another token.
@@ -94,7 +98,8 @@ _DIFFERENCES = """## Differences on purpose
 - `weight_decay` leaves out vectors that are neither biases nor norms, such as sinks of attention.
 - A new adapter starts from random numbers of `seed`, not of the program's generator. Give a PeftModel to start from its own.
 - Packing with bfd is first fit over whole documents, isolated in attention, in an order of Penstock.
-- The last step is always saved. A folder with checkpoints of another run is refused, unless resumed. Checkpoints hold Penstock's state.
+- The last step is always saved. A folder with checkpoints of another run is refused, unless resumed. Checkpoints hold Penstock's
+  state.
 - Callbacks get `model=None`, and no events within a step. `should_epoch_stop` is an error. `metrics` have no `total_flos`.
 """
 

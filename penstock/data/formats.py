@@ -283,7 +283,7 @@ def learned_tokens(row: object, n_ids: int, where: str) -> tuple[list[int], list
         for i in ids[:n]:
             _refuse_unknown(i, n_ids)
         learned = [label != UNSUPERVISED for label in labels[:n]]
-        if odd := next((i for i in range(n) if learned[i] and labels[i] != ids[i]), None):
+        if (odd := next((i for i in range(n) if learned[i] and labels[i] != ids[i]), None)) is not None:
             raise ValueError(f'"labels" {labels[odd]} and "input_ids" {ids[odd]} at {odd}; a label is -100 or the token itself')
         edges = np.flatnonzero(np.diff(np.array([False, *learned, False]).astype(np.int8))).tolist()
         return ids[:n], list(zip(edges[::2], edges[1::2], strict=True))

@@ -30,9 +30,8 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
                 file.write(json.dumps(present, ensure_ascii=False) + "\n")
         os.replace(unfinished, path)
     except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{path.stem} row with columns {', '.join(row)}: {error}; give columns of text, numbers and lists of them"
-        ) from None
+        where = f"a row with columns {', '.join(row)} for {path.name}"
+        raise DataError(f"{where}: {error}; give columns of text, numbers and lists of them") from None
     finally:
         unfinished.unlink(missing_ok=True)
     return path

@@ -339,12 +339,8 @@ def test_every_declared_dependency_is_pinned_within_its_bound() -> None:
 
 
 def test_generated_pages_are_those_of_today(trees: dict[Path, ast.Module]) -> None:
-    for page, text in (
-        (tour.PAGE, tour.tour()),
-        (tour.LEVELS, tour.levels(trees)),
-        (tour.API, tour.api()),
-        (tour.ARGUMENTS, tour.arguments()),
-    ):
+    pages = {tour.PAGE: tour.tour(), tour.LEVELS: tour.levels(trees), tour.API: tour.api(), tour.ARGUMENTS: tour.arguments()}
+    for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text, f"regenerate {page.name} with `make tour`"
     assert sorted(READING) == sorted({_name(path.parent) for path in package_files()} - {"planner"})
 
