@@ -88,7 +88,8 @@ def run(home: Path, name: str, module: str | None = None, steps: int = STEPS) ->
     done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} with {module or 'penstock'}: {done.stderr[-3000:]}")
-    history = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())["log_history"]
+    state = "hf_trainer_state.json" if module is None else "trainer_state.json"
+    history = json.loads((out / f"checkpoint-{steps}" / state).read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry], changed, out / "final"
 
 

@@ -98,8 +98,8 @@ _DIFFERENCES = """## Differences on purpose
 - `weight_decay` leaves out vectors that are neither biases nor norms, such as sinks of attention.
 - A new adapter starts from random numbers of `seed`, not of the program's generator. Give a PeftModel to start from its own.
 - Packing with bfd is first fit over whole documents, isolated in attention, in an order of Penstock.
-- The last step is always saved. A folder with checkpoints of another run is refused, unless resumed. Checkpoints hold Penstock's
-  state.
+- The last step is always saved. A folder with checkpoints of another run is refused, unless resumed. The file
+  `trainer_state.json` of a checkpoint is Penstock's; `hf_trainer_state.json` has the fields of the original.
 - Callbacks get `model=None`, and no events within a step. `should_epoch_stop` is an error. `metrics` have no `total_flos`.
 """
 

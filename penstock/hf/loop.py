@@ -19,7 +19,7 @@ from penstock.runtime.files import write_whole
 from penstock.training import trainer as runs
 from penstock.training.validation import held_out_loss
 
-STATE_OF_TRAINER = "trainer_state.json"
+STATE_OF_TRAINER = "hf_trainer_state.json"  # beside Penstock's trainer_state.json, with the fields of a TrainerState
 
 
 class Loop:
@@ -123,6 +123,7 @@ class Loop:
             if self.args.save_strategy == SaveStrategy.BEST:
                 control.should_save = is_best
         if control.should_save:
+            self._write_state(self.folder)  # in case the run is killed between the next two lines
             self._saved(turn.save())
             self._event("on_save")
         control.should_log = control.should_evaluate = control.should_save = False
@@ -157,15 +158,19 @@ class Loop:
             return
         best = self.folder / f"checkpoint-{state.best_global_step}"
         state.best_model_checkpoint = str(best) if best.is_dir() else state.best_model_checkpoint
-        for callback in [cb for cb in [*self.handler.callbacks, self.trainer.control] if isinstance(cb, ExportableState)]:
-            state.stateful_callbacks[type(callback).__name__] = callback.state()
-        write_whole(checkpoint / STATE_OF_TRAINER, json.dumps(vars(state), indent=2, sort_keys=True) + "\n")
+        self._write_state(checkpoint)
         if (limit := self.args.save_total_limit) is not None and limit > 0:
             paths = [path for _, path in complete_checkpoints(self.folder)]
             kept = {paths[-1], best} & {*paths}
             n = max(limit, len(kept))
             others = [path for path in paths if path not in kept]
             remove(others[: len(paths) - n])
+
+    def _write_state(self, folder: Path) -> None:
+        state: Any = self.trainer.state
+        for callback in [cb for cb in [*self.handler.callbacks, self.trainer.control] if isinstance(cb, ExportableState)]:
+            state.stateful_callbacks[type(callback).__name__] = callback.state()
+        write_whole(folder / STATE_OF_TRAINER, json.dumps(vars(state), indent=2, sort_keys=True) + "\n")
 
 
 def evaluated(values: dict[str, float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from penstock.data.formats import learned_tokens
 from penstock.data.sampling import trainer_order
 from penstock.hf.arguments import FIELDS, Job, adapter_of, read_arguments, schedule_of
 from penstock.hf.rows import grouped_order
-from penstock.hf.start import profile_path
+from penstock.hf.start import profile_path, start_of
 from penstock.hwprofiles.schema import read_profile
 from penstock.runtime.errors import DataError, PenstockError, PlanError
 from penstock.runtime.plan.train import parse_train
@@ -205,6 +206,7 @@ def test_sft_has_the_losses_rates_and_files_of_trl(home: Path, tmp_path: Path, r
 @pytest.mark.parametrize("stops_at", [None, 7])
 def test_callbacks_are_called_at_the_moments_of_transformers(home: Path, tmp_path: Path, stops_at: int | None) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(home / "model")
+    tokenizer.pad_token = tokenizer.eos_token
     rows = [{"input_ids": (ids := tokenizer(row["text"])["input_ids"]), "labels": ids} for row in rows_in(home / "texts.jsonl")]
     recorded, states = [], []
     options = {
@@ -243,3 +245,45 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(home: Path, tmp_path: Path) -> 
         sft(home, hf, tmp_path / "stopped", max_steps=8).train()
     again = sft(home, hf, tmp_path / "stopped", max_steps=8, save_steps=4)
     again.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-5"))
+    assert contents(tmp_path / "whole" / "checkpoint-8") == contents(tmp_path / "stopped" / "checkpoint-8") != {}
+    losses = [[e["loss"] for e in trainer.state.log_history if "loss" in e] for trainer in (whole, again)]
+    assert losses[0] == losses[1]
+
+
+def test_the_best_checkpoint_stays_and_early_stopping_ends_the_run(home: Path, tmp_path: Path) -> None:
+    best_of = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    args = trl.SFTConfig(str(tmp_path), bf16=False, max_steps=12, max_length=64, learning_rate=0.5, **TINY | best_of)
+    rows = rows_in(home / "texts.jsonl")
+    trainer = hf.SFTTrainer(str(home / "model"), args, train_dataset=rows, eval_dataset=rows.select(range(5)))
+    trainer.add_callback(transformers.EarlyStoppingCallback(early_stopping_patience=2))
+    trainer.train()
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    best = min(losses, key=losses.__getitem__)
+    assert (trainer.state.best_global_step, max(losses)) == (best, best + 2)
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [best, best + 2]
+    assert trainer.evaluate()["eval_loss"] == losses[best]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("Qwen/Qwen3-0.6B-no-such", "hf download Qwen/Qwen3-0.6B-no-such --local-dir"),
+        (17, "model is a int; give a folder, a name, or a model"),
+        ("no-such-model", "no such folder, config.json or shipped model"),
+    ],
+)
+def test_an_unknown_model_is_refused_with_the_command(model: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    with pytest.raises(PenstockError, match=re.escape(message)):
+        start_of(model)
+
+
+def test_a_plan_of_other_arguments_is_refused(home: Path, tmp_path: Path) -> None:
+    first = sft(home, hf, tmp_path / "a", max_steps=2)
+    args = trl.SFTConfig(str(tmp_path / "b"), bf16=True, max_length=64, max_grad_norm=0.5, **TINY)
+    with pytest.raises(PlanError) as caught:
+        hf.SFTTrainer(str(home / "model"), args, train_dataset=rows_in(home / "chats.jsonl"), penstock_plan=first.plan)
+    assert [line.partition(";")[0] for line in str(caught.value).splitlines()] == [
+        "penstock_plan: clip_norm='1.0': args ask for 0.5",
+        "penstock_plan: compute_dtype='fp32': args ask for bf16",
+    ]
