@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 from pathlib import Path
+from socket import socket
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
@@ -73,6 +74,19 @@ def _saved(model: Any) -> Start:
     if (Path(saved.name) / CONFIG_FILE).exists():
         return start_of(saved.name)._replace(saved=saved)
     return Start(saved.name, saved=saved)
+
+
+def leave_group() -> None:
+    """Leave the process group that TrainingArguments has started for accelerate, if any. The ranks meet again on a free port of the
+    first host: in the store of the launcher they would find addresses of the former group."""
+    if torch.distributed.is_initialized():
+        with socket() as free:
+            free.bind(("", 0))
+            port = [free.getsockname()[1]]
+        torch.distributed.broadcast_object_list(port, src=0)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        os.environ |= {"MASTER_PORT": str(port[0]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def profile_path() -> Path:

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
@@ -37,7 +36,7 @@ from penstock.training.validation import held_out_loss
 from .arguments import TABLE, Job, adapter_of, entry_of, read_arguments, schedule_of
 from .loop import STATE_OF_TRAINER, Loop, evaluated
 from .rows import Row, collated, rows_of, write_rows
-from .start import profile_of, start_of
+from .start import leave_group, profile_of, start_of
 
 LENGTH_STEP = 64  # sequences of a plan are a multiple, for kernels, unless max_length is shorter
 UNSET = (None, (None, None))
@@ -191,8 +190,7 @@ class Trainer:
         """Train to the end, or until a callback stops. `resume_from_checkpoint`: True for the last one of `output_dir`, or a path.
         Return `global_step`, `training_loss` and `metrics`. On several ranks the programs of the others end here."""
         request, n_each = self._request(Path(self.args.output_dir), resume_from_checkpoint)
-        if torch.distributed.is_initialized():  # by TrainingArguments, which starts a group for accelerate
-            torch.distributed.destroy_process_group()
+        leave_group()
         with joined(request) as ranks, open_session(request, ranks) as session:
             run = runs.Trainer(session, validations=(), every=1)
             write_settings(replace(request, file=session.inputs.request.file))

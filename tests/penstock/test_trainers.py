@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from penstock.hf.start import profile_path, start_of
 from penstock.hwprofiles.schema import read_profile
 from penstock.runtime.errors import DataError, PenstockError, PlanError
 from penstock.runtime.plan.train import parse_train
+from tests.tour import ROOT
 
 CONFIGS = (transformers.TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, trl.GRPOConfig, trl.RewardConfig)
 IN_A_STEP = {"on_substep_end", "on_prediction_step", "on_pre_optimizer_step", "on_optimizer_step"}
@@ -287,3 +290,37 @@ def test_a_plan_of_other_arguments_is_refused(home: Path, tmp_path: Path) -> Non
         "penstock_plan: clip_norm='1.0': args ask for 0.5",
         "penstock_plan: compute_dtype='fp32': args ask for bf16",
     ]
+
+
+SCRIPT = """
+import json, os, signal, sys
+import datasets, transformers, trl
+from penstock.hf import SFTTrainer
+
+class Kill(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+rows = datasets.Dataset.from_list([json.loads(line) for line in open("texts.jsonl")])
+args = trl.SFTConfig(sys.argv[1], bf16=False, max_steps=6, max_length=64, per_device_train_batch_size=2, save_steps=2,
+                     learning_rate=1e-2, report_to="none", use_cpu=True)
+trainer = SFTTrainer("model", args, train_dataset=rows, callbacks=[Kill()])
+trainer.train(resume_from_checkpoint="resume" in sys.argv)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_killed_and_resumed_train_the_same_bytes(home: Path) -> None:
+    (home / "ranks.py").write_text(SCRIPT)
+
+    def torchrun(*arguments: object) -> int:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "ranks.py", *map(str, arguments)]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(command, cwd=home, env=env, capture_output=True, check=False, timeout=300).returncode
+
+    assert torchrun("whole", 99) == 0
+    assert torchrun("killed", 5) != 0
+    assert [step for step, _ in complete_checkpoints(home / "killed")] == [2, 4]
+    assert torchrun("killed", 99, "resume") == 0
+    assert contents(home / "whole" / "checkpoint-6") == contents(home / "killed" / "checkpoint-6") != {}
