@@ -72,7 +72,8 @@ _OPTIONAL = (
     "rewards",
     "advantages",
 )
-COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *_GROUP_COLUMNS)
+_NAMES = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *_GROUP_COLUMNS)
+COLUMNS = (*_NAMES[1:], _NAMES[0], "labels", "attention_mask")  # those of tokens last
 # Further columns that a format reads, in addition to "system" and "tools" of conversations
 _ALSO_READ = {
     "alpaca": ("input", "history"),
