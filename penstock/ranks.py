@@ -40,7 +40,12 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl: the signal to this process when 
 
 def is_rank() -> bool:
     """True if this process was started as one of several ranks."""
-    return _number("WORLD_SIZE", 1) > 1
+    return n_started() > 1
+
+
+def n_started() -> int:
+    """Return the number of ranks that the launcher started."""
+    return _number("WORLD_SIZE", 1)
 
 
 def is_follower() -> bool:

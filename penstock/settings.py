@@ -40,7 +40,7 @@ ADAPTERS_LR = 1e-4  # LoRA; QLoRA (arXiv 2305.14314) uses it for 33B and 65B, an
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _Rows = Literal["preference", "unpaired-preference", "rollouts", "labelled"]  # formats required by losses
 Metric = Literal["loss", "perplexity", "divergence", "accuracy"]  # of evaluations
-Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer", _Rows]
+Format = Literal["auto", "tokens", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer", _Rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,9 @@ class DataSettings:
     too_long: Literal["cut", "split", "skip", "refuse"] = "cut"  # a document longer than a sequence; `joined` always splits
     unsupervised: Literal["refuse", "skip"] = "skip"  # a sample without a supervised token; skipped ones are counted
     shuffle: bool = True  # random order of sequences, different in each epoch
+    seed: Natural | None = None  # of the order; None: the run's
+    # transformers: the order of its Trainer for a set of one document per sequence; the last batch of an epoch may be smaller
+    sampler: Literal["penstock", "transformers"] = "penstock"
     chat_template: Text | None = flagged(
         None, "--chat-template", "File of a chat template, or one of Penstock's: qwen3.", "the model's own", "FILE|NAME"
     )

@@ -1,10 +1,12 @@
-"""Generated pages: docs/tour.md (one line per folder), docs/imports.md (files by level of imports), docs/api.md (Python interface).
+"""Generated pages: docs/tour.md (one line per folder), docs/imports.md (files by level of imports), docs/api.md (Python interface),
+docs/training-arguments.md (fields of transformers' and TRL's configurations).
 
 `python -m tests.tour` writes them; tests compare them with the code.
 """
 
 import ast
 import inspect
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,7 @@ from penstock.arguments.options import StepOptions, TrainOptions
 from penstock.results import Planned, Trained
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, LEVELS, API = (ROOT / "docs" / name for name in ("tour.md", "imports.md", "api.md"))
+PAGE, LEVELS, API, ARGUMENTS = (ROOT / "docs" / f"{name}.md" for name in ("tour", "imports", "api", "training-arguments"))
 FOLDERS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
 LINKED = ("planner", "runtime", "hwprofiles")  # top-level folders that are packages below `penstock` by symbolic links
 # Order of reading: the plan language, the planner, the runtime, and the command-line layer
@@ -22,7 +24,7 @@ READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
     *("runtime/host", "runtime/cuda", "penstock", "penstock/arguments", "penstock/data", "penstock/vision"),
-    *("penstock/model_checks", "penstock/training", "penstock/checkpoint", "penstock/chat", "penstock/cli"),
+    *("penstock/model_checks", "penstock/training", "penstock/checkpoint", "penstock/chat", "penstock/hf", "penstock/cli"),
 )
 _HEAD = """# A tour
 
@@ -54,6 +56,66 @@ def tour() -> str:
     """Return docs/tour.md."""
     lines = [f"- [{folder}](../{folder}) {first_line(ROOT / folder / '__init__.py')}" for folder in READING]
     return f"{_HEAD}\n" + "\n".join(lines) + "\n"
+
+
+# -- arguments of other trainers ---------------------------------------------------------------------------------------
+
+_ARGUMENTS = """# TrainingArguments → Penstock
+
+`penstock.hf` has the classes `Trainer`, `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `RewardTrainer` and `GRPOTrainer` (on given
+rollouts) with the constructors of transformers and TRL. A script changes one line, the import: `from penstock.hf import
+SFTTrainer`. Its configuration, data sets, `peft_config` and callbacks stay. `machine="rtx4090-server"` or `penstock_plan=` (a
+plan or its file) chooses the plan. Without them the machine is probed once, and the plan is printed. TRL and PEFT are not needed.
+
+```python
+from trl import SFTConfig
+from penstock.hf import SFTTrainer
+
+trainer = SFTTrainer("Qwen3-8B", SFTConfig("out", max_length=2048), train_dataset=rows, machine="rtx4090-server")
+trainer.train(resume_from_checkpoint=True)
+trainer.save_model("tuned")
+```
+
+Losses of 20 steps, learning rates and the saved files are [compared with the originals](benchmarks/trainers_2026-11-29.md). Every
+field is in one of these tables. A field that is refused raises an error if it has another value than the default, one line for
+each.
+"""
+_DIFFERENCES = """## Differences on purpose
+
+- Rows are padded to the length of the plan: the longest row, rounded up to 64 tokens, at most `max_length`. Losses do not depend
+  on it.
+- bf16 computes with weights rounded to bf16, from fp32 masters; the original uses autocast.
+- `eval_loss` is a mean over all tokens (pairs, answers). The original averages the means of its batches, which depend on their
+  size.
+- A loss of pairs or answers is a mean over the step. The original averages the means of its micro-batches, which differ for a
+  last smaller batch with `gradient_accumulation_steps`. On several ranks the original fills an epoch's last batch with its first
+  rows.
+- Answers start at the first token with a character of them. TRL compares tokens of the prompt with those of both answers, which
+  differs if a prompt ends with a space. Rows of `SFTTrainer` are tokenised as by TRL in this case, too.
+- The reference of DPO and KTO is the model of the start, an adapter of the model included, and is computed before the first step.
+- KTO leaves out rows at the end that fill no batch of `per_device_train_batch_size`, the group of a baseline.
+- A score of a reward model is that of the last token before the end token, also if padding is another token.
+- GRPO: the old log-probabilities are those of the rows. `rollout_func` and `reward_funcs` are called once, before training.
+- `weight_decay` leaves out vectors that are neither biases nor norms, such as sinks of attention.
+- A new adapter starts from random numbers of `seed`, not of the program's generator. Give a PeftModel to start from its own.
+- Packing with bfd is first fit over whole documents, isolated in attention, in an order of Penstock.
+- The last step is always saved. A folder with checkpoints of another run is refused, unless resumed. The file
+  `trainer_state.json` of a checkpoint is Penstock's; `hf_trainer_state.json` has the fields of the original.
+- Callbacks get `model=None`, and no events within a step. `should_epoch_stop` is an error. `metrics` have no `total_flos`.
+"""
+
+
+def arguments() -> str:
+    """Return docs/training-arguments.md."""
+    table = tomllib.loads((ROOT / "penstock" / "other_trainers.toml").read_text(encoding="utf-8"))
+    kinds = {"mapped": ("Mapped", "in Penstock"), "same": ("Without an influence", "because"), "refused": ("Refused", "instead")}
+    parts = [_ARGUMENTS]
+    for heading, column, entries in [(*kinds[kind], entries) for kind, entries in table["training_arguments"].items()] + [
+        ("Parameters of a trainer, refused", "instead", table["trainer_arguments"])
+    ]:
+        rows = (f"| `{names.replace('|', '`, `')}` | {words.replace('|', chr(92) + '|')} |" for names, words in entries.items())
+        parts.append("\n".join([f"## {heading}\n", f"| | {column} |", "|---|---|", *rows]) + "\n")
+    return "\n".join([*parts, _DIFFERENCES])
 
 
 # -- imports ------------------------------------------------------------------------------------------------------------
@@ -185,3 +247,4 @@ if __name__ == "__main__":
     API.write_text(api(), encoding="utf-8")
     PAGE.write_text(tour(), encoding="utf-8")
     LEVELS.write_text(levels(package_trees()), encoding="utf-8")
+    ARGUMENTS.write_text(arguments(), encoding="utf-8")

@@ -22,7 +22,7 @@ from penstock.settings import DataSettings
 from .chat import ChatTemplate
 from .documents import Reader, cached_documents
 from .files import TRAIN, WANTED, DataFile, DataFiles, Limits, find_files
-from .formats import NEEDED, PREFERENCE, UNPAIRED, renamed, row_format, unread
+from .formats import NEEDED, PREFERENCE, ROLLOUTS, TOKENS, UNPAIRED, renamed, row_format, unread
 from .image_processor import ImageReader, sees_images
 from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
@@ -60,7 +60,8 @@ class DataRequest:
 
     @property
     def shuffle_seed(self) -> int | None:
-        return self.seed if self.settings.shuffle else None
+        seed = self.seed if self.settings.seed is None else self.settings.seed
+        return seed if self.settings.shuffle else None
 
 
 def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData | Stream:
@@ -68,6 +69,9 @@ def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData 
     settings, objective, seed = request.settings, request.objective, request.shuffle_seed
     if settings.streaming and len(settings.parts) > 1:
         raise DataError("several --data are not streamed: leave out --streaming, or put the files into one folder")
+    by_epoch = settings.sampler == "transformers"
+    if by_epoch and (settings.streaming or len(settings.parts) > 1 or settings.packing != "one"):
+        raise DataError("data.sampler transformers: give one set, not streamed, with --packing one; or leave it out")
     weights = [part.weight for part in settings.mix] or [None]
     shares_of(weights, [1] * len(weights))  # reject bad weights before reading files
     tokenizer, sets = read_tokenizer(request.model_folder, settings.chat_template), list[PackedSet]()
@@ -84,8 +88,9 @@ def read_data(request: DataRequest, report: Report = no_report) -> MapStyleData 
         if objective is not None and objective.name == "classify":
             _refuse_unknown_labels(sets[-1], objective.n_labels or 0)
     shares = shares_of(weights, [len(packed.sequences) for packed in sets])
-    fingerprint = _fingerprint([packed.fingerprint for packed in sets], shares, request.batch_size, seed)
-    return MapStyleData(tuple(sets), shares, request.batch_size, seed, fingerprint)
+    order = ["transformers"] if by_epoch else []
+    fingerprint = _fingerprint([packed.fingerprint for packed in sets], shares, request.batch_size, seed, *order)
+    return MapStyleData(tuple(sets), shares, request.batch_size, seed, fingerprint, by_epoch=by_epoch)
 
 
 def learned_ends(data: RunData, tokenizer: ModelTokenizer) -> list[int]:
@@ -123,7 +128,8 @@ def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenize
         raise DataError(f"{files.path}: no text in it; {WANTED}")
     unread_columns = tuple(unread(renamed(first[1], columns), format, is_text)) if first else ()
     images = None
-    if request.vision is not None and sees_images(request.vision) and not (is_text or part.streaming):
+    is_read = not (is_text or part.streaming or format in (ROLLOUTS, TOKENS))
+    if request.vision is not None and sees_images(request.vision) and is_read:
         root = Path(part.images) if part.images is not None else files.path if files.path.is_dir() else files.path.parent
         images = ImageReader(request.vision, tokenizer, files.limits, root, part.chat_template is not None)
     template = ChatTemplate(tokenizer, files.limits)
@@ -176,7 +182,8 @@ def _packed(
     documents.refuse_bad(bad_rows)
     n = len(documents.lengths)
     # The last number separates this order from those of the epochs. Joined packing keeps the order of the files.
-    order = np.arange(n) if seed is None or shape.packing == "joined" else order_of(n, seed, 0, 0)
+    is_fixed = seed is None or shape.packing == "joined" or request.settings.sampler == "transformers"
+    order = np.arange(n) if is_fixed else order_of(n, seed or 0, 0, 0)
     sequences, counts = pack(documents, order, shape)
     if not len(sequences):
         wanted = f"a group has {shape.group} answers: give more, or plan with a smaller one" if shape.group > 1 else WANTED

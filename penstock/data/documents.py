@@ -25,7 +25,7 @@ from penstock.runtime.errors import DataError, PenstockError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line
-from .formats import NEEDED, ROLLOUTS, read_row, renamed, rollouts, shown
+from .formats import NEEDED, ROLLOUTS, TOKENS, learned_tokens, read_row, renamed, rollouts, shown
 from .image_processor import ImageReader, Seen
 from .images import text_in
 from .messages import Chat, Completion
@@ -96,7 +96,7 @@ class Reader:
         tokens."""
         places = list(zip(rows["file"], rows["row"], strict=True))
         names = ("ids", "learned", *_COUNTS, *_NOTES, LOSS_NUMBERS, *(IMAGES if self.images is not None else ()))
-        if self.format == ROLLOUTS:
+        if self.format in (ROLLOUTS, TOKENS):
             tokenised = [one for place, value in zip(places, rows["value"], strict=True) for one in self._tokenised(value, *place)]
             return {name: [values[column] for values in tokenised] for column, name in enumerate(names)}
         values = zip(places, rows["value"], strict=True)
@@ -126,6 +126,11 @@ class Reader:
         where = self.files.where(file, row)
         try:
             fields = renamed(parse_line(value, where), self.columns)
+            if self.format == TOKENS:
+                ids, runs = learned_tokens(fields, self.vocab_size, where)
+                n = sum(stop - first for first, stop in runs)
+                edges = tuple(edge for run in runs for edge in run)
+                return [(ids, edges, len(ids), n, n - (edges[:1] == (0,)), file, row, 0, None, None, ())]
             completions = rollouts(fields, self.vocab_size, where)
         except DataError as error:
             return [((), (), 0, 0, 0, file, row, 0, str(error), None, ())]

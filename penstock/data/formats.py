@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import DataError
 from penstock.runtime.plan.objective import ADVANTAGE, LABEL, OLD, LossInput, LossUnit, Objective
 from penstock.runtime.units import on_one_line
@@ -26,6 +27,7 @@ MOST_LOGP = 1e-3  # of a token: rounding error of a log-probability of 0
 EXAMPLE = '{"text": "..."}'
 # Required columns of each format, and an example row. The first match wins for a row with the columns of two formats.
 _FORMATS = {
+    "tokens": (("input_ids",), '{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}'),
     "messages": (("messages",), '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'),
     "sharegpt": (("conversations",), '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'),
     "alpaca": (("instruction", "output"), '{"instruction": "...", "input": "...", "output": "..."}'),
@@ -34,6 +36,7 @@ _FORMATS = {
     "question-answer": (("question", "answer"), '{"question": "...", "answer": "..."}'),
 }
 PREFERENCE, UNPAIRED, ROLLOUTS, LABELLED = "preference", "unpaired-preference", "rollouts", "labelled"
+TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,28 @@ NEEDED = {
     ROLLOUTS: LossFormat("GRPO", LossUnit.TOKENS, _GROUP_COLUMNS, f"{_GROUP}, or with advantages", (ADVANTAGE, OLD)),
     LABELLED: LossFormat("a loss of labels", LossUnit.SEQUENCES, ("text", "label"), '{"text": "...", "label": 1}', (LABEL,)),
 }
-_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", "rewards", "advantages", *IMAGES)
-COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *_GROUP_COLUMNS)
+_OPTIONAL = (
+    "labels",
+    "attention_mask",
+    "input",
+    "system",
+    "history",
+    "tools",
+    "chosen",
+    "rejected",
+    "label",
+    "rewards",
+    "advantages",
+)
+_NAMES = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *IMAGES, *_GROUP_COLUMNS)
+COLUMNS = (*_NAMES[1:], _NAMES[0], "labels", "attention_mask")  # those of tokens last
 # Further columns that a format reads, in addition to "system" and "tools" of conversations
-_ALSO_READ = {"alpaca": ("input", "history"), "question-answer": ("history",), ROLLOUTS: ("rewards", "advantages")}
+_ALSO_READ = {
+    "alpaca": ("input", "history"),
+    "question-answer": ("history",),
+    TOKENS: ("labels", "attention_mask"),
+    ROLLOUTS: ("rewards", "advantages"),
+}
 _ALSO_READ |= {PREFERENCE: ("prompt", "question", "instruction", "input", "history")}
 
 
@@ -113,7 +134,7 @@ def row_format(
     if format in ("prompt-completion", UNPAIRED, PREFERENCE):
         text = row.get("chosen" if format == PREFERENCE else "prompt") if isinstance(row, dict) else None
         return format, isinstance(text, str) and not (format == PREFERENCE and _asks(row))
-    return format, format in ("text", ROLLOUTS, LABELLED)
+    return format, format in ("text", TOKENS, ROLLOUTS, LABELLED)
 
 
 def _refuse_other_columns(format: str, requested: str, firsts: Iterable[tuple[str, Any]], columns: Mapping[str, str]) -> None:
@@ -244,11 +265,35 @@ def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
             if _numbers(of_ids, "logprobs").max() > MOST_LOGP:
                 raise ValueError('"logprobs" above 0')
         for i in [*prompt, *(i for ids in completions for i in ids)]:
-            if type(i) is not int or not 0 <= i < n_ids:
-                raise ValueError(f"a token {str(i)[:20]}; the model has ids 0 to {n_ids - 1}")
+            _refuse_unknown(i, n_ids)
         if not prompt:
             raise ValueError('an empty "prompt_ids"')
         return [(prompt, ids, float(a), of_ids) for ids, a, of_ids in zip(completions, numbers, logps, strict=True)]
+
+
+def learned_tokens(row: object, n_ids: int, where: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the token ids of a pre-tokenised row without its padding, and the learned runs (first, one past the last): all, or
+    where `labels` are not -100. DataError for an invalid row."""
+    with _fields_of(row, TOKENS, where) as fields:
+        ids = value_of(fields, "input_ids", list)
+        mask, labels = (ids if fields.get(name) is None else value_of(fields, name, list) for name in ("attention_mask", "labels"))
+        if not len(ids) == len(mask) == len(labels):
+            raise ValueError('"input_ids", "labels" and "attention_mask" of different lengths')
+        n = len(ids) if mask is ids else sum(map(bool, mask))
+        if mask is not ids and not all(mask[:n]):
+            raise ValueError('an "attention_mask" with 0 before a token; pad on the right')
+        for i in ids[:n]:
+            _refuse_unknown(i, n_ids)
+        learned = [label != UNSUPERVISED for label in labels[:n]]
+        if (odd := next((i for i in range(n) if learned[i] and labels[i] != ids[i]), None)) is not None:
+            raise ValueError(f'"labels" {labels[odd]} and "input_ids" {ids[odd]} at {odd}; a label is -100 or the token itself')
+        edges = np.flatnonzero(np.diff(np.array([False, *learned, False]).astype(np.int8))).tolist()
+        return ids[:n], list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _refuse_unknown(i: object, n_ids: int) -> None:
+    if type(i) is not int or not 0 <= i < n_ids:
+        raise ValueError(f"a token {str(i)[:20]}; the model has ids 0 to {n_ids - 1}")
 
 
 def _numbers(values: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -133,10 +133,10 @@ def _kind(is_path: bool) -> str:
 
 def _dataset_rows(data: Dataset, columns: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Dataset as those of its Arrow file. DataError for one with no column that is read, or a transform."""
+    if {"input_ids", "position_ids"} <= {*data.column_names}:  # a row of tokens is one document
+        how = 'DataLoader(dataset.with_format("torch"), batch_size=..., shuffle=...)'
+        raise DataError(f"the Dataset holds packed tokens with position_ids; give {how}, or a row for each document")
     if not any(name in COLUMNS or name in columns for name in data.column_names):
-        if "input_ids" in data.column_names:
-            how = 'DataLoader(dataset.with_format("torch"), batch_size=..., shuffle=...)'
-            raise DataError(f"the Dataset holds tokens ({', '.join(data.column_names)[:120]}); give {how}, or its rows as text")
         raise not_understood("the Dataset", data.column_names)
     if data.format["type"] == "custom":
         raise DataError("the Dataset has a transform, which is not read; apply it to its rows with map")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.plan.objective import ANSWER, LossInput
 
@@ -71,6 +71,7 @@ class MapStyleData:
     # Per set, (n_sequences, rows per sample, ...): loss inputs from a reference model or teacher
     references: Mapping[LossInput, Sequence[torch.Tensor]] = field(default_factory=dict)
     add_images: AddImages | None = None  # for data with images, once the outputs of the vision tower are stored
+    by_epoch: bool = False  # the order of transformers' Trainer: no batch continues into the next epoch
     _turns: Array = field(init=False, repr=False)  # (set, number of its samples before) for each sample of a round
 
     def __post_init__(self) -> None:
@@ -101,7 +102,12 @@ class MapStyleData:
     def batch(self, step: int) -> Batch:
         """Return the batch of `step`, counted from 0."""
         n = self.samples_per_step
-        return self.batch_of_samples([self.sample(step * n + b) for b in range(n)])
+        if not self.by_epoch:
+            return self.batch_of_samples([self.sample(step * n + b) for b in range(n)])
+        epoch, place = divmod(step, self.n_steps)
+        order = range(self.n_sequences) if self.seed is None else trainer_order(self.n_sequences, self.seed, epoch)
+        batch = self.batch_of_samples([(0, i) for i in order[place * n : place * n + n]])
+        return batch if len(batch.input_ids) == self.batch_size else padded(batch, self.batch_size)
 
     def batch_of_samples(self, samples: Sequence[tuple[int, int]]) -> Batch:
         """Return a batch of samples, each (set, sequence in it)."""
@@ -275,6 +281,32 @@ def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[in
     if min(shares) < 1:
         raise DataError(f"a data set's weight is {min(known):.3g}, and {1 / SHARES:g} is the least; leave that set out")
     return shares
+
+
+def padded(batch: Batch, n: int) -> Batch:
+    """Return a batch of `n` sequences, of which the last ones have nothing to learn and do not count as answers."""
+    n_own, n_tokens = batch.input_ids.shape
+    rows = (n_tokens,) * (n - n_own)
+
+    def longer(tensor: torch.Tensor, value: int = 0) -> torch.Tensor:
+        return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, n - n_own), value=value)
+
+    return replace(
+        batch,
+        input_ids=longer(batch.input_ids),
+        targets=longer(batch.targets, UNSUPERVISED),
+        extras={name: longer(tensor) for name, tensor in batch.extras.items()},
+        document_tokens=None if batch.document_tokens is None else (*batch.document_tokens, *((n_tokens,) for _ in rows)),
+        n_tokens=None if batch.n_tokens is None else (*batch.n_tokens, *rows),
+        n_answers=n_own if batch.n_answers is None else batch.n_answers,
+    )
+
+
+@lru_cache(maxsize=2)
+def trainer_order(n: int, seed: int, epoch: int) -> list[int]:
+    """Return the order of an epoch by transformers' Trainer: accelerate's SeedableRandomSampler draws it from seed + epoch."""
+    order: list[int] = torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    return order
 
 
 @lru_cache(maxsize=64)  # a batch may span two epochs of each set

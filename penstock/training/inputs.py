@@ -200,7 +200,8 @@ def steps_of(settings: RunSettings, data: RunData) -> int:
     if not isinstance(data, MapStyleData):
         raise RunConfigError("the length of streamed data is unknown: give --steps")
     passes = Fraction(str(settings.epochs or 1))  # exact: 0.1 of 30 is 3
-    return max(1, math.ceil(passes * data.n_sequences / data.samples_per_step))
+    n_steps = passes * (data.n_steps if data.by_epoch else Fraction(data.n_sequences, data.samples_per_step))
+    return max(1, math.ceil(n_steps))
 
 
 def repeated_samples(settings: RunSettings, data: RunData) -> int:

@@ -75,7 +75,7 @@ HOME = {
     },
     "torch": {
         *(f"runtime/{name}" for name in ("cuda", "host", "layers", "compute", "machines")),
-        *(f"penstock/{name}" for name in ("chat", "checkpoint", "data", "model_checks", "training", "vision")),
+        *(f"penstock/{name}" for name in ("chat", "checkpoint", "data", "hf", "model_checks", "training", "vision")),
         *("runtime/batch.py", "runtime/ranks.py", "runtime/scaled_products.py", "penstock/emulated.py", "penstock/user_loss.py"),
         "hwprofiles/probe",
         *(f"planner/model/{name}.py" for name in ("record", "layer_traces")),
@@ -85,7 +85,7 @@ HOME = {
     "numba": {"runtime/compiled.py", "runtime/host/compiled_loops.py"},
     "llvmlite": {"runtime/host/compiled_loops.py"},
     "transformers": {
-        *("runtime/layers/transformers_patches.py", "penstock/checkpoint/conversion.py"),
+        *("runtime/layers/transformers_patches.py", "penstock/checkpoint/conversion.py", "penstock/hf"),
         *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents", "template_limits", "image_processor")),
     },
     "PIL": {"penstock/data/images.py"},
@@ -94,7 +94,7 @@ HOME = {
     "datasets": {f"penstock/data/{name}.py" for name in ("documents", "objects", "sampling")},
     "pyarrow": {"penstock/data/files.py"},
     "yaml": {"penstock/run_config.py"},
-    "peft": {"penstock/checkpoint/adapter_files.py"},
+    "peft": {"penstock/checkpoint/adapter_files.py", "penstock/hf"},  # hf: the user's configuration is one of PEFT
     **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
     "numpy": {
         *("penstock/data", "planner/bounds", "planner/lower", "planner/predict", "planner/search"),
@@ -348,7 +348,8 @@ def test_every_declared_dependency_is_pinned_within_its_bound() -> None:
 
 
 def test_generated_pages_are_those_of_today(trees: dict[Path, ast.Module]) -> None:
-    for page, text in ((tour.PAGE, tour.tour()), (tour.LEVELS, tour.levels(trees)), (tour.API, tour.api())):
+    pages = {tour.PAGE: tour.tour(), tour.LEVELS: tour.levels(trees), tour.API: tour.api(), tour.ARGUMENTS: tour.arguments()}
+    for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text, f"regenerate {page.name} with `make tour`"
     assert sorted(READING) == sorted({_name(path.parent) for path in package_files()} - {"planner"})
 

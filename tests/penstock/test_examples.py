@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from subprocess import PIPE, run
 
 import pytest
 
+from benchmarks.trainers import write_home
+from penstock.hf.start import profile_path
+from penstock.hwprofiles.schema import read_profile
 from tests.bytes_of_files import write_lines
 from tests.chats import write_talker
 from tests.forks import Forked
@@ -23,11 +27,13 @@ ARGUMENTS = {
     "custom_loss": (["model", "chats.jsonl", "out", "2"], "focal loss "),
     "custom_loop": (["model", "chats.jsonl", "held-out.jsonl", "out", "4"], "step 4: loss "),
 }
+TRAINERS = {"trainer_sft": "texts", "trl_sft_lora": "chats", "trl_dpo_after_sft": "pairs", "trl_kto": "answers"}
+TRAINERS |= {"trl_reward": "pairs", "trl_grpo_rollouts": "rollouts"}
 
 
 def test_every_example_is_run_and_short() -> None:
     scripts = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
-    assert scripts.keys() == ARGUMENTS.keys()
+    assert scripts.keys() == ARGUMENTS.keys() | TRAINERS.keys()
     assert {name: n for name, path in scripts.items() if (n := len(path.read_text().splitlines())) not in LINES} == {}
     assert all(f"examples/{name}.py" in (ROOT / "README.md").read_text() for name in scripts)
 
@@ -76,3 +82,27 @@ def test_the_notebook_runs_cell_by_cell(tmp_path: Path) -> None:
     done = run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("shows <iframe ") == 2
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models and rows of each kind, and a profile of this host in the cache."""
+    home = tmp_path_factory.mktemp("home")
+    write_home(home)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(home / "cache"))
+        profile_path().parent.mkdir(parents=True)
+        profile_path().write_text(json.dumps(read_profile("cpu-2core").to_json()))
+    return home
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_script_for_another_trainer_runs_on_a_tiny_model(name: str, rows: Path) -> None:
+    program = f"import runpy; runpy.run_path({str(ROOT / 'examples' / name)!r} + '.py', run_name='__main__')"
+    command = [sys.executable, "-c", program, "scorer" if name == "trl_reward" else "model", f"{TRAINERS[name]}.jsonl", name, "2"]
+    env = os.environ | {"PENSTOCK_CACHE": str(rows / "cache"), "HF_DATASETS_CACHE": str(rows / "datasets"), "HF_HUB_OFFLINE": "1"}
+    process = Forked(command, cwd=rows, env=env, stdout=PIPE, stderr=PIPE)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert re.search(r"loss -?[0-9.]+ -> ", output)
+    assert (rows / name / "final" / "tokenizer.json").exists()

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "question": [{"question": "Who?", "answer": "I."}, {"question": "Why?", "answer": "Because."}],
     "preference": [{"prompt": "Is it?", "chosen": " Yes.", "rejected": " No."}, {"prompt": "A", "chosen": "B", "rejected": "C"}],
     "labelled": [{"text": "good", "label": 1}, {"text": "bad", "label": 0}],
+    "tokens": [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}],
 }
 
 
@@ -186,7 +187,7 @@ def test_a_wrong_dict_batch_is_refused_in_one_line(change: dict[str, Any], messa
 
 def test_other_objects_are_refused_with_advice(home: Path) -> None:
     plan = planned(home)
-    pixels = Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})
+    packed = Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]], "position_ids": [[0, 0]]})
 
     def endless() -> Iterator[dict[str, str]]:
         while True:
@@ -197,7 +198,7 @@ def test_other_objects_are_refused_with_advice(home: Path) -> None:
         ([str(home / "data"), {"text": "b"}], "item 1 of the list is a row, and item 0 a path"),
         ([{"text": "a"}, 3], "item 1 of the list is a int"),
         (Dataset.from_dict({"body": ["a"]}), "the Dataset: its columns are body; supported: messages"),
-        (pixels, r"holds tokens \(input_ids, labels\); give DataLoader"),
+        (packed, "holds packed tokens with position_ids; give DataLoader"),
         ({"train": [{"text": "a"}]}, "a dict is not read"),
         (Rows(), "a Rows is not read; .* or put it into a DataLoader"),
         (endless(), "batch 1 of the generator has no input_ids .it has text.; give dicts of tokens, or give rows as a datasets"),

@@ -1,0 +1,168 @@
+"""Arguments of the trainers of transformers and TRL, read by attribute: a plan's semantics and a run's settings, or a refusal."""
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from typing import Any
+
+from penstock.runtime.errors import PlanError
+from penstock.runtime.units import on_one_line
+
+TABLE = tomllib.loads(resources.files("penstock").joinpath("other_trainers.toml").read_text("utf-8"))
+FIELDS: dict[str, dict[str, str]] = TABLE["training_arguments"]
+NEWER = "this version of Penstock does not know the field; leave it out"
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+SCHEDULES |= {"cosine_with_min_lr": "cosine", "warmup_stable_decay": "warmup-stable-decay"}
+MONITORS = ("tensorboard", "wandb", "mlflow")
+_LORA_NOTES = {"task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"}
+
+
+@dataclass(slots=True)
+class Job:
+    """A request of a script. `plan`: arguments of `penstock.plan`; `settings`: of a run, by dotted name."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # one line each
+
+    def refuse(self, name: str, value: object, advice: str) -> None:
+        self.problems.append(f"{name}={on_one_line(repr(value), 80)}: {advice}")
+
+    def raise_problems(self) -> None:
+        """Raise PlanError with a line for each problem."""
+        if self.problems:
+            raise PlanError("\n".join(self.problems))
+
+
+def entry_of(name: str, table: Mapping[str, str]) -> str | None:
+    """Return the entry of a field in a table with expressions as keys."""
+    return next((words for expression, words in table.items() if re.fullmatch(expression, name)), None)
+
+
+def changed(arguments: Any, **required: Any) -> dict[str, Any]:
+    """Return the fields of a configuration that differ from a default one. `required`: arguments of its constructor."""
+    try:
+        usual = type(arguments)(**required)
+        names = [f.name for f in fields(arguments)]
+    except TypeError:
+        raise PlanError(f"{type(arguments).__name__}: no configuration of transformers, TRL or PEFT; give one of theirs") from None
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) != getattr(usual, name)}
+
+
+def read_arguments(arguments: Any, n_ranks: int) -> Job:
+    """Return the plan and the settings of a configuration. Each field that is refused, or unknown, is a problem of the job."""
+    job = Job()
+    for name, value in changed(arguments, output_dir=arguments.output_dir, bf16=arguments.bf16, use_cpu=arguments.use_cpu).items():
+        if not any(entry_of(name, FIELDS[kind]) for kind in ("mapped", "same")):
+            job.refuse(name, value, entry_of(name, FIELDS["refused"]) or NEWER)
+    a, options, is_bf16, clip = arguments, vars(arguments), bool(arguments.bf16), arguments.max_grad_norm
+    job.plan = {
+        "batch_size": a.per_device_train_batch_size * a.gradient_accumulation_steps * n_ranks,
+        "clip_norm": clip if clip else None,
+        "compute_dtype": "bf16" if is_bf16 else "fp32",
+        "gradient_dtype": None if is_bf16 else "fp32",
+        "gpus": n_ranks,
+        "deterministic": bool(a.full_determinism),
+        "no_dropout": bool(options.get("disable_dropout")),
+        "router_loss": options.get("router_aux_loss_coef") or None,
+        "loss": f"label-smoothing:{a.label_smoothing_factor}" if a.label_smoothing_factor else None,
+    }
+    job.settings = {
+        "seed": a.seed,
+        "data.seed": a.data_seed,
+        "deterministic": bool(a.full_determinism),
+        "device": "cpu" if a.use_cpu else "auto",
+        "monitors": _monitors(job, a.report_to),
+        "optimizer.lr": a.learning_rate,
+        "optimizer.beta1": a.adam_beta1,
+        "optimizer.beta2": a.adam_beta2,
+        "optimizer.eps": a.adam_epsilon,
+        "optimizer.weight_decay": a.weight_decay,
+        "checkpoint.background": False,
+        "checkpoint.minutes": 0,
+        "evaluation.first": False,
+        "evaluation.max_sequences": 2**31,
+    }
+    if (name := _value(a.optim)) not in ("adamw_torch", "adamw_torch_fused"):
+        job.refuse("optim", name, entry_of("optim_args", FIELDS["refused"]) or "")
+    strategy = _value(a.train_sampling_strategy)
+    job.settings["data.shuffle"] = strategy == "random"
+    if strategy not in ("random", "sequential"):
+        job.refuse("train_sampling_strategy", strategy, "write random or sequential; rows are padded to the plan's length anyway")
+    _read_model_options(job, options.get("model_init_kwargs") or {})
+    schedule_of(arguments, 1, job)  # report problems before the data is read
+    return job
+
+
+def _value(name: Any) -> str:
+    """Return the text of an enumeration's member."""
+    return str(getattr(name, "value", name))
+
+
+def _monitors(job: Job, names: Any) -> tuple[str, ...]:
+    listed = [names] if isinstance(names, str) else [*(names or [])]
+    if odd := [name for name in listed if name not in (*MONITORS, "none")]:
+        job.refuse("report_to", odd, f"write {', '.join(MONITORS)} or none")
+    return tuple(name for name in listed if name in MONITORS)
+
+
+def _read_model_options(job: Job, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        match name:
+            case "attn_implementation" if value in ("sdpa", "eager"):
+                job.plan["attention"] = value
+            case "dtype" | "torch_dtype" if str(value).removeprefix("torch.") == "float32":
+                pass  # masters are fp32
+            case "quantization_config" if getattr(value, "load_in_8bit", False):
+                job.plan["base"] = "int8"
+            case "quantization_config" if getattr(value, "bnb_4bit_quant_type", "") == "nf4" and value.load_in_4bit:
+                job.plan["base"] = "nf4"
+            case "device_map" | "use_cache" | "low_cpu_mem_usage":
+                pass  # the plan places weights
+            case _:
+                advice = (
+                    "attention is sdpa or eager, a packed base nf4 or int8, masters fp32; leave it out, or plan with penstock.plan"
+                )
+                job.refuse(f"model_init_kwargs[{name!r}]", value, advice)
+
+
+def schedule_of(arguments: Any, n_steps: int, job: Job) -> dict[str, Any]:
+    """Return the settings of the learning-rate schedule of a run of `n_steps`, by dotted name."""
+    kind, options, warmup = _value(arguments.lr_scheduler_type), dict(arguments.lr_scheduler_kwargs or {}), arguments.warmup_steps
+    n_warmup = int(warmup) if warmup >= 1 else math.ceil(n_steps * warmup)  # like TrainingArguments.get_warmup_steps
+    if kind not in SCHEDULES:
+        job.refuse("lr_scheduler_type", kind, f"write {', '.join(SCHEDULES)}")
+    if kind == "constant" and warmup:
+        job.refuse("warmup_steps", warmup, "the schedule constant has none; write lr_scheduler_type='constant_with_warmup'")
+    least = {"cosine_with_min_lr": "min_lr_rate", "warmup_stable_decay": "min_lr_ratio"}.get(kind)
+    if kind == "cosine_with_min_lr" and options.get("min_lr") is not None:
+        options["min_lr_rate"] = options.pop("min_lr") / arguments.learning_rate
+    fraction = options.pop(least, None) if least else None
+    decay = options.pop("num_decay_steps", None) if kind == "warmup_stable_decay" else None
+    if options:
+        job.refuse("lr_scheduler_kwargs", options, "leave these out: the schedules of Penstock have no such numbers")
+    values = {"kind": SCHEDULES.get(kind), "warmup_steps": n_warmup, "min_lr_fraction": fraction, "decay_steps": decay}
+    return {f"optimizer.schedule.{name}": value for name, value in values.items() if value is not None}
+
+
+def adapter_of(lora: Any, model_type: str, job: Job) -> str:
+    """Return the text of `penstock.plan(train=...)` for a LoraConfig of PEFT."""
+    mapped = {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"}
+    for name, value in changed(lora).items():
+        if name == "modules_to_save" and [*value] == ["score"]:
+            continue  # a scoring head is always trained
+        if name not in mapped | _LORA_NOTES:
+            job.refuse(f"peft_config.{name}", value, "leave it out: adapters are LoRA, or rsLoRA, with the other defaults of PEFT")
+    if (targets := lora.target_modules) is None:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+        if (targets := USUAL.get(model_type)) is None:
+            job.refuse("peft_config.target_modules", None, f"PEFT knows none for {model_type}; write 'all-linear', or a list")
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = [f"/{targets}/"]
+    named = targets if isinstance(targets, str) else "+".join(sorted(targets or ()))
+    options = [f"r={lora.r}", f"alpha={lora.lora_alpha:g}", f"dropout={lora.lora_dropout:g}"] + ["rslora"] * bool(lora.use_rslora)
+    return f"lora:{','.join(options)},targets={named}"

@@ -1,0 +1,198 @@
+"""The trainers of TRL: supervised fine-tuning, preferences, reward models, and GRPO on given rollouts."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+from penstock.data.formats import PREFERENCE, ROLLOUTS, UNPAIRED
+from penstock.runtime.errors import DataError, user_code
+
+from .arguments import Job
+from .rows import Row, Tokens, grouped_order
+from .trainer import Trainer
+
+DPO = {"sigmoid": "dpo:beta={beta},label_smoothing={label_smoothing}", "hinge": "hinge:beta={beta}", "ipo": "ipo:beta={beta}"}
+DPO |= {"robust": "robust:beta={beta},label_smoothing={label_smoothing}"}
+GRPO = {"grpo": "grpo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr-grpo"}
+COLUMNS = ("prompt_ids", "completion_ids", "logprobs")
+
+
+class SFTTrainer(Trainer):
+    """Supervised fine-tuning like TRL's: rows of text, messages, prompt and completion, or tokens, masked as by an SFTConfig.
+    `formatting_func(row)` returns the text of a row."""
+
+    def __init__(self, model: Any = None, args: Any = None, *, formatting_func: Callable[[Row], str] | None = None, **options: Any):
+        self.formatting_func = formatting_func
+        super().__init__(model, args, **options)
+
+    def _describe(self, job: Job) -> None:
+        args = self.args
+        if self.data_collator is not None:
+            job.refuse("data_collator", type(self.data_collator).__name__, "leave it out: rows are padded to the plan's length")
+        if (loss := getattr(args, "loss_type", "nll")) not in ("nll", "chunked_nll"):
+            job.refuse("loss_type", loss, "write nll")
+        packs = getattr(args, "packing", False)
+        if packs and getattr(args, "eval_packing", None) is False:
+            job.refuse("eval_packing", False, "leave it out: held-out rows are packed like the others")
+        if packs and args.packing_strategy != "wrapped":
+            job.settings |= {
+                "data.packing": "documents",
+                "data.too_long": "split" if args.packing_strategy == "bfd_split" else "cut",
+            }
+        if getattr(args, "shuffle_dataset", False):
+            job.refuse("shuffle_dataset", True, "shuffle the data set before: dataset.shuffle(seed=...)")
+        self._tokens = Tokens(self.processing_class, args, job, self.formatting_func)
+
+    def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
+        return self._tokens(rows)
+
+
+class _Answers(Trainer):
+    """Rows of answers, tokenised by a run with the tokenizer and the template of the model's folder."""
+
+    def _describe(self, job: Job) -> None:
+        if self.data_collator is not None:
+            job.refuse("data_collator", type(self.data_collator).__name__, "leave it out: rows are padded to the plan's length")
+        if getattr(self.args, "truncation_mode", "keep_start") != "keep_start":
+            job.refuse("truncation_mode", self.args.truncation_mode, "write keep_start")
+        job.settings["data.too_long"] = "cut"
+
+    def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
+        return rows
+
+    def _n_tokens(self, row: Row) -> int:
+        answers = [row[name] for name in ("chosen", "rejected", "completion") if name in row]
+        return max((self._length(row.get("prompt", answer[:0]) + answer) for answer in answers), default=0)
+
+    def _length(self, text: Any) -> int:
+        if isinstance(text, str):
+            return len(self.processing_class(text=text)["input_ids"]) + 1
+        ids: Any = self.processing_class.apply_chat_template(text, tokenize=True, return_dict=True)["input_ids"]
+        return len(ids)
+
+
+class DPOTrainer(_Answers):
+    """Direct preference optimization like TRL's. The reference is the model of the start."""
+
+    format = PREFERENCE
+
+    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
+        super().__init__(model, args, ref_model=ref_model, **options)
+
+    def _describe(self, job: Job) -> None:
+        super()._describe(job)
+        kinds = [self.args.loss_type] if isinstance(self.args.loss_type, str) else self.args.loss_type
+        if len(kinds) != 1 or kinds[0] not in DPO:
+            job.refuse("loss_type", kinds, f"write one of {', '.join(DPO)}")
+            return
+        job.plan["loss"] = DPO[kinds[0]].format(beta=self.args.beta, label_smoothing=self.args.label_smoothing)
+        job.plan["batch_size"] *= 2  # a pair is two sequences
+
+
+class KTOTrainer(_Answers):
+    """Kahneman-Tversky optimization like TRL's. The rows of a batch are the group of a baseline."""
+
+    format = UNPAIRED
+
+    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
+        super().__init__(model, args, ref_model=ref_model, **options)
+
+    def _describe(self, job: Job) -> None:
+        super()._describe(job)
+        args = self.args
+        if args.loss_type != "kto":
+            job.refuse("loss_type", args.loss_type, "write kto")
+        if args.train_sampling_strategy != "sequential":
+            job.refuse("train_sampling_strategy", args.train_sampling_strategy, "write sequential: neighbours share a baseline")
+        weights = f"desirable_weight={args.desirable_weight},undesirable_weight={args.undesirable_weight}"
+        job.plan["loss"] = f"kto:beta={args.beta},{weights},group={args.per_device_train_batch_size}"
+        job.plan["batch_size"] *= 2  # an answer, and its prompt with another one
+        self._longest_prompt = self._longest_answer = 0
+
+    def _n_tokens(self, row: Row) -> int:
+        """Return a bound for any prompt with any answer."""
+        n_prompt = self._length(row["prompt"])
+        self._longest_prompt = max(self._longest_prompt, n_prompt)
+        self._longest_answer = max(self._longest_answer, super()._n_tokens(row) - n_prompt + 1)
+        return self._longest_prompt + self._longest_answer
+
+
+class RewardTrainer(_Answers):
+    """A reward model of pairs like TRL's: a scoring head on the last token, and the model under it."""
+
+    format = PREFERENCE
+
+    def _describe(self, job: Job) -> None:
+        super()._describe(job)
+        job.plan["loss"] = f"reward:center={self.args.center_rewards_coefficient or 0}"
+        job.plan["batch_size"] *= 2
+        job.settings["data.too_long"] = "skip"  # TRL leaves out what is longer than max_length
+
+
+class GRPOTrainer(Trainer):
+    """Group-relative policy optimization on given rollouts. A row has `prompt_ids`, `completion_ids`, `logprobs` and `rewards`; or
+    `rollout_func(prompts, trainer)` and `reward_funcs`, as for TRL, are called once for each prompt, before training. The old
+    log-probabilities are those of the rows."""
+
+    format = ROLLOUTS
+
+    def __init__(self, model: Any = None, reward_funcs: Any = None, args: Any = None, *, rollout_func: Any = None, **options: Any):
+        self.rollout_func, self.reward_funcs = rollout_func, [reward_funcs] if callable(reward_funcs) else [*(reward_funcs or [])]
+        super().__init__(model, args, **options)
+
+    def _describe(self, job: Job) -> None:
+        args, n_batch = self.args, job.plan["batch_size"]
+        if args.loss_type not in GRPO:
+            job.refuse("loss_type", args.loss_type, f"write one of {', '.join(GRPO)}")
+            return
+        if args.steps_per_generation != args.gradient_accumulation_steps:
+            job.refuse("steps_per_generation", args.steps_per_generation, "leave it out: a step takes whole groups")
+        if args.scale_rewards not in ("group", True, "none", False):
+            job.refuse("scale_rewards", args.scale_rewards, "write group or none")
+        if n_batch % args.num_generations:
+            job.refuse("num_generations", args.num_generations, f"a step has {n_batch} completions; choose a divisor of it")
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        longest = f",max_completion_length={args.max_completion_length}" if args.loss_type == "dr_grpo" else ""
+        job.plan["loss"] = f"{GRPO[args.loss_type]}:epsilon_low={args.epsilon},epsilon_high={high},beta={args.beta}{longest}"
+        job.settings["data.shuffle"] = False  # the file is in the order of the steps
+
+    def _ordered(self, rows: Iterator[Row]) -> Iterator[Row]:
+        args, groups = self.args, [*self._prepared(rows)]
+        n_each = self._job.plan["batch_size"] // args.num_generations
+        self._n_each: int = len(groups) // n_each * args.num_iterations
+        n_steps = args.max_steps if args.max_steps > 0 else round(args.num_train_epochs * self._n_each)
+        order = grouped_order(len(groups), n_each, args.num_iterations, n_steps, args.seed if args.shuffle_dataset else None)
+        return (groups[i] for i in chain.from_iterable(order))
+
+    def _steps_per_epoch(self, settings: dict[str, Any]) -> float:
+        return self._n_each
+
+    def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
+        for number, row in enumerate(rows):
+            group = row if self.rollout_func is None else self._rolled_out(row)
+            if missing := [name for name in (*COLUMNS, "rewards") if name not in group and name not in ("rewards",)]:
+                raise DataError(f"row {number} of the data set: no {', '.join(missing)}; give rollouts, or rollout_func")
+            if len(group["completion_ids"]) != (n := self.args.num_generations):
+                raise DataError(f"row {number}: {len(group['completion_ids'])} completions, and num_generations is {n}; change one")
+            if self.args.scale_rewards in ("none", False) and "advantages" not in group:
+                mean = sum(group["rewards"]) / len(group["rewards"])
+                group = {**group, "advantages": [reward - mean for reward in group["rewards"]]}
+            yield {name: group.get(name) for name in (*COLUMNS, "rewards", "advantages")}
+
+    def _rolled_out(self, row: Row) -> Row:
+        """Return the group of a prompt: one call of `rollout_func`, and of each reward function."""
+        n, prompts = self.args.num_generations, [row["prompt"]] * self.args.num_generations
+        with user_code("rollout_func"):
+            output = self.rollout_func(prompts, self)
+        texts = self.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
+        columns = {name: [value] * n for name, value in row.items() if name != "prompt"}
+        columns |= {name: values for name, values in output.items() if name not in COLUMNS}
+        weights, totals = self.args.reward_weights or [1.0] * len(self.reward_funcs), [0.0] * n
+        for weight, function in zip(weights, self.reward_funcs, strict=True):
+            with user_code(f"reward function {getattr(function, '__name__', function)}"):
+                given = function(prompts=prompts, completions=texts, completion_ids=output["completion_ids"], **columns)
+            totals = [total + weight * reward for total, reward in zip(totals, given, strict=True)]
+        return {"prompt_ids": output["prompt_ids"][0], "rewards": totals, **{name: output[name] for name in COLUMNS[1:]}}
+
+    def _n_tokens(self, row: Row) -> int:
+        return len(row["prompt_ids"]) + max(map(len, row["completion_ids"]))

@@ -1,0 +1,326 @@
+"""Trainers with the constructors of transformers and TRL, compared with the originals in fp32 on the CPU."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import accelerate.data_loader
+import datasets
+import pytest
+import transformers
+import trl
+from peft import LoraConfig
+from trl.trainer.utils import RepeatSampler
+
+from benchmarks.trainers import write_home
+from penstock import hf
+from penstock.checkpoint.checkpoint import complete_checkpoints
+from penstock.data.formats import learned_tokens
+from penstock.data.sampling import trainer_order
+from penstock.hf.arguments import FIELDS, Job, adapter_of, read_arguments, schedule_of
+from penstock.hf.rows import grouped_order
+from penstock.hf.start import profile_path, start_of
+from penstock.hwprofiles.schema import read_profile
+from penstock.runtime.errors import DataError, PenstockError, PlanError
+from penstock.runtime.plan.train import parse_train
+from tests.tour import ROOT
+
+CONFIGS = (transformers.TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, trl.GRPOConfig, trl.RewardConfig)
+IN_A_STEP = {"on_substep_end", "on_prediction_step", "on_pre_optimizer_step", "on_optimizer_step"}
+TINY = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": True,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Tiny models, rows of each kind, and a profile of this host in the cache."""
+    folder = tmp_path_factory.mktemp("home")
+    write_home(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(folder / "cache"))
+        profile_path().parent.mkdir(parents=True)
+        profile_path().write_text(json.dumps(read_profile("cpu-2core").to_json()))
+        yield folder
+
+
+def rows_in(path: Path) -> datasets.Dataset:
+    return datasets.Dataset.from_list([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+class Events(transformers.TrainerCallback):
+    """Record events with the step and the flags. `stops_at`: step after which the training stops."""
+
+    def __init__(self, stops_at: int | None = None) -> None:
+        self.seen, self.stops_at = [], stops_at
+
+    def __getattribute__(self, name: str):
+        if not name.startswith("on_") or name in IN_A_STEP:
+            return object.__getattribute__(self, name)
+
+        def event(args, state, control, **kwargs):
+            logs = sorted(
+                set(kwargs.get("logs") or {}) & {"loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoch"}
+            )
+            self.seen.append((name, state.global_step, round(state.epoch or 0, 6), state.max_steps, control.should_save, logs))
+            if name == "on_step_end" and state.global_step == self.stops_at:
+                control.should_training_stop = True
+
+        return event
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_field_of_a_configuration_has_one_entry(config: type) -> None:
+    for field in dataclasses.fields(config):
+        entries = [kind for kind, table in FIELDS.items() for names in table if re.fullmatch(names, field.name)]
+        assert len(entries) == 1, f"{field.name}: {entries}"
+    assert read_arguments(config("out", bf16=False), 1).problems == []  # no default is refused
+
+
+def test_all_refused_fields_are_named_at_once_and_unknown_ones_too(home: Path) -> None:
+    @dataclasses.dataclass
+    class Newer(trl.SFTConfig):
+        sharper: int = 0
+
+    args = Newer("out", bf16=False, sharper=2, gradient_checkpointing=False, optim="paged_adamw_8bit", neftune_noise_alpha=5.0)
+    with pytest.raises(PlanError) as caught:
+        hf.SFTTrainer(str(home / "model"), args, train_dataset=[], compute_metrics=print)
+    lines = str(caught.value).splitlines()
+    for name, advice in (
+        ("sharper=2", "does not know the field"),
+        ("gradient_checkpointing=False", "the plan chooses recomputation"),
+        ("optim='paged_adamw_8bit'", "penstock.plan"),
+        ("neftune_noise_alpha=5.0", "no noise"),
+        ("compute_metrics=<built-in function print>", "evaluate a checkpoint"),
+    ):
+        assert [line for line in lines if line.startswith(f"{name}: ") and advice in line], (name, lines)
+
+
+@pytest.mark.parametrize(
+    ("fields", "setting", "value"),
+    [
+        ({"warmup_steps": 0.15}, "optimizer.schedule.warmup_steps", 3),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            "optimizer.schedule.kind",
+            "cosine",
+        ),
+        ({"data_seed": 7}, "data.seed", 7),
+        ({"train_sampling_strategy": "sequential"}, "data.shuffle", False),
+        ({"report_to": ["tensorboard"]}, "monitors", ("tensorboard",)),
+    ],
+)
+def test_a_field_becomes_a_setting(fields: dict, setting: str, value: object) -> None:
+    args, job = transformers.TrainingArguments("out", **fields), Job()
+    assert (read_arguments(args, 1).settings | schedule_of(args, 20, job))[setting] == value
+    assert job.problems == []
+
+
+def test_an_adapter_is_that_of_its_configuration() -> None:
+    config = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.1, target_modules=["v_proj", "q_proj"], use_rslora=True)
+    job = Job()
+    assert adapter_of(config, "qwen3", job) == "lora:r=4,alpha=12,dropout=0.1,rslora,targets=q_proj+v_proj"
+    assert parse_train(adapter_of(LoraConfig(target_modules=r".*\.q_proj"), "qwen3", job)).lora.targets == (r"/.*\.q_proj/",)
+    assert parse_train(adapter_of(LoraConfig(), "llama", job)).lora.targets == ("q_proj", "v_proj")
+    assert job.problems == []
+    adapter_of(LoraConfig(use_dora=True, bias="all"), "no-such-type", job)
+    names = [line.partition("=")[0].removeprefix("peft_config.") for line in job.problems]
+    assert names == ["bias", "use_dora", "target_modules"]
+
+
+# -- rows and order ---------------------------------------------------------------------------------------------------------
+
+
+def test_orders_are_those_of_the_originals() -> None:
+    sampler = accelerate.data_loader.SeedableRandomSampler(range(23), data_seed=5)
+    assert [[*sampler] for _ in range(3)] == [trainer_order(23, 5, epoch) for epoch in range(3)]
+    sampler = RepeatSampler(range(7), mini_repeat_count=1, batch_size=2, repeat_count=3, seed=5)
+    order = [i for _ in range(2) for i in sampler]
+    assert [i for step in grouped_order(7, 2, 3, 18, 5) for i in step] == order
+
+
+@pytest.mark.parametrize(
+    ("row", "result"),
+    [
+        ({"input_ids": [5, 6, 7]}, ([5, 6, 7], [(0, 3)])),
+        ({"input_ids": [5, 6, 7, 0], "labels": [-100, 6, -100, -100], "attention_mask": [1, 1, 1, 0]}, ([5, 6, 7], [(1, 2)])),
+        ({"input_ids": [5, 6], "labels": [5, 7]}, '"labels" 7 and "input_ids" 6 at 1'),
+        ({"input_ids": [5, 6], "labels": [7, 6]}, '"labels" 7 and "input_ids" 5 at 0'),
+        ({"input_ids": [5, 99]}, "a token 99; the model has ids 0 to 9"),
+        ({"input_ids": [5, 6], "attention_mask": [0, 1]}, "pad on the right"),
+        ({"input_ids": [5, 6], "labels": [5]}, "of different lengths"),
+    ],
+)
+def test_a_tokenised_row_is_learned_where_it_has_labels(row: dict, result: object) -> None:
+    if isinstance(result, tuple):
+        assert learned_tokens(row, 10, "a.jsonl:1") == result
+        return
+    with pytest.raises(DataError, match=re.escape(str(result))):
+        learned_tokens(row, 10, "a.jsonl:1")
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------------
+
+
+def sft(home: Path, module, out: Path, rows: str = "chats", **fields):
+    args = trl.SFTConfig(str(out), bf16=False, max_length=64, learning_rate=1e-2, weight_decay=0.1, warmup_steps=3, **TINY | fields)
+    return module.SFTTrainer(str(home / "model"), args, train_dataset=rows_in(home / f"{rows}.jsonl"))
+
+
+PACKED = {"packing": True, "packing_strategy": "wrapped"}
+
+
+@pytest.mark.parametrize(("rows", "fields"), [("chats", {"assistant_only_loss": True}), ("texts", PACKED)])
+def test_sft_has_the_losses_rates_and_files_of_trl(home: Path, tmp_path: Path, rows: str, fields: dict) -> None:
+    histories = []
+    for module in (trl, hf):
+        trainer = sft(home, module, tmp_path / module.__name__, rows, max_steps=20, save_strategy="no", **fields)
+        output = trainer.train()
+        trainer.save_model(tmp_path / module.__name__ / "final")
+        histories.append(trainer.state.log_history)
+        assert output.global_step == 20
+    theirs, ours = histories
+    for a, b in zip(theirs, ours, strict=True):
+        assert a["step"] == b["step"]
+        assert b["epoch"] == pytest.approx(a["epoch"], rel=1e-12)
+        for name in {"loss", "train_loss", "learning_rate"} & a.keys():
+            assert b[name] == pytest.approx(a[name], rel=1e-12 if name == "learning_rate" else 1e-5)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / module.__name__ / "final") for module in (trl, hf)]
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert (a - b).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("stops_at", [None, 7])
+def test_callbacks_are_called_at_the_moments_of_transformers(home: Path, tmp_path: Path, stops_at: int | None) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home / "model")
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = [{"input_ids": (ids := tokenizer(row["text"])["input_ids"]), "labels": ids} for row in rows_in(home / "texts.jsonl")]
+    recorded, states = [], []
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_steps": 4,
+        "save_total_limit": 2,
+        "eval_on_start": True,
+        "logging_steps": 3,
+    }
+    for name, module in (("theirs", transformers), ("ours", hf)):
+        args = transformers.TrainingArguments(str(tmp_path / name), num_train_epochs=2, learning_rate=1e-3, **TINY | options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(home / "model")
+        events, collator = Events(stops_at), transformers.DataCollatorForSeq2Seq(tokenizer)
+        data = datasets.Dataset.from_list(rows)
+        trainer = module.Trainer(model, args, collator, data, data.select(range(6)), processing_class=tokenizer, callbacks=[events])
+        trainer.train()
+        recorded.append(events.seen)
+        states.append(trainer.state)
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert losses[-1] < losses[0]
+    assert recorded[1] == recorded[0]
+    ours = [step for step, _ in complete_checkpoints(tmp_path / "ours")]
+    assert ours == ([8, 12] if stops_at is None else [4, 7])
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[-1], rel=1e-6) or stops_at is not None
+    assert (states[1].num_train_epochs, states[1].max_steps) == (states[0].num_train_epochs, states[0].max_steps)
+
+
+def test_a_stopped_run_goes_on_to_the_same_bytes(home: Path, tmp_path: Path) -> None:
+    whole = sft(home, hf, tmp_path / "whole", max_steps=8, save_steps=4)
+    whole.train()
+    stopped = sft(home, hf, tmp_path / "stopped", max_steps=8, save_steps=4)
+    stopped.add_callback(Events(stops_at=5))
+    stopped.train()
+    with pytest.raises(PenstockError, match="holds checkpoint-5 of an earlier run"):
+        sft(home, hf, tmp_path / "stopped", max_steps=8).train()
+    again = sft(home, hf, tmp_path / "stopped", max_steps=8, save_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-5"))
+    assert contents(tmp_path / "whole" / "checkpoint-8") == contents(tmp_path / "stopped" / "checkpoint-8") != {}
+    losses = [[e["loss"] for e in trainer.state.log_history if "loss" in e] for trainer in (whole, again)]
+    assert losses[0] == losses[1]
+
+
+def test_the_best_checkpoint_stays_and_early_stopping_ends_the_run(home: Path, tmp_path: Path) -> None:
+    best_of = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    args = trl.SFTConfig(str(tmp_path), bf16=False, max_steps=12, max_length=64, learning_rate=0.5, **TINY | best_of)
+    rows = rows_in(home / "texts.jsonl")
+    trainer = hf.SFTTrainer(str(home / "model"), args, train_dataset=rows, eval_dataset=rows.select(range(5)))
+    trainer.add_callback(transformers.EarlyStoppingCallback(early_stopping_patience=2))
+    trainer.train()
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    best = min(losses, key=losses.__getitem__)
+    assert (trainer.state.best_global_step, max(losses)) == (best, best + 2)
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [best, best + 2]
+    assert trainer.evaluate()["eval_loss"] == losses[best]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("Qwen/Qwen3-0.6B-no-such", "hf download Qwen/Qwen3-0.6B-no-such --local-dir"),
+        (17, "model is a int; give a folder, a name, or a model"),
+        ("no-such-model", "no such folder, config.json or shipped model"),
+    ],
+)
+def test_an_unknown_model_is_refused_with_the_command(model: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    with pytest.raises(PenstockError, match=re.escape(message)):
+        start_of(model)
+
+
+def test_a_plan_of_other_arguments_is_refused(home: Path, tmp_path: Path) -> None:
+    first = sft(home, hf, tmp_path / "a", max_steps=2)
+    args = trl.SFTConfig(str(tmp_path / "b"), bf16=True, max_length=64, max_grad_norm=0.5, **TINY)
+    with pytest.raises(PlanError) as caught:
+        hf.SFTTrainer(str(home / "model"), args, train_dataset=rows_in(home / "chats.jsonl"), penstock_plan=first.plan)
+    assert [line.partition(";")[0] for line in str(caught.value).splitlines()] == [
+        "penstock_plan: clip_norm='1.0': args ask for 0.5",
+        "penstock_plan: compute_dtype='fp32': args ask for bf16",
+    ]
+
+
+SCRIPT = """
+import json, os, signal, sys
+import datasets, transformers, trl
+from penstock.hf import SFTTrainer
+
+class Kill(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+rows = datasets.Dataset.from_list([json.loads(line) for line in open("texts.jsonl")])
+args = trl.SFTConfig(sys.argv[1], bf16=False, max_steps=6, max_length=64, per_device_train_batch_size=2, save_steps=2,
+                     learning_rate=1e-2, report_to="none", use_cpu=True)
+trainer = SFTTrainer("model", args, train_dataset=rows, callbacks=[Kill()])
+trainer.train(resume_from_checkpoint="resume" in sys.argv)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_killed_and_resumed_train_the_same_bytes(home: Path) -> None:
+    (home / "ranks.py").write_text(SCRIPT)
+
+    def torchrun(*arguments: object) -> int:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "ranks.py", *map(str, arguments)]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(command, cwd=home, env=env, capture_output=True, check=False, timeout=300).returncode
+
+    assert torchrun("whole", 99) == 0
+    assert torchrun("killed", 5) != 0
+    assert [step for step, _ in complete_checkpoints(home / "killed")] == [2, 4]
+    assert torchrun("killed", 99, "resume") == 0
+    assert contents(home / "whole" / "checkpoint-6") == contents(home / "killed" / "checkpoint-6") != {}
