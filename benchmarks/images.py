@@ -78,17 +78,23 @@ def tower() -> None:
         config = write_seer(Path(home), "llava", sizes)
         small = Tower(Path(home), config, torch.float32, torch.device("cpu"))
         edge = config["vision_config"]["image_size"]
-        pixels, times_s = torch.randn(1, 3, edge, edge), []
-        for _ in range(12):
+        planned, pixels, pairs = vision_tower(config, edge, edge), torch.randn(1, 3, edge, edge), list[tuple[float, float]]()
+        operands = [(torch.randn(m.m, m.k), torch.randn(m.n, m.k), m.count) for m in planned.matmuls]
+        for _ in range(10):  # interleaved: a shared machine changes its speed
             began_s = time.perf_counter()
             small.features({"pixel_values": pixels})
-            times_s.append(time.perf_counter() - began_s)
-        planned = vision_tower(config, edge, edge)
-    predicted_s, measured = tower_s(planned, "fp32", CostModel(profile)), sorted(times_s[3:])
+            middle_s = time.perf_counter()
+            for a, b, count in operands:
+                for _ in range(count):
+                    torch.nn.functional.linear(a, b)
+            pairs.append((middle_s - began_s, time.perf_counter() - middle_s))
+    cost = CostModel(profile)
+    predicted_s, products_s = tower_s(planned, "fp32", cost), sum(cost.product_s("fp32", m) for m in planned.matmuls)
+    ratios, n_threads = sorted(whole / products for whole, products in pairs[3:]), torch.get_num_threads()
     print(
-        f"{planned.flop / 1e9:.1f} GFLOP an image: predicted {predicted_s * 1e3:.1f} ms, measured {median(measured) * 1e3:.1f} ms"
+        f"{planned.flop / 1e9:.1f} GFLOP, predicted {predicted_s * 1e3:.0f} ms, {predicted_s / products_s:.2f} times its products"
     )
-    print(f"({measured[0] * 1e3:.1f} to {measured[-1] * 1e3:.1f}), {torch.get_num_threads()} threads")
+    print(f"measured {median(ratios):.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f}), with {n_threads} threads")
 
 
 def held_out_loss(folder: Path, home: Path, rows: Path, semantics: Semantics) -> float:

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoImageProcessor, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import logging
 
 from penstock.runtime.errors import CheckpointError, DataError
@@ -77,7 +75,9 @@ class ImageReader:
     @cached_property
     def processor(self) -> Any:
         """The processor of transformers, without videos. CheckpointError if the folder lacks its files."""
-        cls: Any = PROCESSOR_MAPPING[type(self.config)]
+        from transformers import AutoImageProcessor, ProcessorMixin  # seconds, which runs on text do not spend
+
+        cls = processor_class(self.config)
         if getattr(cls, "is_dummy", False):
             raise CheckpointError(f"{self.folder}: {cls.__name__} of transformers needs torchvision: pip install torchvision")
         if _OFFSETS not in inspect.getsource(ProcessorMixin.__call__):
@@ -173,6 +173,13 @@ class ImageReader:
             raise DataError(f"{where}: {error}") from None
         out = self.processor(text=[str(self.processor.image_token)], images=[image], return_tensors="pt")
         return digest_of(image), {name: torch.as_tensor(value) for name, value in out.items()}
+
+
+def processor_class(config: Any) -> Any:
+    """Class of transformers' processor for a model's configuration."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    return PROCESSOR_MAPPING[type(config)]
 
 
 def sees_images(folder: Path) -> bool:

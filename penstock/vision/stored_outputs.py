@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -82,16 +83,17 @@ class StoredOutputs:
         self._files = Shards(files := sorted(folder.glob(f"{_PREFIX}*.safetensors")))
         self.form: dict[str, int] = {}
         for path in files:
-            fields = read_metadata(path)
-            odd = next((name for name, value in key.items() if (json.loads(fields.get("key", "{}"))).get(name) != value), None)
+            fields, stored_key = read_metadata(path), dict[str, Any]()
+            with suppress(ValueError, KeyError):
+                stored_key, self.form = json.loads(fields["key"]), json.loads(fields["form"])
+            odd = next((name for name, value in key.items() if stored_key.get(name) != value), None)
             if odd is not None:
                 problem = f"image features of another {odd} than this run's ({str(key[odd])[:40]})"
                 raise CheckpointError(f"{path}: {problem}; name another folder, or make them with `penstock forward --tower`")
-            self.form = json.loads(fields["form"])
 
     def complete(self, tables: Sequence[Documents], model: Path, device: torch.device, report: Report, stop: Stop) -> int:
         """Compute the features of images that are not stored yet. Return the number of images. CheckpointError after a stop."""
-        wanted, rows = dict[str, int](), list[tuple[Documents, set[tuple[int, int]]]]()
+        wanted, rows, known = dict[str, int](), list[tuple[Documents, set[tuple[int, int]]]](), {*self._files}
         for documents in tables:
             places = set[tuple[int, int]]()
             for d in range(len(documents.lengths)):
@@ -99,14 +101,14 @@ class StoredOutputs:
                 if not images and (documents.ids(d) == self.reader.token_id).any():
                     raise DataError(f"{documents.where(d)}: a text with the token of images, and no image; leave it out")
                 wanted |= images
-                places |= {documents.place(d)} if images.keys() - {*self._files} else set()
+                places |= {documents.place(d)} if images.keys() - known else set()
             rows.append((documents, places))
-        if missing := {sha: n for sha, n in wanted.items() if sha not in self._files}:
+        if missing := {sha: n for sha, n in wanted.items() if sha not in known}:
             report(f"the vision tower: 0 of {len(missing):,} images")
             self._compute(rows, missing, Tower(model, self.config, DTYPE[self.key["dtype"]], device), report, stop)
         if gone := missing.keys() - {*self._files}:
-            problem, how = f"{len(gone):,} images changed after their rows were read", f"remove {tables[0].location[-80:]}"
-            raise DataError(f"{tables[0].files.path}: {problem}; {how}, and run again")
+            problem = f"{len(gone):,} images changed after their rows were read (tokens: {tables[0].location[-80:]})"
+            raise DataError(f"{tables[0].files.path}: {problem}; empty that folder, and run again")
         return len(wanted)
 
     def _compute(self, rows: Rows, missing: dict[str, int], tower: Tower, report: Report, stop: Stop) -> None:

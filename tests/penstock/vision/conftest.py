@@ -4,7 +4,6 @@ import sys
 from types import ModuleType
 
 import pytest
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.mistral3 import Mistral3Config
 
 from penstock.data import image_processor
@@ -16,18 +15,16 @@ _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", 
 
 def use_pixtral(monkeypatch):
     """Make Pixtral's processor usable without torchvision."""
-    if not getattr(PROCESSOR_MAPPING[Mistral3Config], "is_dummy", False):
+    own = image_processor.processor_class
+    if not getattr(own(Mistral3Config()), "is_dummy", False):
         return
     for name in _NAMES:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[_NAMES[-2]].functional = sys.modules[_NAMES[-1]]
     from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
-    class Mapping:
-        def __getitem__(self, config):
-            return PixtralProcessor if config is Mistral3Config else PROCESSOR_MAPPING[config]
-
-    monkeypatch.setattr(image_processor, "PROCESSOR_MAPPING", Mapping())
+    found = {Mistral3Config: PixtralProcessor}
+    monkeypatch.setattr(image_processor, "processor_class", lambda config: found.get(type(config)) or own(config))
 
 
 @pytest.fixture(autouse=True)
