@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+import pytest
 import torch
 
 from penstock.planner.check.check import check
@@ -19,6 +20,7 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.kernels import FUSED
 from penstock.planner.model.workload import build_workload, fusible
 from penstock.runtime.batch import Batch
+from penstock.runtime.errors import WorkloadError
 from penstock.runtime.executor import execute
 from penstock.runtime.host.memory import Arenas
 from penstock.runtime.layers.packed_weights import unpack_into
@@ -26,6 +28,7 @@ from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
 from penstock.runtime.plan.optimizer import AdamW, Optimizer, optimizing
 from penstock.runtime.plan.workload import Model
+from penstock.runtime.scaled_products import refuse_device
 
 from . import reference
 from .strategies import PROFILE
@@ -42,6 +45,18 @@ LEAN: dict[str, dict] = {
 STATE_NAMES = ("master", "exp_avg", "exp_avg_sq", "frozen")  # tensors of a trained parameter; `frozen`: of a frozen one
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
+
+
+def has_fp8_products() -> bool:
+    """True if the CPU kernels of this torch multiply in FP8 with a scale per row; the oldest supported version may lack them."""
+    try:
+        refuse_device(torch.device("cpu"))
+    except WorkloadError:
+        return False
+    return True
+
+
+NEEDS_FP8 = pytest.mark.skipif(not has_fp8_products(), reason=f"torch {torch.__version__} has no row-wise FP8 products on a CPU")
 # Policy with most knobs set, for a model of at least four layers
 _UPDATES = {"update": Update.DEFERRED, "speculate_blocks": (0, 2), "gradient_slots": 2, "accumulation_group": 4}
 EVERYTHING = Policy(save=saves(products=(1,)), offload_blocks=(1,), spill_blocks=(2, 3), **_UPDATES)

@@ -18,6 +18,7 @@ from tests.penstock.checkpoint.test_dequantised import published
 from tests.real_layers import hf_model, load_model
 from tests.running import SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_in
 from tests.tiny import tiny_config
+from tests.training import NEEDS_FP8
 
 LORA = ("--train", "lora:r=4,alpha=8")
 BYTES = ["--tokenizer", "bytes"]
@@ -66,7 +67,7 @@ def test_adapters_have_a_default_learning_rate_of_their_own(home, trains, lr):
     assert [line["lr"] for line in lines_of(home, "out")] == [lr]
 
 
-@mostly_slow("base", [("bf16",), ("nf4",), ("fp8-rows", "--compute", "fp8")], ids="-".join)
+@mostly_slow("base", [("bf16",), ("nf4",), pytest.param(("fp8-rows", "--compute", "fp8"), id="fp8", marks=NEEDS_FP8)], ids="-".join)
 def test_an_adapter_resumes_to_the_same_bits_and_merges(home, base):
     unbroken = resumed_alike(home, plan_in(home, *LORA, "--base", *base))
     assert {path.name for path in unbroken.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}

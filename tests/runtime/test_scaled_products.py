@@ -36,6 +36,7 @@ from tests.running import one_line, penstock
 from tests.tiny import tiny_config
 from tests.training import (
     N_STEPS,
+    NEEDS_FP8,
     batches_of,
     differences,
     machine_for,
@@ -49,6 +50,7 @@ from tests.training import (
 
 from .test_replay import device_bytes
 
+pytestmark = NEEDS_FP8
 LORA = Train(lora=Lora(rank=8, alpha=8.0))
 FP8 = {"base": "fp8-rows", "products": "fp8"}
 CPU = torch.device("cpu")
