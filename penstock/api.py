@@ -44,8 +44,8 @@ from .run_files import read_measured
 from .settings import DataSettings, RunSettings
 
 if TYPE_CHECKING:
+    from penstock.arguments.objects import GivenData
     from penstock.arguments.options import Data
-    from penstock.data.objects import GivenData
     from penstock.planner.predict.simulate import Prediction
     from penstock.runtime.machines.processes import Processes
     from penstock.training.trainer import Metrics, Trainer, Turn
@@ -375,7 +375,7 @@ def forward(
 
 def _data(data: "Data", eval_data: "Data | None", plan: Plan, settings: Mapping[str, Any]) -> "tuple[GivenData, GivenData]":
     """Return the training data and the held-out data of a program."""
-    from penstock.data.objects import GivenData, held_out_data, training_data
+    from penstock.arguments.objects import GivenData, held_out_data, training_data
     from penstock.model_checks.document_isolation import supports_documents
 
     columns = settings.get("data.columns")

@@ -86,12 +86,12 @@ HOME = {
     "llvmlite": {"runtime/host/compiled_loops.py"},
     "transformers": {
         *("runtime/layers/transformers_patches.py", "penstock/checkpoint/conversion.py", "penstock/hf"),
-        *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents", "template_limits", "image_processor")),
+        *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents", "image_processor")),
     },
     "PIL": {"penstock/data/images.py"},
     "safetensors": {"penstock/checkpoint/tensor_files.py"},
     "tokenizers": {"penstock/data/tokenizer.py", "penstock/data/documents.py"},
-    "datasets": {f"penstock/data/{name}.py" for name in ("documents", "objects", "sampling")},
+    "datasets": {"penstock/data/documents.py", "penstock/data/sampling.py", "penstock/arguments/objects.py"},
     "pyarrow": {"penstock/data/files.py"},
     "yaml": {"penstock/run_config.py"},
     "peft": {"penstock/checkpoint/adapter_files.py", "penstock/hf"},  # hf: the user's configuration is one of PEFT

@@ -22,7 +22,7 @@ from penstock.runtime.plan import Semantics
 from penstock.settings import settings_of
 from tests.penstock.test_api import planned, train_new
 
-DECIDED = {"norm", "loss", "pointwise", "attention_kernel", "library_kernels"}  # by `kernels` and `deterministic`
+DECIDED = {"norm", "loss", "pointwise", "attention_kernel", "library_kernels", "products"}  # by other arguments
 FUNCTIONS = [penstock.plan, penstock.train, penstock.stream, penstock.forward, penstock.check, penstock.predict, penstock.probe]
 
 
@@ -30,7 +30,7 @@ def test_typed_arguments_are_the_fields_of_the_semantics_and_of_a_run() -> None:
     arguments = {"seq_len", "batch_size", "clip_norm", "objective", "ranks"}  # arguments of `plan` by these or other names
     assert {field.name for field in fields(Semantics)} == StepOptions.__annotations__.keys() | arguments | DECIDED
     hints, expected = get_type_hints(StepOptions), get_type_hints(Semantics)
-    for name in hints.keys() - {"train", "optimizer"}:  # parsed from text
+    for name in hints.keys() - {"train", "optimizer", "compute_dtype"}:  # parsed from text, or fp8, which is `products`
         assert {*get_args(hints[name])} - {type(None)} <= {expected[name], *get_args(expected[name])}, name
     assert SETTINGS.keys() < TrainOptions.__annotations__.keys()
     assert {*SETTINGS.values()} <= {name for name, _ in settings_of()}
@@ -123,7 +123,9 @@ def test_a_message_has_keywords_in_place_of_flags(text: str, expected: str) -> N
 def test_every_flag_has_a_keyword_or_setting_of_its_own() -> None:
     """A flag of `plan`, `run`, `forward` and `check` becomes an argument that a function takes, or a setting."""
     accepted = {name for function in FUNCTIONS for name in signature(function).parameters} | {name for name, _ in settings_of()}
-    commands_only = "tokens-per-step tokens usd-per-hour usd usd-per-kwh output json verbose config time-scale recalibrate"
+    commands_only = (
+        "image-size tokens-per-step tokens usd-per-hour usd usd-per-kwh output json verbose config time-scale recalibrate"
+    )
     ignored = {f"--{name}" for name in commands_only.split()}
     with click.Context(cli) as context:
         params = [p for name in ("plan", "run", "forward", "check") for p in (cli.get_command(context, name) or cli).params]

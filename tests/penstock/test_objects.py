@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 import penstock
+from penstock.arguments.objects import training_data, write_rows
 from penstock.data.data import DataRequest, read_data
 from penstock.data.dict_batches import DictBatches, batch_of_rows, rows_of_batch
 from penstock.data.files import without_nulls
-from penstock.data.objects import training_data, write_rows
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.plan.objective import parse_objective
 from penstock.settings import DataSettings

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.data.chat import MARKS, ChatTemplate
+from penstock.data.chat import MARKS, ChatTemplate, TooLargeError
 from penstock.data.data import DataRequest, read_data
 from penstock.data.documents import Reader
 from penstock.data.files import DataFile, DataFiles, Limits
 from penstock.data.formats import read_row
 from penstock.data.messages import Chat
-from penstock.data.template_limits import TooLargeError
 from penstock.data.tokenizer import read_template, read_tokenizer
 from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings

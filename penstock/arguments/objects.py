@@ -13,14 +13,13 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from penstock.caches import cache_folder
+from penstock.data.dict_batches import MOST_HELD_OUT, DictBatches
+from penstock.data.files import table_rows, without_nulls
+from penstock.data.formats import COLUMNS, not_understood
+from penstock.data.user_batches import Batches, UserBatches
 from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan import Plan
 from penstock.settings import DataPart
-
-from .dict_batches import MOST_HELD_OUT, DictBatches
-from .files import table_rows, without_nulls
-from .formats import COLUMNS, not_understood
-from .user_batches import Batches, UserBatches
 
 ROWS_FOLDER = "rows"  # in the user's cache
 ROWS_AT_ONCE = 1000  # of a Dataset
