@@ -26,13 +26,13 @@ from penstock.runtime.errors import DataError, PenstockError
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line, rows_of
 from .formats import NEEDED, ROLLOUTS, read_row, renamed, rollouts, shown
-from .image_processor import ImageReader, Seen
+from .image_processor import ImageReader, ImageTokens
 from .images import text_in
 from .messages import Chat, Completion
 from .tokenizer import is_tokenizer_error, reason_of
 
 Array = npt.NDArray[np.int64]
-_Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...], Seen | None]
+_Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...], ImageTokens | None]
 Columns = dict[str, list[Any]]  # a batch of `datasets`: column name -> values
 MOST_SHOWN = 20  # bad rows
 ROWS_AT_ONCE = 32  # tokenised per call; tokens with offsets take 100 times the memory of the text

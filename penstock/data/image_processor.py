@@ -34,7 +34,7 @@ _OFFSETS = "return_text_replacement_offsets"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ImageTokens:
     """A rendered conversation with its images: tokens by transformers' `Encoding`; `images`: JSON of a list with digest, size,
     number of tokens and grid of each; `end`: one past the last token of an image."""
 
@@ -124,7 +124,7 @@ class ImageReader:
                 return variant
         return chat
 
-    def read(self, rendered: Rendered, sources: Sequence[Any], where: str) -> tuple[Rendered, Seen]:
+    def read(self, rendered: Rendered, sources: Sequence[Any], where: str) -> tuple[Rendered, ImageTokens]:
         """Return a rendered conversation with the tokens of its images. DataError for an image that cannot be read."""
         text, spans = rendered
         token = str(self.processor.image_token)
@@ -154,7 +154,7 @@ class ImageReader:
         listed = [{**fields, **counts} for fields, counts in zip(known, counted, strict=True)]
         moved = [tuple(_moved(edge, places) for edge in span) for span in spans]
         end = max((i + 1 for i, token_id in enumerate(encoding.ids) if token_id == self.token_id), default=0)
-        return (expanded, moved), Seen(encoding, json.dumps(listed), end)  # type: ignore[return-value]
+        return (expanded, moved), ImageTokens(encoding, json.dumps(listed), end)  # type: ignore[return-value]
 
     def _counted(self, encoding: Any, places: Sequence[dict[str, Any]], grids: Any) -> list[dict[str, Any]]:
         """Number of tokens at each place, and the grid of patches for models with one."""
