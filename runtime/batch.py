@@ -43,18 +43,19 @@ class Images:
 
 def joined_images(parts: Sequence[Images | None], n_padding: int) -> Images | None:
     """Images of several batches, and of `n_padding` sequences without images after them; None if the first has none."""
-    given = [images for images in parts if images is not None]
-    if not given:
+    present = [images for images in parts if images is not None]
+    if not present:
         return None
-    features = (*(row for images in given for row in images.features), *(given[0].features[0][:0],) * n_padding)
-    places = (*(row for images in given for row in images.places), *(given[0].places[0][:0],) * n_padding)
+    features = (*(row for images in present for row in images.features), *(present[0].features[0][:0],) * n_padding)
+    places = (*(row for images in present for row in images.places), *(present[0].places[0][:0],) * n_padding)
 
     def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        whole = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat([*whole, *(torch.zeros_like(whole[0][:1]) for _ in range(n_padding))]) if whole else None
+        rows = [tensor for tensor in tensors if tensor is not None]
+        padding = [torch.zeros_like(tensor[:1]) for tensor in rows[:1]] * n_padding
+        return torch.cat([*rows, *padding]) if rows else None
 
-    positions, types = joined([images.positions for images in given]), joined([images.token_types for images in given])
-    return replace(given[0], features=features, places=places, positions=positions, token_types=types)
+    positions, types = joined([images.positions for images in present]), joined([images.token_types for images in present])
+    return replace(present[0], features=features, places=places, positions=positions, token_types=types)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Batch:
     positions_BT: torch.Tensor | None = None  # of tokens in their documents, if computed: on a device
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other inputs of the loss, (B,) or (B, T), by name
     n_tokens: tuple[int, ...] | None = None
-    images: Images | None = None  # stays on the host
+    images: Images | None = None  # on the host
 
     @property
     def n_supervised(self) -> int:

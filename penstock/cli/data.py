@@ -158,8 +158,8 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
 
 def _image_counts(packed: "Sequence[tuple[PackedSet, list[list[int]]]]") -> dict[str, int]:
     """Count the images of the sequences and their tokens; {} for texts."""
-    seen = [(part.documents, d) for part, segments in packed if part.documents.has_images for d, *_ in segments]
-    images = [image for documents, d in seen for image in documents.images(d)]
+    used = [(part.documents, d) for part, segments in packed if part.documents.has_images for d, *_ in segments]
+    images = [image for documents, d in used for image in documents.images(d)]
     return {"images": len(images), "image_tokens": sum(image["n_tokens"] for image in images)} if images else {}
 
 

@@ -50,8 +50,8 @@ def forward(plan_file: Path, config: Path | None, of_images: bool, output: Path,
 
         n = write_image_features(request, output) if of_images else write_forward(request, output)
     unit = "answers" if request.file.plan.semantics.objective.n_top is None else "sequences"
-    what = f"features of {n:,} images" if of_images else f"log-probabilities of {n:,} {unit}"
-    click.echo(f"{on_one_line(str(output))}: {what}")
+    content = f"features of {n:,} images" if of_images else f"log-probabilities of {n:,} {unit}"
+    click.echo(f"{on_one_line(str(output))}: {content}")
 
 
 # -- chat -----------------------------------------------------------------------------------------------------------------

@@ -232,9 +232,9 @@ def _image_fields(planned: Planned, n_images: int, image_size: str) -> dict[str,
 
 
 def _images_in_words(images: Mapping[str, Any]) -> str:
-    n, size, each = images["n"], f"{images['width']} x {images['height']}", images["tokens_each"]
+    n, size, n_tokens = images["n"], f"{images['width']} x {images['height']}", images["tokens_each"]
     tower = f"the tower's pass {show_seconds(images['tower_s'])} without decoding, {show_bytes(images['weights_bytes'])} of weights"
-    return f"images    {n:,} of {size}: {each:,} tokens each; {tower}; features {show_bytes(images['file_bytes'])} on disk"
+    return f"images    {n:,} of {size}: {n_tokens:,} tokens each; {tower}; features {show_bytes(images['file_bytes'])} on disk"
 
 
 def _policy(text: str) -> Mapping[str, Any] | str | None:

@@ -26,13 +26,13 @@ from penstock.runtime.errors import DataError, PenstockError
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line
 from .formats import NEEDED, ROLLOUTS, TOKENS, learned_tokens, read_row, renamed, rollouts, shown
-from .image_processor import ImageReader, Seen
+from .image_processor import ImageReader, ImageTokens
 from .images import text_in
 from .messages import Chat, Completion
 from .tokenizer import is_tokenizer_error, reason_of
 
 Array = npt.NDArray[np.int64]
-_Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...], Seen | None]
+_Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...], ImageTokens | None]
 Columns = dict[str, list[Any]]  # a batch of `datasets`: column name -> values
 MOST_SHOWN = 20  # bad rows
 ROWS_AT_ONCE = 32  # tokenised per call; tokens with offsets take 100 times the memory of the text
@@ -104,9 +104,9 @@ class Reader:
             inputs = [(place, *one) for place, value in values for one in self._read(value, *place)]
         try:
             backend = self.template.tokenizer.backend
-            plain = [text for _, (text, _), *_, seen in inputs if seen is None]
+            plain = [text for _, (text, _), *_, with_images in inputs if with_images is None]
             rest = iter(backend.encode_batch(plain, add_special_tokens=self.is_text))  # only plain text gets special tokens
-            encoded = [next(rest) if seen is None else seen.encoding for *_, seen in inputs]
+            encoded = [next(rest) if with_images is None else with_images.encoding for *_, with_images in inputs]
             alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in inputs]
         except BaseException as error:
             if not is_tokenizer_error(error):
@@ -116,8 +116,8 @@ class Reader:
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
         encoded_documents = [
             (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in encodings), *notes, numbers)
-            + ((seen.images, seen.end) if seen is not None else (None, 0))
-            for (place, one, _, notes, numbers, seen), encoding, encodings in zip(inputs, encoded, alone, strict=True)
+            + ((with_images.images, with_images.end) if with_images is not None else (None, 0))
+            for (place, one, _, notes, numbers, with_images), encoding, encodings in zip(inputs, encoded, alone, strict=True)
         ]
         return {name: [values[column] for values in encoded_documents] for column, name in enumerate(names)}
 
@@ -179,7 +179,7 @@ class Reader:
         first = [text_in(m["content"]) for m in chat.messages if m["role"] not in roles], (None, "\n".join(notes) or None)
         reads = self.images.read if self.images is not None and chat.images else None
         pairs = [(one, None) if reads is None else reads(one, chat.images, where) for one in rendered]
-        return [(one, *(([], (None, None)) if i else first), numbers, seen) for i, (one, seen) in enumerate(pairs)]
+        return [(one, *(([], (None, None)) if i else first), numbers, with_images) for i, (one, with_images) in enumerate(pairs)]
 
     def _with_images(self, chat: Chat, where: str) -> tuple[ChatTemplate, Chat]:
         """Return the chat template for images, and the conversation in its form. DataError with the place if the model has none."""
@@ -239,7 +239,7 @@ class Documents:
         self._loss_numbers = column(LOSS_NUMBERS)
         has_images = IMAGES[0] in dataset.column_names and column(IMAGES[0]).null_count < len(dataset)
         self._images, self._images_end = (column(name) if has_images else None for name in IMAGES)
-        self.reader: Reader | None = None  # of the rows, to read their images again
+        self.reader: Reader | None = None  # reads images of the rows again
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
         self.n_own = int(column("n_own").to_numpy().sum())  # tokens of the messages alone, without the template
         places = np.stack([column(name).to_numpy() for name in _COUNTS[3:5]])

@@ -27,14 +27,14 @@ from .images import digest_of, open_image, text_in
 from .messages import Chat
 from .tokenizer import ModelTokenizer, reason_of
 
-# Types whose streamed steps with images have the bits of transformers' own (tests/penstock/vision)
+# Types with the bits of transformers' own forward in steps with images (tests/penstock/vision)
 TYPES = ("gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja")
 _OFFSETS = "return_text_replacement_offsets"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ImageTokens:
     """A rendered conversation with its images: tokens by transformers' `Encoding`; `images`: JSON of a list with digest, size,
     number of tokens and grid of each; `end`: one past the last token of an image."""
 
@@ -55,7 +55,7 @@ class ImageReader:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the processor's files, from which the tokens and pixels of images follow."""
+        """SHA-256 of the processor's files, which decide the tokens and pixels of images."""
         files = [self.folder / name for name in PROCESSOR_FILES]
         contents = [path.read_bytes().hex() if path.is_file() else "" for path in files]
         return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
@@ -124,7 +124,7 @@ class ImageReader:
                 return variant
         return chat
 
-    def read(self, rendered: Rendered, sources: Sequence[Any], where: str) -> tuple[Rendered, Seen]:
+    def read(self, rendered: Rendered, sources: Sequence[Any], where: str) -> tuple[Rendered, ImageTokens]:
         """Return a rendered conversation with the tokens of its images. DataError for an image that cannot be read."""
         text, spans = rendered
         token = str(self.processor.image_token)
@@ -151,10 +151,10 @@ class ImageReader:
             raise DataError(f"{where}: {problem}; copy both again from the model")
         counted = self._counted(encoding, places, out.get("image_grid_thw"))
         known = [{"sha256": digest_of(image), "size": [*image.size]} for image in images]
-        listed = [{**fields, **more} for fields, more in zip(known, counted, strict=True)]
+        listed = [{**fields, **counts} for fields, counts in zip(known, counted, strict=True)]
         moved = [tuple(_moved(edge, places) for edge in span) for span in spans]
         end = max((i + 1 for i, token_id in enumerate(encoding.ids) if token_id == self.token_id), default=0)
-        return (expanded, moved), Seen(encoding, json.dumps(listed), end)  # type: ignore[return-value]
+        return (expanded, moved), ImageTokens(encoding, json.dumps(listed), end)  # type: ignore[return-value]
 
     def _counted(self, encoding: Any, places: Sequence[dict[str, Any]], grids: Any) -> list[dict[str, Any]]:
         """Number of tokens at each place, and the grid of patches for models with one."""
@@ -166,7 +166,7 @@ class ImageReader:
         return [{"n_tokens": n, **grid} for n, grid in zip(counts, grid_of, strict=True)]
 
     def tower_inputs(self, source: Any, where: str) -> tuple[str, dict[str, torch.Tensor]]:
-        """Return the digest of an image, and what the processor makes of it alone. DataError if it cannot be read any more."""
+        """Return the digest of an image, and the processor's outputs for it alone. DataError if it cannot be read any more."""
         try:
             image = open_image(source, self.root)
         except ValueError as error:

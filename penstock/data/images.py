@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Message = dict[str, Any]
-COLUMNS = ("images", "image")  # of a row, in this order
+COLUMNS = ("images", "image")  # column names of a row, in this order
 MARK = "<image>"  # in texts of LLaVA and ShareGPT
 MOST_PIXELS = 2**26  # of an image, before it is decoded
 MOST_BYTES = 2**27  # of a file
@@ -42,12 +42,12 @@ def placed_images(messages: list[Any], row: Mapping[str, Any]) -> tuple[list[Any
         places = [part for part in parts[first] or () if _is_image(part)]
     if not places:
         return messages, ()
-    own = [_value(part) for part in places]
-    n_empty = own.count(None)
+    values = [_value(part) for part in places]
+    n_empty = values.count(None)
     if n_empty != len(column):
         raise ValueError(f"{n_empty} places for images without one of their own, and {len(column)} images in its columns")
-    rest = iter(column)
-    images = tuple(next(rest) if image is None else image for image in own)
+    remaining = iter(column)
+    images = tuple(next(remaining) if image is None else image for image in values)
     plain = [None if c is None else [{**_PART} if _is_image(part) else part for part in c] for c in parts]
     has_place = [c is not None and any(map(_is_image, c)) for c in plain]
     return [{**m, "content": c} if is_there else m for m, c, is_there in zip(messages, plain, has_place, strict=True)], images
@@ -116,7 +116,7 @@ def open_image(source: Any, folder: Path) -> "Image":
 
 
 def _bytes(source: Any, folder: Path) -> bytes:
-    if isinstance(source, dict):  # of a `datasets.Image` column
+    if isinstance(source, dict):  # value in a `datasets.Image` column
         source = source.get("bytes") or source.get("path")
     if isinstance(source, bytes):
         return source

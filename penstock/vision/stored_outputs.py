@@ -1,7 +1,7 @@
 """Stored outputs of a vision tower: a folder of memory-mapped files, written once, which runs and ranks share.
 
 Each file holds the features of some images by the digest of their pixels, and a key: tower weights, processor, precision, kind of
-device and versions. A folder with another key is rejected. A pass that was killed goes on with the images that are not there yet.
+device and versions. A folder with another key is rejected. A killed pass continues with the missing images.
 """
 
 # B sequences, T tokens, N image tokens, D width of the decoder
@@ -34,10 +34,10 @@ from penstock.runtime.plan import Plan
 from .tower import Tower, tower_digest, tower_model
 
 FORMAT = 1
-FILE_BYTES, FILE_IMAGES = 2**28, 256  # of one file, at most: what a killed pass repeats
+FILE_BYTES, FILE_IMAGES = 2**28, 256  # limits of one file, so of the work that a killed pass repeats
 _PREFIX = "images-"
 Report = Callable[[str], None]
-Rows = Sequence[tuple[Documents, set[tuple[int, int]]]]  # of each data set: (file, row)
+Rows = Sequence[tuple[Documents, set[tuple[int, int]]]]  # (file, row) by data set
 
 
 def attach_images(
@@ -126,14 +126,14 @@ class StoredOutputs:
 
     def _features(self, rows: Rows, missing: dict[str, int], tower: Tower) -> Iterator[tuple[str, Tensor]]:
         """Yield digest and features of each missing image, once."""
-        done = set[str]()
+        finished = set[str]()
         for documents, places in rows:
             assert documents.reader is not None
             for where, source in documents.reader.images_of(places):
                 assert documents.reader.images is not None
                 sha, inputs = documents.reader.images.tower_inputs(source, where)
-                if sha in missing and sha not in done:
-                    done.add(sha)
+                if sha in missing and sha not in finished:
+                    finished.add(sha)
                     features = tower.features(inputs)
                     if len(features) != missing[sha]:
                         problem = f"its processor makes {missing[sha]:,} tokens of an image, its tower {len(features):,} features"
@@ -168,10 +168,10 @@ class StoredOutputs:
             return batch
         first = next(rows for rows in features if rows is not None)
         filled = tuple(first[:0] if rows is None else rows for rows in features)
-        at = tuple((ids_T == self.reader.token_id).nonzero()[:, 0] for ids_T in batch.input_ids)
+        positions_of_images = tuple((ids_T == self.reader.token_id).nonzero()[:, 0] for ids_T in batch.input_ids)
         positions, types = map(_stacked, zip(*places, strict=True))
         form = {"is_listed": bool(self.form["is_listed"]), "n_added": self.form["n_added"]}
-        return replace(batch, images=Images(filled, at, positions=positions, token_types=types, **form))  # type: ignore[arg-type]
+        return replace(batch, images=Images(filled, positions_of_images, positions=positions, token_types=types, **form))  # type: ignore[arg-type]
 
     def _places(
         self, ids_T: Tensor, lengths: Sequence[int], shown: Sequence[list[dict[str, Any]]]
@@ -194,5 +194,5 @@ class StoredOutputs:
 
 
 def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    whole = [tensor for tensor in tensors if tensor is not None]
-    return torch.stack(whole) if whole else None
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(present) if present else None

@@ -41,9 +41,9 @@ def tower_digest(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _sources(folder: Path, config: dict[str, Any], model: Any) -> tuple[Shards, dict[str, list[tuple[str, str | None]]]]:
-    """Tensors of a model's folder, and those from which each weight of the tower is made."""
+    """Tensors of a model's folder, and the names of the tensors for each weight of the tower."""
     stored, weights = Shards(weight_files(folder)), model.state_dict()
-    sources = {name: of for name, of in Conversion(config, model).sources(stored).items() if name in weights}
+    sources = {name: entry for name, entry in Conversion(config, model).sources(stored).items() if name in weights}
     if missing := sorted(weights.keys() - sources.keys()):
         raise CheckpointError(f"{folder}: no tensor for {missing[0]} of its vision tower; copy the model again")
     return stored, sources
@@ -82,8 +82,8 @@ class Tower:
 
 
 def _flat(features: Any) -> Tensor:
-    whole = features if isinstance(features, Tensor) else torch.cat([part.flatten(0, -2) for part in features])
-    return whole.flatten(0, -2)
+    flat = features if isinstance(features, Tensor) else torch.cat([part.flatten(0, -2) for part in features])
+    return flat.flatten(0, -2)
 
 
 def _make_buffers(model: Any) -> None:

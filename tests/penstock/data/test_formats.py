@@ -59,7 +59,7 @@ def test_a_row_is_understood_and_tells_its_format(format, row, expected):
     ("format", "row"),
     [
         ("text", {"text": None}),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "audio", "url": "x"}]}]}),
         ("messages", {"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}),
         ("alpaca", {"instruction": "x", "output": "x", "history": [["a"]]}),
         ("prompt-completion", {"prompt": "who?", "completion": "me", "system": "s"}),

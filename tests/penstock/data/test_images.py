@@ -1,4 +1,4 @@
-"""Rows with images: layouts, tokens of the model's own processor, what is learned, and rows that are refused."""
+"""Rows with images: layouts, tokens of the model's own processor, learned tokens, and refused rows."""
 
 import base64
 import io

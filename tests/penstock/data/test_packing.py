@@ -22,6 +22,10 @@ class Listed:
     tokens: list[list[tuple[int, bool]]]
     problems: tuple[()] = ()
 
+    @property
+    def has_images(self):
+        return False
+
     def __post_init__(self):
         counts = [(len(t), sum(learn for _, learn in t), sum(learn for _, learn in t[1:])) for t in self.tokens]
         self.lengths, self.n_learned, self.n_targets = np.array(counts, dtype=np.int64).reshape(-1, 3).T

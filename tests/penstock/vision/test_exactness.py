@@ -45,8 +45,8 @@ def test_a_step_with_an_image_has_the_bits_of_transformers_own_forward(tmp_path,
         loss, gradients = streamed(model, semantics, policy, data.batch(0))
         assert torch.tensor(loss, dtype=torch.float32) == expected
         assert differing(gradients, model) == []
-    without = replace(data.batch(0), images=None)
-    assert streamed(model, semantics, Policy(), without)[0] != pytest.approx(expected.item(), rel=1e-4), "images matter"
+    no_images = replace(data.batch(0), images=None)
+    assert streamed(model, semantics, Policy(), no_images)[0] != pytest.approx(expected.item(), rel=1e-4), "images matter"
 
 
 @mostly_slow("model_type", TESTED, fast=(0, 5, 7))

@@ -67,19 +67,19 @@ def test_a_killed_run_and_two_ranks_write_the_same_bytes(home, model_type):
     succeeded(penstock(*words(home, one, *every, "--resume")))
     assert weights_sha(home / "out" / "checkpoint-4") == weights_sha(home / "alone" / "checkpoint-4")
     assert logged(home, "out") == logged(home, "alone")
-    assert [path.stat().st_mtime_ns for path in (home / "cache" / "towers").glob("*/*")] == [written_ns], "features are made once"
+    assert [path.stat().st_mtime_ns for path in (home / "cache" / "towers").glob("*/*")] == [written_ns], "computed once"
 
 
 def test_a_stopped_pass_goes_on_and_another_key_is_refused(home, monkeypatch):
     """Three images a file; a stop after the second file loses none of them."""
     monkeypatch.setattr(stored_outputs, "FILE_IMAGES", 3)
-    plan, tower, made = planned(home, "llava"), home / "features", list[str]()
+    plan, tower, computed = planned(home, "llava"), home / "features", list[str]()
     write = stored_outputs.StoredOutputs._write
 
     def stopping(self, batch, *more):
-        made.extend(batch)
+        computed.extend(batch)
         write(self, batch, *more)
-        if len(made) == 6:
+        if len(computed) == 6:
             monkeypatch.setattr(Stop, "is_requested", True)
 
     monkeypatch.setattr(stored_outputs.StoredOutputs, "_write", stopping)
@@ -87,14 +87,14 @@ def test_a_stopped_pass_goes_on_and_another_key_is_refused(home, monkeypatch):
     one_line(penstock(*forward), 2, "those that are done are kept")
     monkeypatch.setattr(Stop, "is_requested", False)
     n = int(succeeded(penstock(*forward)).output.split("features of ")[1].split()[0])
-    assert len(made) == len(set(made)) == n
+    assert len(computed) == len(set(computed)) == n
     stored = [name for path in tower.glob("*.safetensors") for name in load_file(path)]
-    assert sorted(stored) == sorted(made)
+    assert sorted(stored) == sorted(computed)
     succeeded(penstock(*words(home, plan, "--tower", tower, steps=1)))
-    assert len(made) == n + 3, "held-out images are added"
-    other = planned(home, "llava", "--compute", "bf16", name="other.json")
+    assert len(computed) == n + 3, "held-out images are added"
+    bf16 = planned(home, "llava", "--compute", "bf16", name="other.json")
     one_line(
-        penstock(*words(home, other, "--tower", tower, steps=1, out="b")),
+        penstock(*words(home, bf16, "--tower", tower, steps=1, out="b")),
         2,
         "image features of another dtype than this run's (bf16)",
     )
@@ -114,7 +114,7 @@ def test_an_image_that_changes_after_its_row_was_read_is_an_error(home):
 
 @mostly_slow("model_type", ["qwen2_5_vl", "llava"], fast=(0,))
 def test_adapters_are_read_by_peft_and_generation_sees_the_image(home, model_type):
-    """Beside the whole model, and merged into it: transformers generates the same from both, and another text without the image."""
+    """Next to the whole model, and merged into it: transformers generates the same from both, and other text without it."""
     plan = planned(home, model_type, "--train", "lora:r=4,alpha=8")
     succeeded(penstock(*words(home, plan, "--lr", "1e-2", steps=6)))
     losses = [line["eval_loss"] for line in lines_of(home, "out") if "eval_loss" in line]

@@ -29,8 +29,8 @@ def test_features_and_flop_are_those_of_transformers(tmp_path, model_type):
     tower = Tower(tmp_path, config, torch.float32, torch.device("cpu"))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # fused attention on a CPU is not counted
         features = tower.features(inputs)
-    own = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    out = own.base_model.get_image_features(**{k: v for k, v in inputs.items() if k in tower._accepted}, return_dict=True)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    out = model.base_model.get_image_features(**{k: v for k, v in inputs.items() if k in tower._accepted}, return_dict=True)
     pooled = out.pooler_output if isinstance(out.pooler_output, torch.Tensor) else torch.cat(list(out.pooler_output))
     assert torch.equal(tower.features(inputs)[:, : pooled.shape[-1]], pooled.detach().flatten(0, -2))
     planned = vision_tower(config, *size)
@@ -50,10 +50,10 @@ def test_a_tower_without_a_weight_is_refused_and_its_digest_ignores_the_decoder(
     from safetensors.torch import load_file, save_file
 
     config = write_seer(tmp_path, "llava")
-    before, weights = tower_digest(tmp_path, config), load_file(tmp_path / "model.safetensors")
+    digest, weights = tower_digest(tmp_path, config), load_file(tmp_path / "model.safetensors")
     decoder = next(name for name in weights if "language_model" in name)
     save_file(weights | {decoder: weights[decoder] + 1}, tmp_path / "model.safetensors", {"format": "pt"})
-    assert tower_digest(tmp_path, config) == before
+    assert tower_digest(tmp_path, config) == digest
     name = next(name for name in weights if name.endswith("linear_2.weight"))
     save_file({k: v for k, v in weights.items() if k != name}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"no tensor for .*linear_2\.weight of its vision tower"):
@@ -61,7 +61,7 @@ def test_a_tower_without_a_weight_is_refused_and_its_digest_ignores_the_decoder(
 
 
 def test_plan_counts_images(tmp_path):
-    """768 tokens: 48 x 64 patches of 16 pixels, four of which become a token; features of four layers in bf16."""
+    """768 tokens: 48 x 64 patches of 16 pixels, four patches a token; features of four layers in bf16."""
     words = ["plan", "qwen3-vl-8b", "--machine", "rtx4090-desktop", "--train", "lora", "--policy", "megatrain", "--images", 1000]
     fields = json.loads(succeeded(penstock(*words, "--image-size", "1024x768", "--json")).output)["images"]
     assert (fields["tokens_each"], fields["file_bytes"]) == (768, 1000 * 768 * 4 * 4096 * 2)
