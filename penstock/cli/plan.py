@@ -1,9 +1,7 @@
 """`penstock plan`: search for the fastest schedule of a model on a machine, print it as text or JSON, and write its file."""
 
 import json
-import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import date
 from inspect import unwrap
@@ -20,7 +18,6 @@ from penstock.planner.model.config import WEIGHT_PATTERNS, download, hub_name, n
 from penstock.results import Planned
 from penstock.run_config import PLAN_FLAGS
 from penstock.runtime.errors import DoesNotFitError
-from penstock.runtime.files import read_whole
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import in_shell, on_one_line
 
@@ -40,7 +37,6 @@ from .options import (
 )
 from .outputs import beyond_positions, check_output, note
 
-MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload", "llmq")
 
 
@@ -143,7 +139,7 @@ def plan(
             read_profile(machine, note).with_prices(**{name: options.pop(name) for name in PRICES}),
             seq_len=seq_len,
             batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
-            policy=_policy(policy),
+            policy=policy,
             **options,
         )
     except DoesNotFitError as error:
@@ -200,17 +196,3 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
         **hour.job_fields(tokens, planned.tokens_per_s, moved_bytes(planned.plan)),
         "rests_on": {"device": device.to_json(), "others": remainder and remainder.to_json()},
     }
-
-
-def _policy(text: str) -> Mapping[str, Any] | str | None:
-    """Return None to search, the name of a baseline system, or the fields of the policy in a plan file or a policy file."""
-    path = Path(text)
-    if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # isfile is False for a name that is too long
-        return None if text == "search" else text
-    try:
-        fields = json.loads(read_whole(path, MAX_POLICY_FILE_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        problem = f"--policy {path}: not JSON ({str(error)[:80]})"
-        raise click.UsageError(f'{problem}; give a plan file, or for example {{"prefetch_depth": 2}}') from None
-    policy: Mapping[str, Any] = fields.get("policy", fields) if isinstance(fields, dict) else fields
-    return policy
