@@ -199,7 +199,7 @@ def _policy(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | 
         except (OSError, ValueError, RecursionError) as error:
             advice = 'give a plan file, or for example {"prefetch_depth": 2}'
             raise PlanError(f"policy file {policy}: not JSON ({str(error)[:80]}); {advice}") from None
-        policy = fields.get("policy", fields) if isinstance(fields, dict) else fields
+        return _validated(Policy, fields.get("policy", fields) if isinstance(fields, dict) else fields, "policy")
     return _validated(Policy, policy.to_json() if isinstance(policy, Policy) else policy, "policy")
 
 
@@ -401,5 +401,5 @@ def _file_of(plan: AnyPlan) -> tuple[str, PlanFile]:
         case Plan():
             return "the plan", PlanFile(plan, None)
     if not isinstance(plan, str | Path):
-        raise PlanError(f"plan is a {type(plan).__name__}; give what `penstock plan` returned, or its file")
+        raise PlanError(f"plan is a {type(plan).__name__}; give a result of `penstock plan`, or its file")
     return str(plan), PlanFile.read(Path(plan))

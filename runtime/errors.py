@@ -80,6 +80,6 @@ def user_code(name: str) -> Iterator[None]:
             raise
         lines = str(error).splitlines() or [""]
         words = f"{type(error).__name__}{': ' * bool(lines[0])}{lines[0]}"
-        if lines[0].startswith("Caught "):  # of a DataLoader's worker: the last line of its traceback
+        if lines[0].startswith("Caught "):  # worker of a DataLoader: the last line of its traceback
             words = lines[-1]
         raise StepError(f"{name} raised {words[:240]}; correct it") from error

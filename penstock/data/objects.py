@@ -149,11 +149,11 @@ def _dataset_rows(data: Dataset, columns: Collection[str]) -> Iterator[dict[str,
             yield from table_rows(batch)
 
 
-def _refuse_tokens(name: str, found: Collection[str], columns: Collection[str]) -> None:
+def _refuse_tokens(place: str, names: Collection[str], columns: Collection[str]) -> None:
     """Raise DataError for a data set with tokens and no column that is read."""
-    if "input_ids" in found and not any(column in COLUMNS or column in columns for column in found):
+    if "input_ids" in names and not any(column in COLUMNS or column in columns for column in names):
         how = "DataLoader(dataset, batch_size=None), of rows with input_ids and labels"
-        raise DataError(f"{name} holds tokens ({', '.join(found)[:120]}); give {how}, or its rows as text")
+        raise DataError(f"{place} holds tokens ({', '.join(names)[:120]}); give {how}, or its rows as text")
 
 
 def _at_most(data: Iterable[Any], name: str) -> list[Any]:
