@@ -10,6 +10,8 @@ NETWORK_LATENCY_S = 2e-5  # assumed for --network-gbit, which states a rate only
 
 def part_of(profile: Profile, n: int, n_hosts: int = 1, gbit_per_s: float | None = None) -> Profile:
     """Return the profile of one of n devices per host, on `n_hosts` hosts with a network of `gbit_per_s` per host."""
+    if min(n, n_hosts) < 1:
+        raise ProfileError(f"--gpus {n} and --hosts {n_hosts}: give at least 1 of each")
     if gbit_per_s is not None and n_hosts == 1:
         raise ProfileError("--network-gbit is a rate between hosts, but there is one host; give their number with --hosts")
     return shared_by(on_network(profile, gbit_per_s), n, n_hosts)

@@ -4,6 +4,7 @@ Modules that import slowly are imported inside functions: the search, the simula
 """
 
 import json
+import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from penstock.planner.model.workload import read_model, spelled_out, supported_a
 from penstock.planner.search.claim import CUT, claimed
 from penstock.runtime.errors import PlanError, WrongPlanError, user_code
 from penstock.runtime.executor import Stop
+from penstock.runtime.files import read_whole
 from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from penstock.runtime.plan.legality import refuse_half_pairs
 from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from penstock.training.trainer import Metrics, Trainer, Turn
 
 Fields = TypeVar("Fields")
+MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
 DEFAULT_OUT = RunSettings(DataSettings()).out
 
 
@@ -86,7 +89,7 @@ def plan(
     seq_len: int = 4096,
     batch_size: int = 16,
     clip_norm: float | None = 1.0,
-    policy: Policy | Mapping[str, Any] | str | None = None,
+    policy: Policy | Mapping[str, Any] | str | Path | None = None,
     host_memory_bytes: int | None = None,
     device_memory_bytes: int | None = None,
     host_cores: int | None = None,
@@ -107,8 +110,8 @@ def plan(
     """Search for the fastest schedule of `model` on `machine`. With several GPUs: the schedule of each rank.
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
-    Profile. `policy`: a Policy, its fields, or the name of another system, instead of a search. `semantics`: StepOptions, for
-    example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`; None or absent: the fastest.
+    Profile. `policy`: a Policy, its fields, a plan file, or the name of another system, instead of a search. `semantics`:
+    StepOptions, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`; None or absent: the fastest.
     `compute_dtype="fp8"`: products with frozen weights in FP8, all else in bf16 (docs/fp8.md).
     `clipped_fraction`: known share of steps with a clipped gradient. `host_cores`, `link_bytes_per_s` (each direction),
     `host_bandwidth_bytes_per_s`: of the whole host, instead of the profile's. `network_gbit`: Gbit/s of each host, instead of the
@@ -184,23 +187,32 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
     return user_loss(loss).objective
 
 
-def _policy(policy: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
-    """Return a policy, the name of a baseline system, or None to search."""
+def _policy(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | str | None:
+    """Return a policy, the name of a baseline system, or None to search. Of a plan file, the policy is read."""
     from penstock.planner.search.policies import BASELINES
 
-    if isinstance(policy, str) and policy not in BASELINES:
-        near = get_close_matches(policy, ["search", *BASELINES], n=1)
-        meant = f"did you mean {near[0]}?" if near else f"give search, {', '.join(BASELINES)}, a file or a Policy"
-        raise PlanError(f"no policy or file {policy!r}; {meant}")
-    if policy is None or isinstance(policy, str):
-        return policy
+    if policy is None or policy == "search":
+        return None
+    if isinstance(policy, str | Path):
+        if policy in BASELINES:
+            return str(policy)
+        if not os.path.isfile(policy):  # False for a name that is too long
+            near = get_close_matches(str(policy), ["search", *BASELINES], n=1)
+            meant = f"did you mean {near[0]}?" if near else f"give search, {', '.join(BASELINES)}, a file or a Policy"
+            raise PlanError(f"no policy or file {str(policy)!r}; {meant}")
+        try:
+            fields = json.loads(read_whole(Path(policy), MAX_POLICY_FILE_BYTES).decode("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            advice = 'give a plan file, or for example {"prefetch_depth": 2}'
+            raise PlanError(f"policy file {policy}: not JSON ({str(error)[:80]}); {advice}") from None
+        return _validated(Policy, fields.get("policy", fields) if isinstance(fields, dict) else fields, "policy")
     return _validated(Policy, policy.to_json() if isinstance(policy, Policy) else policy, "policy")
 
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], label: str) -> Fields:
     """Validate fields from a program or a file. PlanError names the first wrong one."""
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(fields))
+        return TypeAdapter(kind).validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
         first = error.errors()[0]
         place = on_one_line("".join(f"{part}: " for part in first["loc"]), 120)
@@ -290,7 +302,7 @@ def stream(plan: AnyPlan, data: "Data", *, every: int = 1, **options: Unpack[Tra
     After `break` nothing more is saved; `turn.stop()` saves. Results are bitwise identical to `train`.
     On several GPUs torchrun starts the program: rank 0 runs the loop body, the programs of the other ranks end here.
     """
-    if not isinstance(every, int) or every < 1:
+    if every < 1:
         raise PlanError(f"every is {every}; give 1 step or more")
     run = _run_request(plan, data, options, every)
     with joined(run) as ranks, _trainer(run, options.get("on_step"), ranks, every) as trainer:
@@ -394,4 +406,6 @@ def _file_of(plan: AnyPlan) -> tuple[str, PlanFile]:
             return "the plan", plan
         case Plan():
             return "the plan", PlanFile(plan, None)
+    if not isinstance(plan, str | Path):
+        raise PlanError(f"plan is a {type(plan).__name__}; give a result of `penstock plan`, or its file")
     return str(plan), PlanFile.read(Path(plan))

@@ -78,5 +78,8 @@ def user_code(name: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, reported with its own advice
             raise
-        words = (str(error).splitlines() or [""])[0][:200]
-        raise StepError(f"{name} raised {type(error).__name__}{': ' * bool(words)}{words}; correct it") from error
+        lines = str(error).splitlines() or [""]
+        words = f"{type(error).__name__}{': ' * bool(lines[0])}{lines[0]}"
+        if lines[0].startswith("Caught "):  # worker of a DataLoader: the last line of its traceback
+            words = lines[-1]
+        raise StepError(f"{name} raised {words[:240]}; correct it") from error

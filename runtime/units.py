@@ -66,7 +66,9 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`: time to wait."""
+    """`22.4 ms`, `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`: time to wait."""
+    if seconds < 1:
+        return show_seconds(seconds)
     if seconds < 100:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

@@ -1,11 +1,13 @@
 """Names in the Python interface: advice on unknown arguments, and messages with keywords in place of the flags of commands."""
 
 import re
-from collections.abc import Callable, Generator, Iterator
+import reprlib
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import lru_cache, wraps
 from inspect import Parameter, isgeneratorfunction, signature
-from typing import Any, ParamSpec, TypeVar, cast
+from types import NoneType
+from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 from penstock.run_config import ALSO_KNOWN_AS, PLAN_KEYS, absent_advice, closest
 from penstock.runtime.errors import PenstockError, PlanError
@@ -114,12 +116,14 @@ def named_arguments(*options: type) -> Callable[[Callable[P, R]], Callable[P, R]
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = [p for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        types = {p.name: p.annotation for p in parameters} | {k: v for kind in options for k, v in kind.__annotations__.items()}
         names = [p.name for p in parameters] + [name for kind in options for name in kind.__annotations__]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if unknown := [name for name in kwargs if name not in names]:
                 raise PlanError("; ".join(_unknown(function.__name__, name, names) for name in unknown[:4]))
+            _refuse_types(function.__name__, signature(function).bind_partial(*args, **kwargs).arguments, types)
             if isgeneratorfunction(function):
                 return cast(R, _iterated(cast(Generator[Any, None, None], function(*args, **kwargs))))
             with python_words():
@@ -130,6 +134,18 @@ def named_arguments(*options: type) -> Callable[[Callable[P, R]], Callable[P, R]
         return call
 
     return decorate
+
+
+def _refuse_types(function: str, values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """PlanError for a value that is no number, text or bool although its argument is. Settings of a run are validated later."""
+    for name, value in (values | values.get("options", {}) | values.get("semantics", {})).items():
+        kinds = get_args(types.get(name)) or (types.get(name),)
+        if name in SETTINGS or not {*kinds} <= {int, float, bool, str, NoneType}:
+            continue
+        accepted = (*kinds, int) if float in kinds else kinds
+        if type(value) not in accepted and (isinstance(value, bool) or not isinstance(value, accepted)):
+            wanted = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise PlanError(f"{function}: {name}={reprlib.repr(value)}: give {wanted}")
 
 
 def _iterated(values: Generator[Any, None, None]) -> Iterator[Any]:

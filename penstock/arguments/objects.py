@@ -40,12 +40,13 @@ def training_data(data: Any, plan: Plan, no_documents: str | None = None, column
     """Return the training data of a program. `no_documents`: why the model cannot isolate packed documents, or None; `columns`:
     further columns to read. DataError for an object that is no data."""
     if isinstance(data, IterableDataset):
-        name = f"an {type(data).__name__}"
-        return GivenData({"data.path": name, "data.streaming": True}, rows=data)
-    if (settings := _in_files(data, columns)) is not None:
+        _refuse_packed("the IterableDataset", data.column_names or ())
+        name, rows = f"an {type(data).__name__}", data.with_format(None)
+        return GivenData({"data.path": name, "data.streaming": True}, rows=rows)
+    if (settings := _in_files(data, columns, "data")) is not None:
         return GivenData(settings)
     n_rows = plan.semantics.all_ranks.batch_size
-    program = data if _has_batches(data) else _dicts(data, plan, n_rows)
+    program = data if _has_batches(data) else _dicts(data, plan, n_rows, "data")
     batches = user_batches(program, plan, n_rows, no_documents)
     return GivenData({"data.path": batches.fingerprint}, batches)
 
@@ -53,15 +54,17 @@ def training_data(data: Any, plan: Plan, no_documents: str | None = None, column
 def held_out_data(data: Any, plan: Plan, no_documents: str | None = None, columns: Collection[str] = ()) -> GivenData:
     """Return held-out data of a program, like `training_data`. Rows and batches that come one by one are read whole."""
     if isinstance(data, IterableDataset):
-        data = _at_most(data, f"the {type(data).__name__}")
+        _refuse_packed("the IterableDataset", data.column_names or ())
+        data = _at_most(data.with_format(None), f"the {type(data).__name__}")
     elif _has_batches(data):
         raise DataError(f"eval_data: a {type(data).__name__} has batch(step) without an end; give rows, or a list of dict batches")
-    if (settings := _in_files(data, columns)) is not None:
+    if (settings := _in_files(data, columns, "eval_data")) is not None:
         if "data.mix" in settings:
             raise DataError("eval_data: several data sets; give one, or the rows of all in one")
         return GivenData({"evaluation.data": settings["data.path"]})
     n_rows = plan.semantics.objective.rows_each
-    batches = _dicts(_at_most(data, f"the {type(data).__name__}") if isinstance(data, Iterable) else data, plan, n_rows)
+    is_iterable = isinstance(data, Iterable) and not isinstance(data, Mapping)
+    batches = _dicts(_at_most(data, f"the {type(data).__name__}") if is_iterable else data, plan, n_rows, "eval_data")
     n = batches.count_rows() // n_rows
     if not n:
         raise DataError(f"eval_data: a {type(data).__name__} with fewer than {n_rows} rows; give more")
@@ -82,7 +85,7 @@ def _has_batches(data: Any) -> bool:
     return callable(getattr(data, "batch", None)) and not isinstance(data, Dataset | IterableDataset)
 
 
-def _dicts(data: Any, plan: Plan, n_rows: int) -> DictBatches:
+def _dicts(data: Any, plan: Plan, n_rows: int, argument: str) -> DictBatches:
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         advice = "one of its splits, as data['train']" if isinstance(data, DatasetDict | IterableDatasetDict) else ACCEPTED
         how = (
@@ -90,12 +93,15 @@ def _dicts(data: Any, plan: Plan, n_rows: int) -> DictBatches:
             if callable(getattr(data, "__getitem__", None)) and not isinstance(data, Mapping)
             else ""
         )
-        raise DataError(f"data: a {type(data).__qualname__} is not read; give {advice}{how}")
+        raise DataError(f"{argument}: a {type(data).__qualname__} is not read; give {advice}{how}")
     return DictBatches(data, plan.semantics.seq_len, n_rows, plan.semantics.objective.inputs)
 
 
-def _in_files(data: Any, columns: Collection[str]) -> dict[str, Any] | None:
-    """Return the settings that name files: those of paths, or one that is written here. None if no file can hold the data."""
+def _in_files(data: Any, columns: Collection[str], argument: str) -> dict[str, Any] | None:
+    """Return the settings that name files: those of paths, or one that is written here. None if no file can hold the data.
+    DataError for no rows."""
+    if isinstance(data, list | tuple | Dataset) and not len(data):
+        raise DataError(f"{argument}: the {type(data).__name__} is empty; give rows")
     match data:
         case str() | Path():
             return {"data.path": str(data)}
@@ -104,24 +110,24 @@ def _in_files(data: Any, columns: Collection[str]) -> dict[str, Any] | None:
         case list() | tuple() if data and all(isinstance(item, Mapping) and "input_ids" in item for item in data):
             return None
         case list() | tuple():
-            return _of_list(data, columns)
+            return _of_list(data, columns, argument)
     return None
 
 
-def _of_list(items: list[Any] | tuple[Any, ...], columns: Collection[str]) -> dict[str, Any]:
+def _of_list(items: list[Any] | tuple[Any, ...], columns: Collection[str], argument: str) -> dict[str, Any]:
     """Return the settings of a list of paths and entries of `data.mix`, or of rows. DataError if it can be both."""
     is_path = [isinstance(item, str | Path) or (isinstance(item, Mapping) and "path" in item) for item in items]
     for i, (item, is_named) in enumerate(zip(items, is_path, strict=True)):
         if not isinstance(item, str | Path | Mapping):
-            raise DataError(f"data: item {i} of the list is a {type(item).__qualname__}; give {ACCEPTED}")
+            raise DataError(f"{argument}: item {i} of the list is a {type(item).__qualname__}; give {ACCEPTED}")
         if is_named is not is_path[0]:
             raise DataError(
-                f"data: item {i} of the list is {_kind(is_named)}, and item 0 {_kind(is_path[0])}; give a list of one kind"
+                f"{argument}: item {i} of the list is {_kind(is_named)}, and item 0 {_kind(is_path[0])}; give a list of one kind"
             )
         if isinstance(item, Mapping) and is_named and (unknown := [str(name) for name in item if name not in _PART]):
-            problem = f"data: item {i} of the list has path, as an entry of data.mix, and {', '.join(unknown)[:80]}, as a row"
+            problem = f"{argument}: item {i} of the list has path, as an entry of data.mix, and {', '.join(unknown)[:80]}, as a row"
             raise DataError(f"{problem}; call the column path otherwise, or leave the others out")
-    if items and not is_path[0]:
+    if not is_path[0]:
         return {"data.path": str(write_rows(items, columns))}
     return {"data.mix": [dict(part) if isinstance(part, Mapping) else {"path": str(part)} for part in items]}
 
@@ -132,9 +138,7 @@ def _kind(is_path: bool) -> str:
 
 def _dataset_rows(data: Dataset, columns: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Dataset as those of its Arrow file. DataError for one with no column that is read, or a transform."""
-    if {"input_ids", "position_ids"} <= {*data.column_names}:  # a row of tokens is one document
-        how = 'DataLoader(dataset.with_format("torch"), batch_size=..., shuffle=...)'
-        raise DataError(f"the Dataset holds packed tokens with position_ids; give {how}, or a row for each document")
+    _refuse_packed("the Dataset", data.column_names)
     if not any(name in COLUMNS or name in columns for name in data.column_names):
         raise not_understood("the Dataset", data.column_names)
     if data.format["type"] == "custom":
@@ -142,6 +146,13 @@ def _dataset_rows(data: Dataset, columns: Collection[str]) -> Iterator[dict[str,
     for table in data.with_format("arrow", columns=data.format["columns"]).iter(ROWS_AT_ONCE):
         for batch in table.to_batches():
             yield from table_rows(batch)
+
+
+def _refuse_packed(place: str, names: Collection[str]) -> None:
+    """Raise DataError for a data set of packed tokens, because each of its rows would be read as one document."""
+    if {"input_ids", "position_ids"} <= {*names}:
+        how = "DataLoader(dataset, batch_size=None), or a row for each document"
+        raise DataError(f"{place} holds packed tokens, with position_ids; give {how}")
 
 
 def _at_most(data: Iterable[Any], name: str) -> list[Any]:

@@ -77,6 +77,8 @@ class TrainOptions(TypedDict, total=False):
 
 def named_settings(options: TrainOptions) -> dict[str, Any]:
     """Return the settings that arguments name, by dotted name, without data. PlanError for one that is named in `settings`, too."""
+    if not isinstance(options.get("settings") or {}, Mapping):
+        raise PlanError(f"settings is a {type(options['settings']).__name__}; give a dict of dotted names")
     named = {setting: options.get(name) for name, setting in SETTINGS.items() if name != "eval_data"}
     named = {setting: str(value) if isinstance(value, Path) else value for setting, value in named.items() if value is not None}
     arguments = {setting: name for name, setting in SETTINGS.items()} | {"data.path": "data", "data.mix": "data"}

@@ -66,6 +66,8 @@ class Conversation:
 
         DataError if the conversation fills the context, or the template rejects it; the turn is then dropped.
         """
+        if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise DataError("a turn is not UTF-8; convert it")
         messages, semantics = [*self.messages, {"role": "user", "content": text}], self._machine.plan.semantics
         prompt, ids, shown, begun_s = self._template.prompt(messages), list[int](), "", time.perf_counter()
         if len(prompt) >= semantics.seq_len:

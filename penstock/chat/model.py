@@ -8,7 +8,7 @@ from typing import Any
 from penstock.caches import cache_folder
 from penstock.checkpoint.adapter_files import CONFIG_FILE, read_adapter
 from penstock.checkpoint.checkpoint import refuse_another_base
-from penstock.checkpoint.model_files import read_json, weights_digest
+from penstock.checkpoint.model_files import has_weights, read_json, weights_digest
 from penstock.data.data import Report
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.hwprofiles.schema import read_profile
@@ -57,6 +57,8 @@ def load(
     """Return a machine with the model and adapter of `located_model`, and the tokenizer. The machine's plan has one sequence of
     `context` tokens. PenstockError for invalid files, or if memory does not suffice, before anything is allocated."""
     device, folder = device_of(settings.device), Path(settings.model or "")
+    if not has_weights(folder):
+        raise RunConfigError(f"{folder}: holds no weights; give a folder with a model's weights, or a checkpoint of a run")
     tokenizer = read_tokenizer(tokenizer_folder(settings, folder), settings.data.chat_template)
     report("planning")
     plan = _plan(read_model(str(folder)), settings, device, context, compute, base)

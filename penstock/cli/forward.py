@@ -102,7 +102,7 @@ def chat(
 
 def _converse(conversation: "Conversation", max_new_tokens: int) -> None:
     """Answer each turn. On a terminal, an error of a turn is printed and the next turn is read."""
-    is_terminal = sys.stdin.isatty()
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
     for text in _turns(is_terminal):
         try:
             answer = _answered(conversation, text, max_new_tokens, is_terminal)
@@ -133,7 +133,7 @@ def _turns(is_terminal: bool) -> Iterator[str]:
         click.echo("Ctrl-C ends an answer, Ctrl-D leaves", err=True)
     while True:
         try:
-            line = f"{input('> ')}\n" if is_terminal else sys.stdin.readline()
+            line = f"{input('> ')}\n" if is_terminal else sys.stdin.readline() if sys.stdin else ""
         except KeyboardInterrupt:
             click.echo("\nCtrl-D leaves", err=True)
             continue

@@ -259,7 +259,7 @@ def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rate_group(text: str) -> dict[str, Any]:
     """Parse `*norm*=1e-5`, `*norm*=0.1x` (times the rate), or either with `,decay=0.1`, which may be alone: `*norm*=,decay=0`."""
-    if (match := re.fullmatch(r"([^=]+)=([0-9.e+-]+)?(x)?(?:,decay=([0-9.e+-]+))?", text)) is None:
+    if (match := re.fullmatch(r"([^=]+)=(?:([0-9.e+-]+)(x)?)?(?:,decay=([0-9.e+-]+))?", text)) is None:
         raise click.UsageError(f"--lr-group {text[:60]}: write PATTERN=RATE, for example '*norm*=1e-5' or '*norm*=0.1x,decay=0'")
     pattern, rate, factor, decay = match.groups()
     fields = {"pattern": pattern, "lr_factor" if factor else "lr": rate, "weight_decay": decay}

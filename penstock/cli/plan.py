@@ -1,7 +1,6 @@
 """`penstock plan`: search for the fastest schedule of a model on a machine, print it as text or JSON, and write its file."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,7 +19,6 @@ from penstock.planner.model.config import WEIGHT_PATTERNS, download, hub_name, n
 from penstock.results import Planned
 from penstock.run_config import PLAN_FLAGS
 from penstock.runtime.errors import DoesNotFitError
-from penstock.runtime.files import read_whole
 from penstock.runtime.plan.workload import ITEM_BYTES, Model
 from penstock.runtime.units import in_shell, on_one_line, show_bytes, show_seconds
 
@@ -40,7 +38,6 @@ from .options import (
 )
 from .outputs import beyond_positions, check_output, note
 
-MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload", "llmq")
 
 
@@ -147,7 +144,7 @@ def plan(
             read_profile(machine, note).with_prices(**{name: options.pop(name) for name in PRICES}),
             seq_len=seq_len,
             batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
-            policy=_policy(policy),
+            policy=policy,
             **options,
         )
     except DoesNotFitError as error:
@@ -235,17 +232,3 @@ def _images_in_words(images: Mapping[str, Any]) -> str:
     n, size, n_tokens = images["n"], f"{images['width']} x {images['height']}", images["tokens_each"]
     tower = f"the tower's pass {show_seconds(images['tower_s'])} without decoding, {show_bytes(images['weights_bytes'])} of weights"
     return f"images    {n:,} of {size}: {n_tokens:,} tokens each; {tower}; features {show_bytes(images['file_bytes'])} on disk"
-
-
-def _policy(text: str) -> Mapping[str, Any] | str | None:
-    """Return None to search, the name of a baseline system, or the fields of the policy in a plan file or a policy file."""
-    path = Path(text)
-    if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # isfile is False for a name that is too long
-        return None if text == "search" else text
-    try:
-        fields = json.loads(read_whole(path, MAX_POLICY_FILE_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        problem = f"--policy {path}: not JSON ({str(error)[:80]})"
-        raise click.UsageError(f'{problem}; give a plan file, or for example {{"prefetch_depth": 2}}') from None
-    policy: Mapping[str, Any] = fields.get("policy", fields) if isinstance(fields, dict) else fields
-    return policy

@@ -63,7 +63,7 @@ def rows_of_batch(batch: Any, where: str, seq_len: int, inputs: Sequence[LossInp
 def _rows(value: Any, where: str, name: str) -> list[torch.Tensor]:
     """Return the rows of a column as int64 on the host: of a tensor, an array, or a list of rows or of one row's tokens."""
     try:
-        if isinstance(value, Sequence) and not all(isinstance(item, int) for item in value):
+        if isinstance(value, Sequence) and not all(isinstance(item, int | np.integer) for item in value):
             tensors = [torch.as_tensor(item) for item in value]
         else:
             tensor = torch.as_tensor(value)
@@ -90,9 +90,13 @@ def _token_row(row: Mapping[str, torch.Tensor], where: str, seq_len: int, extras
     ids_T, labels_T = row["input_ids"], row["labels"]
     n = len(ids_T)
     if (mask_T := row.get("attention_mask")) is not None:
-        n = int((mask_T != 0).sum())
+        n = int((mask_T == 1).sum())
+        if not ((mask_T == 0) | (mask_T == 1)).all():
+            raise DataError(f"{where}: its attention_mask is not 0 or 1; give packed documents position_ids that begin again at 0")
         if n == 0 or not mask_T[:n].all():
             raise DataError(f"{where}: its attention_mask has zeros before tokens; pad at the end (padding_side='right')")
+        if (labels_T[n:] != UNSUPERVISED).any():
+            raise DataError(f"{where}: labels of padding (attention_mask 0) would be learned; set them to {UNSUPERVISED}")
     starts = [0]
     if (positions_T := row.get("position_ids")) is not None:
         starts = torch.nonzero(positions_T[:n] == 0).flatten().tolist()

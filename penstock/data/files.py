@@ -121,7 +121,8 @@ class DataFiles:
         total = hashlib.sha256()
         for file in self.files:
             if file.kind == "program":  # its first rows
-                return hashlib.sha256(json.dumps([*islice(file.rows, FIRST_ROWS)], default=str).encode()).hexdigest()
+                rows = [row for _, row in islice(file.numbered_rows(None, self.limits.row_bytes), FIRST_ROWS)]
+                return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
             try:
                 with file.path.open("rb") as stream:
                     n_bytes = os.fstat(stream.fileno()).st_size

@@ -63,7 +63,8 @@ class UserBatches:
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model has ids 0 to {last}")
         if not (batch.targets != UNSUPERVISED).any():
-            raise DataError(f"batch({step}) has nothing to learn: all its targets are {UNSUPERVISED}; give one with targets")
+            place = f"batch({step})" if self.n_steps is None else f"eval_data: row {step * self.batch_size + 1}"
+            raise DataError(f"{place} has nothing to learn: all its targets are {UNSUPERVISED}; give one with targets")
         for row in self.objective.inputs:
             # For most inputs of a built-in loss, one number per sequence would be mistaken for one per token.
             is_broadcast = row.by_sequence or self.objective.sha256 is not None

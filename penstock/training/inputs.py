@@ -181,16 +181,27 @@ def with_defaults(request: RunRequest) -> RunRequest:
     for part in optimizer.no_decay:
         if not any(part in name for name in names):
             raise RunConfigError(f"optimizer.no_decay: no parameter's name holds {part[:60]!r}; names are for example {names[1]}")
-    lr, groups = optimizer.lr or usual, list[RateGroup]()
-    for group in optimizer.groups:
-        if not any(fnmatchcase(name, group.pattern) for name in names):
-            place = f"optimizer.groups: no parameter's name matches {group.pattern[:60]!r}"
-            raise RunConfigError(f"{place}; write for example '*norm*': names are for example {names[1]}")
-        if (group.lr is not None and group.lr_factor is not None) or group == RateGroup(group.pattern):
-            raise RunConfigError(f"optimizer.groups: {group.pattern[:60]!r}: give lr or lr_factor, weight_decay, or both")
-        groups.append(replace(group, lr=group.lr if group.lr_factor is None else lr * group.lr_factor, lr_factor=None))
-    optimizer = replace(optimizer, lr=lr, beta2=beta2, groups=tuple(groups))
+    lr = optimizer.lr or usual
+    optimizer = replace(optimizer, lr=lr, beta2=beta2, groups=_rate_groups(optimizer.groups, lr, plan))
     return replace(request, settings=replace(request.settings, optimizer=optimizer))
+
+
+def _rate_groups(groups: Iterable[RateGroup], lr: float, plan: Plan) -> tuple[RateGroup, ...]:
+    """Return the groups with rates in place of factors. RunConfigError for a group without a trained parameter."""
+    names = [p.name for block in plan.workload.blocks for p in block.trained if p.tied_to is None]
+    remaining, resolved = names, list[RateGroup]()
+    for group in groups:
+        place = f"optimizer.groups: {group.pattern[:60]!r}"
+        if (group.lr is not None and group.lr_factor is not None) or group == RateGroup(group.pattern):
+            raise RunConfigError(f"{place}: give lr or lr_factor, weight_decay, or both")
+        n_before, remaining = len(remaining), [name for name in remaining if not fnmatchcase(name, group.pattern)]
+        if len(remaining) == n_before:
+            if any(fnmatchcase(name, group.pattern) for name in names):
+                raise RunConfigError(f"{place}: earlier patterns match all its parameters, and the first applies; put it first")
+            problem = "matches no trained parameter's name (a tied weight has that of the embedding)"
+            raise RunConfigError(f"{place}: {problem}; write for example '*norm*': names are for example {names[len(names) // 2]}")
+        resolved.append(replace(group, lr=group.lr if group.lr_factor is None else lr * group.lr_factor, lr_factor=None))
+    return tuple(resolved)
 
 
 def steps_of(settings: RunSettings, data: RunData) -> int:

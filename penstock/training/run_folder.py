@@ -79,6 +79,8 @@ def _locked(out: Path) -> Iterator[None]:
             pass  # a file system without locks
         yield
     finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # workers of a DataLoader have copies of the descriptor
         os.close(descriptor)
 
 

@@ -93,10 +93,34 @@ def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path) -> None:
         ("micro_batch", 8, "a micro-batch of 8 is more than the batch of 4"),
         ("dtype", "bf16", "no argument 'dtype'; did you mean compute_dtype?"),
         ("policy", penstock.Policy(prefetch_depth=-1), "policy: prefetch_depth: "),
+        ("policy", home / "none.json", "no policy or file"),
+        ("policy", home / "data" / "a.txt", "a.txt: not JSON"),
+        ("gpus", 0, "gpus=0 and hosts=1: give at least 1"),
+        ("gpus", "2", "plan: gpus='2': give int"),
+        ("train", 3, "plan: train=3: give str or None"),
+        ("deterministic", 1, "plan: deterministic=1: give bool"),
+        ("host_memory_bytes", "64GB", "plan: host_memory_bytes='64GB': give int or None"),
+        ("compute_dtype", torch.bfloat16, "compute_dtype: should be 'bf16' or 'fp32', found 'torch.bfloat16'"),
     ):
         with pytest.raises(penstock.PenstockError, match=re.escape(message)) as refused:
             penstock.plan(home / "model", "cpu-2core", **(SIZES | {name: wrong}))
         assert "\n" not in str(refused.value)
+
+
+def test_a_policy_is_read_from_a_file_as_by_the_command(home: Path) -> None:
+    saved = planned(home).save(home / "plan.json")
+    for policy in (UNSEARCHED[1], Path(UNSEARCHED[1]), saved, str(saved)):
+        assert planned(home, policy).plan == planned(home).plan  # type: ignore[arg-type]
+
+
+def test_arguments_of_another_type_are_refused_in_one_line(home: Path) -> None:
+    for plan, options, message in (
+        (3, {}, "plan is a int; give"),
+        ("plan", {"settings": [1]}, "settings is a list"),
+        ("plan", {"resume": "yes"}, "train: resume='yes': give bool"),
+    ):
+        with pytest.raises(PlanError, match=re.escape(message)):
+            penstock.train(planned(home) if plan == "plan" else plan, home / "data", **options)  # type: ignore[arg-type]
 
 
 def test_training_leaves_the_bytes_of_the_command(home: Path) -> None:
@@ -275,7 +299,12 @@ def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
     later = penstock.stream(plan, home / "data", out=home / "stream", steps=9, every=2, **how | {"resume": True, "settings": looks})
     assert [(turn.step, len(turn.metrics), turn.lr) for turn in later] == [(8, 2, 0.5), (9, 1, 0.5)], "the rate survives a resume"
     background = {"settings": {"checkpoint.background": True}}
-    odd = {"every is 0": {"every": 0}, "every is 2.5": {"every": 2.5}, "argument 'step'": {"step": 1}, "between steps": background}
+    odd = {
+        "every is 0": {"every": 0},
+        "every=2.5: give int": {"every": 2.5},
+        "argument 'step'": {"step": 1},
+        "between steps": background,
+    }
     for message, request in odd.items():
         with pytest.raises(PlanError, match=message):
             next(penstock.stream(plan, home / "data", **request))

@@ -97,13 +97,16 @@ def test_words_that_cannot_be_obeyed_are_refused(home):
     one_line(talk(home / "none"), 2, "no such folder; give a model's folder")
     one_line(talk(home / "model", "--top-p", 0.5), 2, "--top-p does nothing without --temperature")
     one_line(talk(home / "model", "--context", 1000), 2, "the model has 512 positions")
+    (home / "untrained").mkdir()
+    (home / "untrained" / "config.json").write_text((home / "model" / "config.json").read_text())
+    one_line(talk(home / "untrained"), 2, "untrained: holds no weights; give a folder with a model's weights")
     one_line(talk(home / "model", "--context", 16), 2, "and the context holds 16; begin a new one, or give a larger --context")
 
 
 def test_a_terminal_survives_ctrl_c_and_long_turns(home, monkeypatch, capsys):
     """Ctrl-C in an answer keeps what was said; at the prompt it ends nothing."""
     model = conversation.Conversation(*loaded(home), None, Sampling())
-    typed, original = iter(["Hello", KeyboardInterrupt, "x " * 600, " ", "Again", EOFError]), conversation.generate
+    typed, original = iter(["Hello", KeyboardInterrupt, "x " * 600, "\udcff", " ", "Again", EOFError]), conversation.generate
 
     def generate(*arguments):
         *others, on_token = arguments
@@ -122,6 +125,9 @@ def test_a_terminal_survives_ctrl_c_and_long_turns(home, monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert errors.count("(1 tokens, ") == errors.count("; interrupted)") == 2
     assert "error: the conversation has" in errors
+    assert "error: a turn is not UTF-8; convert it" in errors
+    monkeypatch.setattr("sys.stdin", None)  # closed by the shell
+    _converse(model, 12)
     assert [message["role"] for message in model.messages] == ["user", "assistant"] * 2
 
 

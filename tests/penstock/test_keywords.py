@@ -61,6 +61,8 @@ def test_typed_arguments_are_the_fields_of_the_semantics_and_of_a_run() -> None:
         ("train", "lora_alpha", 'the plan sets it: `penstock.plan(..., train="lora:r=16,alpha=32,targets=q_proj+v_proj")`'),
         ("stream", "evry", "did you mean every?"),
         ("forward", "output_dir", "did you mean out?"),
+        ("train", "deepspeed", "`penstock.plan(..., gpus=8)`"),
+        ("train", "template", 'it is settings={"data.chat_template": ...}'),
         ("predict", "machin", "did you mean machine?"),
         ("probe", "x", "it takes device, quick, gpu, name, disk, report"),
     ],

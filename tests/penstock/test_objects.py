@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -114,6 +115,11 @@ class Rows(TorchDataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones(32)[:32].int()}
 
 
+class Broken(Rows):
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        raise KeyError("no row")
+
+
 def test_a_loader_is_taken_row_by_row_and_resumed_to_the_bits(home: Path) -> None:
     """Batches of 3 rows for steps of 4; a shuffled loader without a seed is refused by the digest of its rows."""
     plan = planned(home)
@@ -160,7 +166,7 @@ def test_padding_and_packed_documents_are_those_of_files(home: Path) -> None:
     batch = batch_of_rows(rows_of_batch(packed, "it", 10))
     assert batch.document_tokens == ((5, 3, 2),)
     assert batch.targets.tolist() == [[2, 3, 4, 5, -100, 7, 8, -100, -100, -100]]
-    padded = {"input_ids": [[1, 2, 3, 0, 0]], "labels": [[1, 2, 3, 9, 9]], "attention_mask": [[1, 1, 1, 0, 0]]}
+    padded = {"input_ids": [[1, 2, 3, 0, 0]], "labels": [[1, 2, 3, -100, -100]], "attention_mask": [[1, 1, 1, 0, 0]]}
     batch = batch_of_rows(rows_of_batch(padded, "it", 8))
     assert (batch.n_tokens, batch.document_tokens) == ((3,), None)
     assert batch.targets.tolist() == [[2, 3, -100, -100, -100, -100, -100, -100]]
@@ -174,6 +180,8 @@ def test_padding_and_packed_documents_are_those_of_files(home: Path) -> None:
         ({"input_ids": [[1] * 9], "labels": [[1] * 9]}, "row 0 has 9 tokens, and a sequence of the plan 8"),
         ({"labels": [[1, 2]]}, "row 0 has 4 input_ids, 2 labels"),
         ({"attention_mask": [[0, 1, 1, 1]]}, "zeros before tokens"),
+        ({"attention_mask": [[1, 1, 2, 2]]}, "attention_mask is not 0 or 1; give packed documents position_ids"),
+        ({"attention_mask": [[1, 1, 1, 0]]}, "labels of padding .* would be learned; set them to -100"),
         ({"position_ids": [[1, 2, 3, 4]]}, "neither go on by 1 nor begin again at 0"),
         ({"pixel_values": [[1]]}, "has pixel_values, which nothing reads"),
     ],
@@ -185,6 +193,12 @@ def test_a_wrong_dict_batch_is_refused_in_one_line(change: dict[str, Any], messa
     assert "\n" not in str(refused.value)
 
 
+def test_workers_of_a_loader_leave_the_folder_free(home: Path) -> None:
+    plan, loader = planned(home), DataLoader(Rows(), batch_size=4, num_workers=1)  # its workers run on until it is collected
+    for steps in (1, 2):
+        train_new(plan, loader, out=home / "out", steps=steps, resume=steps > 1)
+
+
 def test_other_objects_are_refused_with_advice(home: Path) -> None:
     plan = planned(home)
     packed = Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]], "position_ids": [[0, 0]]})
@@ -193,12 +207,20 @@ def test_other_objects_are_refused_with_advice(home: Path) -> None:
         while True:
             yield {"text": "a"}
 
+    def failing() -> Iterator[dict[str, str]]:
+        yield TEXTS[0]
+        raise ValueError("no row\nof many")
+
     for data, message in (
         ([{"path": "a.png", "text": "b"}], "item 0 of the list has path, as an entry of data.mix, and text, as a row"),
         ([str(home / "data"), {"text": "b"}], "item 1 of the list is a row, and item 0 a path"),
         ([{"text": "a"}, 3], "item 1 of the list is a int"),
         (Dataset.from_dict({"body": ["a"]}), "the Dataset: its columns are body; supported: messages"),
-        (packed, "holds packed tokens with position_ids; give DataLoader"),
+        (packed, r"holds packed tokens, with position_ids; give DataLoader\(dataset, batch_size=None\)"),
+        ([], "data: the list is empty"),
+        (Dataset.from_dict({"text": []}), "data: the Dataset is empty"),
+        (IterableDataset.from_generator(failing), "an IterableDataset raised ValueError: no row; correct it$"),
+        (DataLoader(Broken(), num_workers=1), r"batch\(0\) raised KeyError: 'no row'; correct it$"),
         ({"train": [{"text": "a"}]}, "a dict is not read"),
         (Rows(), "a Rows is not read; .* or put it into a DataLoader"),
         (endless(), "batch 1 of the generator has no input_ids .it has text.; give dicts of tokens, or give rows as a datasets"),
@@ -208,3 +230,23 @@ def test_other_objects_are_refused_with_advice(home: Path) -> None:
             train_new(plan, data, out=home / "out", steps=1)
         assert "\n" not in str(refused.value)
         assert "--" not in str(refused.value)
+    for held_out, message in (
+        ([], "eval_data: the list is empty"),
+        ({"a": TEXTS}, "eval_data: a dict is not read"),
+        (3, "eval_data: a int is not read"),
+        ([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [-100, -100]}], "eval_data: row 2 has nothing"),
+    ):
+        with pytest.raises(penstock.PenstockError, match=f"^{message}"):
+            train_new(plan, TEXTS, out=home / "out", steps=1, eval_data=held_out)
+
+
+def test_rows_of_every_format_and_tokens_of_every_integer_are_read(home: Path) -> None:
+    plan, streamed = planned(home), Dataset.from_list(TEXTS).to_iterable_dataset()
+    rows = [[*training_data(streamed.with_format(kind), plan.plan).rows] for kind in (None, "arrow", "torch")]
+    assert rows == [TEXTS] * 3
+    ids = [np.int64(i) for i in range(1, 5)]
+    (row,) = rows_of_batch({"input_ids": ids, "labels": ids}, "it", 8)
+    assert row.ids_T.tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
+    ragged = Dataset.from_dict({"input_ids": IDS, "labels": IDS})
+    first = DictBatches(DataLoader(ragged, batch_size=None), 64, 2).batch(0)  # as the refusal of a Dataset of tokens advises
+    assert first.n_tokens == (5, 6)

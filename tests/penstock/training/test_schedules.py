@@ -1,5 +1,6 @@
 """Learning rate schedules: same rates as transformers' schedulers."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ import pytest
 import torch
 import transformers
 
-from penstock.run_config import RunConfigError
-from penstock.runtime.plan import Policy, Update
+from penstock.run_config import RunConfigError, RunRequest
+from penstock.runtime.plan import PlanFile, Policy, Update
 from penstock.runtime.plan.optimizer import RateGroup
-from penstock.settings import OptimizerSettings, ScheduleSettings
+from penstock.runtime.plan.train import parse_train
+from penstock.settings import DataSettings, OptimizerSettings, RunSettings, ScheduleSettings
+from penstock.training.inputs import with_defaults
 from penstock.training.schedules import learning_rates, run_rates
 from tests import reference
 from tests.penstock.test_api import planned, train_new
@@ -99,5 +102,31 @@ def test_groups_are_settings_and_flags_and_bind_a_resumed_run(home: Path) -> Non
     assert weights_sha(by_program.checkpoint) == weights_sha(home / "b" / "checkpoint-2") != weights_sha(plain.checkpoint)
     succeeded(train(home, home / "plan.json", *flags, "--resume", out="b", steps=3))
     one_line(train(home, home / "plan.json", "--resume", out="b", steps=4), 2, "optimizer")
-    for text, words in (("norm", "write PATTERN=RATE"), ("*gate_norm*=1", "no parameter's name matches"), ("*norm*=", "give lr")):
+    for text, words in (
+        ("norm", "write PATTERN=RATE"),
+        ("*gate_norm*=1", "no trained parameter's name"),
+        ("*norm*=", "give lr"),
+        ("*=x", "write PATTERN=RATE"),
+    ):
         one_line(train(home, home / "plan.json", "--lr-group", text, out="d"), 2, words)
+
+
+@pytest.mark.parametrize(
+    ("train", "patterns", "message"),
+    [
+        ("lora:r=2", ["*layernorm*"], "matches no trained parameter's name"),
+        ("names:*norm*", ["*mlp*"], "matches no trained parameter's name"),
+        ("all", ["*lm_head*"], r"\(a tied weight has that of the embedding\)"),
+        ("all", ["*", "*norm*"], r"'\*norm\*': earlier patterns match all its parameters, .*; put it first"),
+        ("all", ["*norm*", "*norm*"], "earlier patterns match all"),
+        ("all", ["*input_layernorm*", "*norm*"], None),
+        ("lora:r=2", ["*lora_B*"], None),
+    ],
+)
+def test_a_group_without_a_parameter_of_its_own_is_refused(train: str, patterns: list[str], message: str | None) -> None:
+    fields = {"train": parse_train(train)} if train != "all" else {}
+    plan = plan_of(tiny_config("qwen3", tie_word_embeddings=True), semantics_of("qwen3", **fields), Policy())
+    groups = tuple(RateGroup(pattern, lr=1e-3) for pattern in patterns)
+    settings = RunSettings(DataSettings("x"), optimizer=OptimizerSettings(groups=groups))
+    with nullcontext() if message is None else pytest.raises(RunConfigError, match=message):
+        with_defaults(RunRequest(settings, PlanFile(plan, None)))
