@@ -324,7 +324,8 @@ def not_understood(where: str, columns: Collection[str]) -> DataError:
     if {"chosen", "rejected"} <= set(columns):
         advice = "for the chosen answer alone say --columns messages=chosen, or --columns prompt=prompt --columns completion=chosen"
         return DataError(f"{where}: chosen and rejected are preferences: plan with --loss dpo, or another loss of pairs; {advice}")
-    read = " | ".join(", ".join(needed) for needed, _ in _FORMATS.values())
+    tokens, *others = [", ".join(needed) for needed, _ in _FORMATS.values()]
+    read = " | ".join([*others, tokens])
     advice = "name yours with --columns prompt=COLUMN, or in data.columns"
     return DataError(f"{where}: its columns are {shown(columns)}; supported: {read}; {advice}")
 

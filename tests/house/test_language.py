@@ -22,6 +22,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "penstock": (1, 0.1),
     "penstock/arguments": (1, 0.1),
     "penstock/chat": (1, 0.1),
+    "penstock/hf": (1, 0.1),
     "penstock/checkpoint": (2, 0.1),
     "penstock/cli": (1, 0.1),
     "penstock/data": (2, 0.1),
