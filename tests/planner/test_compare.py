@@ -16,7 +16,7 @@ from penstock.planner.show.price import hourly, prices_in_words
 from penstock.planner.show.report_lines import ALONE, exchange_in_words
 from penstock.runtime.errors import ProfileError
 from penstock.runtime.plan import Policy, Semantics, Update
-from penstock.runtime.units import show_bytes
+from penstock.runtime.units import show_bytes, show_duration
 from tests.lanes import mostly_slow
 
 MODEL = read_model("qwen2.5-0.5b")
@@ -134,3 +134,7 @@ def test_eight_gpus_of_a_profile_of_one_name_the_machine_of_eight():
     assert exchange_in_words(one, 8).endswith("; 8xh100 is a machine of 8")
     assert exchange_in_words(read_profile("rtx4090-desktop"), 2).endswith(f"{ALONE}; 2xrtx4090 is a machine of 2")
     assert (exchange_in_words(one, 1), exchange_in_words(eight, 8)) == (None, None)
+
+
+def test_a_duration_below_a_second_is_not_zero():
+    assert [show_duration(s) for s in (0, 0.0224, 0.9, 45, 720)] == ["0 s", "22.4 ms", "900 ms", "45 s", "12 min"]
