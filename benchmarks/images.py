@@ -90,7 +90,7 @@ def tower() -> None:
             pairs.append((middle_s - began_s, time.perf_counter() - middle_s))
     cost = CostModel(profile)
     predicted_s, products_s = tower_s(planned, "fp32", cost), sum(cost.product_s("fp32", m) for m in planned.matmuls)
-    ratios, n_threads = sorted(whole / products for whole, products in pairs[3:]), torch.get_num_threads()
+    ratios, n_threads = sorted(seconds / products for seconds, products in pairs[3:]), torch.get_num_threads()
     print(
         f"{planned.flop / 1e9:.1f} GFLOP, predicted {predicted_s * 1e3:.0f} ms, {predicted_s / products_s:.2f} times its products"
     )
@@ -111,10 +111,10 @@ def run() -> None:
     home = Path(tempfile.mkdtemp())
     write_seer(home / "model", "qwen2_5_vl")
     rows, held = write_drawings(home / "rows", N_TRAINED), write_drawings(home / "held", N_HELD_OUT, first=1000)
-    others = [json.loads(line) for line in held.read_text().splitlines()]
-    for i, row in enumerate(others):  # the image of a row three further on: of another colour
+    swapped = [json.loads(line) for line in held.read_text().splitlines()]
+    for i, row in enumerate(swapped):  # the image of a row three further on: of another colour
         row["messages"][0]["content"][0]["path"] = f"{1000 + (i + 3) % N_HELD_OUT}-0.png"
-    (home / "held" / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    (home / "held" / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in swapped))
     sizes = ["--machine", "cpu-2core", "--seq-len", 64, "--batch-size", 8, "--micro-batch", 4, "--compute", "fp32"]
     succeeded(penstock("plan", home / "model", *sizes, *UNSEARCHED, "-o", home / "plan.json"))
     words = ["run", home / "plan.json", "--data", rows, "--eval-data", held, "--out", home / "out", "--steps", N_STEPS]

@@ -87,9 +87,9 @@ def run(home: Path, name: str, module: str | None = None, steps: int = STEPS) ->
     command = [sys.executable, "script.py", model, f"{rows}.jsonl", str(out), str(steps)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_DATASETS_CACHE": str(home / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} with {module or 'penstock'}: {done.stderr[-3000:]}")
+    completed = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise RuntimeError(f"{name} with {module or 'penstock'}: {completed.stderr[-3000:]}")
     state = "hf_trainer_state.json" if module is None else "trainer_state.json"
     history = json.loads((out / f"checkpoint-{steps}" / state).read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry], changed, out / "final"
@@ -111,10 +111,10 @@ def loads(folder: Path, base: Path) -> bool:
 def compared(home: Path, name: str, steps: int = STEPS) -> tuple[int, float, bool]:
     """Return lines changed, the largest relative difference of losses, and True if both sides' results load."""
     module, model, _ = SCRIPTS[name]
-    theirs, n_lines, their_folder = run(home, name, module, steps)
-    ours, _, our_folder = run(home, name, steps=steps)
-    assert len(ours) == len(theirs) == steps, (len(ours), len(theirs))
-    worst = max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(ours, theirs, strict=True))
+    reference, n_lines, their_folder = run(home, name, module, steps)
+    streamed, _, our_folder = run(home, name, steps=steps)
+    assert len(streamed) == len(reference) == steps, (len(streamed), len(reference))
+    worst = max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(streamed, reference, strict=True))
     return n_lines, worst, loads(our_folder, home / model) and loads(their_folder, home / model)
 
 

@@ -1,4 +1,4 @@
-"""GRPO on given rollouts, in the script that people have for TRL, whose `rollout_func` returns them.
+"""GRPO on given rollouts, as a script for TRL, with a `rollout_func` that returns them.
 
     python trl_grpo_rollouts.py Qwen3-8B rollouts.jsonl out 100
 

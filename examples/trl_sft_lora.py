@@ -18,7 +18,7 @@ MODEL, CHATS, OUT, STEPS = *sys.argv[1:4], int(sys.argv[4])
 
 
 def main() -> None:
-    set_seed(0)  # of the adapters
+    set_seed(0)  # random adapters
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     args = SFTConfig(

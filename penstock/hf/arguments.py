@@ -160,7 +160,7 @@ def adapter_of(lora: Any, model_type: str, job: Job) -> str:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
         if (targets := USUAL.get(model_type)) is None:
-            job.refuse("peft_config.target_modules", None, f"PEFT knows none for {model_type}; write 'all-linear', or a list")
+            job.refuse("peft_config.target_modules", None, f"PEFT has no default for {model_type}; write 'all-linear', or a list")
     if isinstance(targets, str) and targets != "all-linear":
         targets = [f"/{targets}/"]
     named = targets if isinstance(targets, str) else "+".join(sorted(targets or ()))

@@ -19,7 +19,7 @@ from penstock.runtime.files import write_whole
 from penstock.training import trainer as runs
 from penstock.training.validation import held_out_loss
 
-STATE_OF_TRAINER = "hf_trainer_state.json"  # beside Penstock's trainer_state.json, with the fields of a TrainerState
+STATE_OF_TRAINER = "hf_trainer_state.json"  # next to Penstock's trainer_state.json, with the fields of a TrainerState
 
 
 class Loop:
@@ -143,7 +143,7 @@ class Loop:
             return False
         name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         if name not in metrics:
-            raise PlanError(f"metric_for_best_model: no {name} in an evaluation; there are {', '.join(metrics)}")
+            raise PlanError(f"metric_for_best_model: no {name} in an evaluation; evaluations report {', '.join(metrics)}")
         is_better = operator.gt if args.greater_is_better else operator.lt
         if state.best_metric is not None and not is_better(metrics[name], state.best_metric):
             return False
@@ -161,10 +161,10 @@ class Loop:
         self._write_state(checkpoint)
         if (limit := self.args.save_total_limit) is not None and limit > 0:
             paths = [path for _, path in complete_checkpoints(self.folder)]
-            kept = {paths[-1], best} & {*paths}
-            n = max(limit, len(kept))
-            others = [path for path in paths if path not in kept]
-            remove(others[: len(paths) - n])
+            retained = {paths[-1], best} & {*paths}
+            n = max(limit, len(retained))
+            removable = [path for path in paths if path not in retained]
+            remove(removable[: len(paths) - n])
 
     def _write_state(self, folder: Path) -> None:
         state: Any = self.trainer.state

@@ -64,7 +64,7 @@ class Tokens:
             job.refuse("assistant_only_loss", True, "the chat template has no {% generation %}; set one with it on the tokenizer")
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield tokenised rows without those in which nothing is learned. DataError names a row of unknown columns."""
+        """Yield tokenised rows with at least one learned token. DataError names a row of unknown columns."""
         tokenised = (self._cut(self._row(number, row)) for number, row in enumerate(rows))
         if self.chunk is None:
             return (row for row in tokenised if any(label != UNSUPERVISED for label in row["labels"][1:]))
@@ -84,8 +84,8 @@ class Tokens:
                 text = row["messages"] if "messages" in row else self._ended(row[self.text])
                 ids, masks = self._encoded(text, row, return_assistant_tokens_mask=self.only_assistant)
         except KeyError as error:
-            found = f"its columns are {', '.join(row)}"
-            raise DataError(f"row {number} of the data set: no column {error}; {found}; see dataset_text_field") from None
+            columns = f"its columns are {', '.join(row)}"
+            raise DataError(f"row {number} of the data set: no column {error}; {columns}; see dataset_text_field") from None
         return {"input_ids": ids, "labels": self._labels(ids, masks)}
 
     def _labels(self, ids: list[int], masks: Mapping[str, Any]) -> list[int]:
@@ -105,8 +105,8 @@ class Tokens:
         prompt, completion = row["prompt"], row["completion"]
         is_chat = isinstance(prompt, list)
         first, _ = self._encoded(prompt, row, **({"add_generation_prompt": True} if is_chat else {}))
-        whole = prompt + (completion if is_chat else self._ended(completion))
-        ids, masks = self._encoded(whole, row, return_assistant_tokens_mask=self.only_assistant)
+        conversation = prompt + (completion if is_chat else self._ended(completion))
+        ids, masks = self._encoded(conversation, row, return_assistant_tokens_mask=self.only_assistant)
         n = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), min(len(first), len(ids)))
         return ids, {**masks, "completion_mask": [0] * n + [1] * (len(ids) - n)}
 

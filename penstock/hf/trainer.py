@@ -66,7 +66,7 @@ class Trainer:
         *,
         penstock_plan: "Planned | PlanFile | str | Path | None" = None,
         machine: str | Path | Profile | None = None,
-        **others: Any,
+        **unsupported: Any,
     ) -> None:
         if args is None:
             raise PlanError("args is missing: give a TrainingArguments, or the configuration of this trainer")
@@ -74,13 +74,13 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._start = start_of(model)
         job = read_arguments(args, n_started())
-        for name in [name for name, value in others.items() if value not in UNSET]:
-            job.refuse(name, others[name], entry_of(name, TABLE["trainer_arguments"]) or "no such argument here; leave it out")
+        for name in [name for name, value in unsupported.items() if value not in UNSET]:
+            job.refuse(name, unsupported[name], entry_of(name, TABLE["trainer_arguments"]) or "no such argument here; leave it out")
         if self._start.lora is not None or peft_config is not None:
             model_type = read_model(self._start.folder).config.get("model_type", "")
             job.plan["train"] = adapter_of(peft_config or self._start.lora, model_type, job)
         if args.eval_strategy != "no" and eval_dataset is None:
-            job.refuse("eval_strategy", str(args.eval_strategy), "there is no eval_dataset; give one")
+            job.refuse("eval_strategy", str(args.eval_strategy), "eval_dataset is missing; give one")
         name = self._start.folder if self._start.saved is None else model.config.name_or_path
         self.processing_class: Any = processing_class or AutoTokenizer.from_pretrained(name, local_files_only=True)
         if self._start.saved is not None:
@@ -89,8 +89,8 @@ class Trainer:
         job.raise_problems()
         self._job, out = job, Path(args.output_dir)
         self._longest = 0
-        batch, most = job.plan["batch_size"], args.max_steps if args.max_steps > 0 else None
-        train = self._written(out, "train", self._ordered(rows_of(train_dataset, most and most * batch)))
+        batch, max_steps = job.plan["batch_size"], args.max_steps if args.max_steps > 0 else None
+        train = self._written(out, "train", self._ordered(rows_of(train_dataset, max_steps and max_steps * batch)))
         held_out = None if eval_dataset is None else self._written(out, "eval", self._prepared(rows_of(eval_dataset, None)))
         self._settings = {
             "model": self._start.folder,
@@ -138,18 +138,18 @@ class Trainer:
 
         return write_rows(out / "rows" / f"{name}.jsonl", measured())
 
-    def _planned(self, given: Any, machine: Any) -> PlanFile:
+    def _planned(self, plan: Any, machine: Any) -> PlanFile:
         """Return the given plan if it is one of these arguments, or search one and print it."""
-        most, requested = getattr(self.args, "max_length", None), self._job.plan
+        max_length, requested = getattr(self.args, "max_length", None), self._job.plan
         length = -(-self._longest // LENGTH_STEP) * LENGTH_STEP
-        seq_len = length if most is None else min(most, length)
-        if given is None:
+        seq_len = length if max_length is None else min(max_length, length)
+        if plan is None:
             fields = {name: value for name, value in requested.items() if value is not None or name == "clip_norm"}
-            found = api.plan(self._start.folder, profile_of(machine), seq_len=seq_len, **fields)
+            planned = api.plan(self._start.folder, profile_of(machine), seq_len=seq_len, **fields)
             if not is_follower():
-                print(found)
-            return found.file
-        file = given.file if isinstance(given, Planned) else given if isinstance(given, PlanFile) else PlanFile.read(Path(given))
+                print(planned)
+            return planned.file
+        file = plan.file if isinstance(plan, Planned) else plan if isinstance(plan, PlanFile) else PlanFile.read(Path(plan))
         semantics, problems = file.plan.semantics.all_ranks, Job()
         wanted = {name: requested.get(name) for name in ("batch_size", "clip_norm", "compute_dtype")}
         wanted |= {
@@ -202,7 +202,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Return the loss of `eval_dataset` under the trained weights, or before training under those of the start."""
         if self.eval_dataset is None:
-            raise PlanError("evaluate: there is no eval_dataset; give one to the trainer")
+            raise PlanError("evaluate: the trainer has no eval_dataset; give one")
         with TemporaryDirectory(prefix="penstock-evaluation-") as folder:
             reference = Path(self.args.output_dir) / FILE_NAME
             if self._result is not None and reference.exists():

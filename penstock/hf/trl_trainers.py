@@ -126,7 +126,7 @@ class RewardTrainer(_Answers):
         super()._describe(job)
         job.plan["loss"] = f"reward:center={self.args.center_rewards_coefficient or 0}"
         job.plan["batch_size"] *= 2
-        job.settings["data.too_long"] = "skip"  # TRL leaves out what is longer than max_length
+        job.settings["data.too_long"] = "skip"  # TRL removes rows longer than max_length
 
 
 class GRPOTrainer(Trainer):
@@ -190,8 +190,8 @@ class GRPOTrainer(Trainer):
         weights, totals = self.args.reward_weights or [1.0] * len(self.reward_funcs), [0.0] * n
         for weight, function in zip(weights, self.reward_funcs, strict=True):
             with user_code(f"reward function {getattr(function, '__name__', function)}"):
-                given = function(prompts=prompts, completions=texts, completion_ids=output["completion_ids"], **columns)
-            totals = [total + weight * reward for total, reward in zip(totals, given, strict=True)]
+                rewards = function(prompts=prompts, completions=texts, completion_ids=output["completion_ids"], **columns)
+            totals = [total + weight * reward for total, reward in zip(totals, rewards, strict=True)]
         return {"prompt_ids": output["prompt_ids"][0], "rewards": totals, **{name: output[name] for name in COLUMNS[1:]}}
 
     def _n_tokens(self, row: Row) -> int:

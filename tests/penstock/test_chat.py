@@ -78,8 +78,8 @@ def test_several_turns_are_answered_as_by_transformers_until_an_end_token(home):
 
 
 def test_checkpoints_adapters_and_merged_models_are_talked_to(home):
-    whole = trained(home, out="whole")
-    assert succeeded(talk(whole)).stdout == expected(whole)
+    checkpoint = trained(home, out="whole")
+    assert succeeded(talk(checkpoint)).stdout == expected(checkpoint)
     adapter = trained(home, "--train", "lora:r=4", out="lora")
     with_adapter = expected(home / "model", adapter)
     assert with_adapter != expected(home / "model")
@@ -109,8 +109,8 @@ def test_a_terminal_survives_ctrl_c_and_long_turns(home, monkeypatch, capsys):
     typed, original = iter(["Hello", KeyboardInterrupt, "x " * 600, "\udcff", " ", "Again", EOFError]), conversation.generate
 
     def generate(*arguments):
-        *others, on_token = arguments
-        return original(*others, lambda token: (on_token(token), signal.raise_signal(signal.SIGINT)))
+        *arguments_before, on_token = arguments
+        return original(*arguments_before, lambda token: (on_token(token), signal.raise_signal(signal.SIGINT)))
 
     def read(prompt):
         word = next(typed)

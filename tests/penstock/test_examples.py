@@ -79,9 +79,9 @@ def test_the_notebook_runs_cell_by_cell(tmp_path: Path) -> None:
     assert "examples/train_and_plan.ipynb" in (ROOT / "README.md").read_text()
     command = [sys.executable, "-c", RUNNER, str(path)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("shows <iframe ") == 2
+    process = run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("shows <iframe ") == 2
 
 
 @pytest.fixture(scope="module")

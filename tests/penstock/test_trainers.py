@@ -195,8 +195,8 @@ def test_sft_has_the_losses_rates_and_files_of_trl(home: Path, tmp_path: Path, r
         trainer.save_model(tmp_path / module.__name__ / "final")
         histories.append(trainer.state.log_history)
         assert output.global_step == 20
-    theirs, ours = histories
-    for a, b in zip(theirs, ours, strict=True):
+    expected, actual = histories
+    for a, b in zip(expected, actual, strict=True):
         assert a["step"] == b["step"]
         assert b["epoch"] == pytest.approx(a["epoch"], rel=1e-12)
         for name in {"loss", "train_loss", "learning_rate"} & a.keys():
@@ -232,15 +232,15 @@ def test_callbacks_are_called_at_the_moments_of_transformers(home: Path, tmp_pat
         losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         assert losses[-1] < losses[0]
     assert recorded[1] == recorded[0]
-    ours = [step for step, _ in complete_checkpoints(tmp_path / "ours")]
-    assert ours == ([8, 12] if stops_at is None else [4, 7])
+    steps = [step for step, _ in complete_checkpoints(tmp_path / "ours")]
+    assert steps == ([8, 12] if stops_at is None else [4, 7])
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[-1], rel=1e-6) or stops_at is not None
     assert (states[1].num_train_epochs, states[1].max_steps) == (states[0].num_train_epochs, states[0].max_steps)
 
 
 def test_a_stopped_run_goes_on_to_the_same_bytes(home: Path, tmp_path: Path) -> None:
-    whole = sft(home, hf, tmp_path / "whole", max_steps=8, save_steps=4)
-    whole.train()
+    unbroken = sft(home, hf, tmp_path / "whole", max_steps=8, save_steps=4)
+    unbroken.train()
     stopped = sft(home, hf, tmp_path / "stopped", max_steps=8, save_steps=4)
     stopped.add_callback(Events(stops_at=5))
     stopped.train()
@@ -249,7 +249,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(home: Path, tmp_path: Path) -> 
     again = sft(home, hf, tmp_path / "stopped", max_steps=8, save_steps=4)
     again.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-5"))
     assert contents(tmp_path / "whole" / "checkpoint-8") == contents(tmp_path / "stopped" / "checkpoint-8") != {}
-    losses = [[e["loss"] for e in trainer.state.log_history if "loss" in e] for trainer in (whole, again)]
+    losses = [[e["loss"] for e in trainer.state.log_history if "loss" in e] for trainer in (unbroken, again)]
     assert losses[0] == losses[1]
 
 

@@ -237,8 +237,8 @@ def test_fp8_with_a_scale_per_row_is_read_as_published(tmp_path):
     for wrong in ({scale: torch.ones(8, 1)}, {scale: torch.full((64, 1), torch.inf)}, {Q: torch.zeros(64, 128).char()}):
         odd = packed_base(published(tmp_path / "odd", tensors | wrong), DENSE | BY_ROW, shapes, "fp8-rows", tmp_path)
         assert "is not in FP8 with a finite scale for each row" in refused(partial(odd, Q))
-    for other in ({"strategy": "tensor"}, {"num_bits": 4}):
-        groups = {"group_0": {"weights": ROWS | other}}
+    for change in ({"strategy": "tensor"}, {"num_bits": 4}):
+        groups = {"group_0": {"weights": ROWS | change}}
         assert published_as({"quantization_config": BY_ROW["quantization_config"] | {"config_groups": groups}}) is None
 
 

@@ -15,16 +15,16 @@ _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", 
 
 def use_pixtral(monkeypatch):
     """Make Pixtral's processor usable without torchvision."""
-    own = image_processor.processor_class
-    if not getattr(own(Mistral3Config()), "is_dummy", False):
+    original = image_processor.processor_class
+    if not getattr(original(Mistral3Config()), "is_dummy", False):
         return
     for name in _NAMES:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[_NAMES[-2]].functional = sys.modules[_NAMES[-1]]
     from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
-    found = {Mistral3Config: PixtralProcessor}
-    monkeypatch.setattr(image_processor, "processor_class", lambda config: found.get(type(config)) or own(config))
+    processors = {Mistral3Config: PixtralProcessor}
+    monkeypatch.setattr(image_processor, "processor_class", lambda config: processors.get(type(config)) or original(config))
 
 
 @pytest.fixture(autouse=True)

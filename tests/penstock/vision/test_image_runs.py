@@ -76,9 +76,9 @@ def test_a_stopped_pass_goes_on_and_another_key_is_refused(home, monkeypatch):
     plan, tower, computed = planned(home, "llava"), home / "features", list[str]()
     write = stored_outputs.StoredOutputs._write
 
-    def stopping(self, batch, *more):
+    def stopping(self, batch, *arguments):
         computed.extend(batch)
-        write(self, batch, *more)
+        write(self, batch, *arguments)
         if len(computed) == 6:
             monkeypatch.setattr(Stop, "is_requested", True)
 
