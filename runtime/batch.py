@@ -42,10 +42,10 @@ class Images:
 
 
 def joined_images(parts: Sequence[Images | None], n_padding: int) -> Images | None:
-    """Images of several batches, and of `n_padding` sequences without images after them; None if the first has none."""
-    present = [images for images in parts if images is not None]
-    if not present:
+    """Images of several batches, and of `n_padding` sequences without images after them; None for data without images."""
+    if not (present := [images for images in parts if images is not None]):
         return None
+    assert len(present) == len(parts), "batches of text have empty features"
     features = (*(row for images in present for row in images.features), *(present[0].features[0][:0],) * n_padding)
     places = (*(row for images in present for row in images.places), *(present[0].places[0][:0],) * n_padding)
 

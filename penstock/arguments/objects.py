@@ -16,6 +16,7 @@ from penstock.caches import cache_folder
 from penstock.data.dict_batches import MOST_HELD_OUT, DictBatches
 from penstock.data.files import table_rows, without_nulls
 from penstock.data.formats import COLUMNS, not_understood
+from penstock.data.images import image_url
 from penstock.data.user_batches import Batches, UserBatches
 from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan import Plan
@@ -165,8 +166,8 @@ def _at_most(data: Iterable[Any], name: str) -> list[Any]:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = ()) -> Path:
-    """Write rows as a JSONL in the user's cache, named by its content, and return its path. Columns that are not read are left
-    out if they are no JSON. DataError for a row that is none, or a cache that cannot be written."""
+    """Write rows as a JSONL in the user's cache, named by its content, and return its path. Images become `data:` URLs. Columns
+    that are not read are left out if they are no JSON. DataError for a row that is none, or a cache that cannot be written."""
     partial, digest = None, hashlib.sha256()
     try:
         folder = cache_folder() / ROWS_FOLDER
@@ -191,7 +192,7 @@ def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = ())
 def _json(row: Mapping[str, Any], columns: Collection[str], n: int) -> bytes:
     for names in (row, [name for name in row if name in COLUMNS or name in columns]):
         try:
-            return json.dumps({name: row[name] for name in names}).encode() + b"\n"
+            return json.dumps({name: row[name] for name in names}, default=image_url).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             problem = str(error)[:80]
     raise DataError(f"row {n}: no JSON ({problem}); give text, numbers, lists and dicts")

@@ -43,15 +43,18 @@ class Best:
 _BEST = TypeAdapter(Best)
 
 
-def best_of(lines: Iterable[Mapping[str, Any]], settings: EvaluationSettings) -> tuple[Best | None, int]:
+def best_of(
+    lines: Iterable[Mapping[str, Any]], settings: EvaluationSettings, held_out: str | None = None
+) -> tuple[Best | None, int]:
     """Return the best evaluation in a log, and the number of evaluations since the last gain of more than `min_gain`. The one
-    before the first step does not count, because it has no checkpoint. Values that are not finite are no gain."""
+    before the first step does not count, because it has no checkpoint. Values that are not finite are no gain. `held_out`: digest
+    of the held-out data; evaluations on other data do not count."""
     best, base, n_without_gain = None, math.inf, 0
     if (metric := settings.metric) is None:
         return None, 0
     sign = -1 if metric in HIGHER else 1
     for fields in lines:
-        if "eval_loss" not in fields or not fields["step"]:
+        if "eval_loss" not in fields or not fields["step"] or is_of_other_data(fields, held_out):
             continue
         value = number(fields.get(f"eval_{metric}"))
         score = math.inf if value is None else sign * value
@@ -61,6 +64,11 @@ def best_of(lines: Iterable[Mapping[str, Any]], settings: EvaluationSettings) ->
         if score < base - settings.min_gain:
             base, n_without_gain = score, 0
     return best, n_without_gain
+
+
+def is_of_other_data(fields: Mapping[str, Any], held_out: str | None) -> bool:
+    """True for an evaluation of a checkpoint on other held-out data than that with this digest."""
+    return "eval_loss" in fields and bool(fields["step"]) and fields.get("held_out", held_out) != held_out
 
 
 def write_best(folder: Path, best: Best) -> None:

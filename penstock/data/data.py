@@ -23,7 +23,7 @@ from .chat import ChatTemplate
 from .documents import Reader, cached_documents
 from .files import TRAIN, WANTED, DataFile, DataFiles, Limits, find_files
 from .formats import NEEDED, PREFERENCE, ROLLOUTS, TOKENS, UNPAIRED, renamed, row_format, unread
-from .image_processor import ImageReader, sees_images
+from .image_processor import ImageReader, image_token
 from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
@@ -129,11 +129,12 @@ def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenize
     unread_columns = tuple(unread(renamed(first[1], columns), format, is_text)) if first else ()
     images = None
     is_read = not (is_text or part.streaming or format in (ROLLOUTS, TOKENS))
-    if request.vision is not None and sees_images(request.vision) and is_read:
+    token = None if request.vision is None else image_token(request.vision)
+    if request.vision is not None and token is not None and is_read:
         root = Path(part.images) if part.images is not None else files.path if files.path.is_dir() else files.path.parent
         images = ImageReader(request.vision, tokenizer, files.limits, root, part.chat_template is not None)
     template = ChatTemplate(tokenizer, files.limits)
-    return Reader(files, columns, format, template, request.vocab_size, is_text, unread_columns, images)
+    return Reader(files, columns, format, template, request.vocab_size, is_text, unread_columns, images, token)
 
 
 def _shape(request: DataRequest, part: DataSettings, reader: Reader) -> Shape:

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line
 from .formats import NEEDED, ROLLOUTS, TOKENS, learned_tokens, read_row, renamed, rollouts, shown
 from .image_processor import ImageReader, ImageTokens
-from .images import text_in
+from .images import images_in, text_in
 from .messages import Chat, Completion
 from .tokenizer import is_tokenizer_error, reason_of
 
@@ -40,7 +40,7 @@ REPORT_S = 0.5  # between progress messages
 DOCUMENTS_AT_ONCE = 100  # in memory before a write
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
 _NOTES = ("problem", "dropped")  # why a row is bad; dropped by its template, one a line: `roles developer`, `parts tool_calls`
-IMAGES = ("images", "images_end")  # JSON with the images of a document; one past the last token of an image
+IMAGES = ("images", "images_end", "images_stamps")  # JSON with the images of a document; end of the last; JSON with their files
 LOSS_NUMBERS = "brought"  # numbers of a row for its loss: a label; or an advantage and the log-probability of each learned token
 _VERSION = 4  # of the conversion of rows; another version invalidates cached tokens
 
@@ -59,11 +59,13 @@ class Reader:
     is_text: bool  # plain text, no conversations
     unread: tuple[str, ...] = ()  # columns of the first row that its format does not read
     images: ImageReader | None = None  # None: its format or model has none
+    image_token: int | None = None  # of a vision-language model, -1 if not known; None: of another model
 
     @property
     def identity(self) -> str:
         """Identity of the conversion: differs if the tokens of any row can differ."""
-        return json.dumps([_VERSION, self.format, self.template.tokenizer.identity, sorted(self.columns.items()), self.vocab_size])
+        version = _VERSION if self.image_token is None else [_VERSION, self.image_token]
+        return json.dumps([version, self.format, self.template.tokenizer.identity, sorted(self.columns.items()), self.vocab_size])
 
     @property
     def features(self) -> Features:
@@ -71,7 +73,7 @@ class Reader:
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
         of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_NOTES, Value("string"))
         if self.images is not None:
-            of_all |= dict(zip(IMAGES, (Value("string"), Value("int64")), strict=True))
+            of_all |= dict(zip(IMAGES, (Value("string"), Value("int64"), Value("string")), strict=True))
         return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, LOSS_NUMBERS: List(Value("float64"))})
 
     @property
@@ -115,8 +117,9 @@ class Reader:
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
         encoded_documents = [
-            (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in encodings), *notes, numbers)
-            + ((with_images.images, with_images.end) if with_images is not None else (None, 0))
+            (*self._document(*one, encoding, place, with_images is not None), *place, sum(len(m.ids) for m in encodings))
+            + (*notes, numbers)
+            + ((with_images.images, with_images.end, with_images.stamps) if with_images is not None else (None, 0, None))
             for (place, one, _, notes, numbers, with_images), encoding, encodings in zip(inputs, encoded, alone, strict=True)
         ]
         return {name: [values[column] for values in encoded_documents] for column, name in enumerate(names)}
@@ -125,13 +128,15 @@ class Reader:
         """Return the documents of a pre-tokenised row, as tuples in the order of `features`."""
         where = self.files.where(file, row)
         try:
-            fields = renamed(parse_line(value, where), self.columns)
+            fields = self._fields(value, where)
             if self.format == TOKENS:
                 ids, runs = learned_tokens(fields, self.vocab_size, where)
+                self._refuse_image_token(ids, where)
                 n = sum(stop - first for first, stop in runs)
                 edges = tuple(edge for run in runs for edge in run)
                 return [(ids, edges, len(ids), n, n - (edges[:1] == (0,)), file, row, 0, None, None, ())]
             completions = rollouts(fields, self.vocab_size, where)
+            self._refuse_image_token([i for prompt, ids, *_ in completions for i in (*prompt, *ids)], where)
         except DataError as error:
             return [((), (), 0, 0, 0, file, row, 0, str(error), None, ())]
         counted = [(p + c, (len(p), len(p + c)), len(p + c), len(c), len(c), (a, *logps)) for p, c, a, logps in completions]
@@ -142,13 +147,25 @@ class Reader:
         a conversation has contents and roles."""
         where = self.files.where(file, row)
         try:
-            fields = renamed(parse_line(value, where), self.columns)
+            fields = self._fields(value, where)
             rendered = [self._rendered(*item, where) for item in read_row(fields, self.format, where)]
             if self.format in NEEDED and any(len(documents) > 1 for documents in rendered):
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
             return [document for documents in rendered for document in documents]
         except DataError as error:
             return [(("", []), [], (str(error), None), (), None)]
+
+    def _fields(self, value: Any, where: str) -> Any:
+        """Return the columns of a row, by our names. DataError for images next to a text or tokens, which would not be read."""
+        fields = renamed(parse_line(value, where), self.columns)
+        is_plain = self.is_text or self.format in (ROLLOUTS, TOKENS)
+        if self.image_token is not None and is_plain and isinstance(fields, dict) and images_in(fields):
+            raise DataError(f"{where}: has images, and they belong to messages; give messages, or leave the images out")
+        return fields
+
+    def _refuse_image_token(self, ids: Sequence[int] | Array, where: str) -> None:
+        if self.image_token is not None and self.image_token in ids:
+            raise DataError(f"{where}: a text with the token of images, and no image; leave it out")
 
     def images_of(self, places: Collection[tuple[int, int]]) -> Iterator[tuple[str, Any]]:
         """Yield (place for the user, image) of these rows, each (file, row), by reading the files again."""
@@ -177,8 +194,11 @@ class Reader:
         roles, parts = template.dropped_roles(chat, rendered), template.dropped_parts(chat, rendered)
         notes = [f"roles {role}" for role in roles] + [f"parts {part}" for part in parts] + ["arguments"] * (chat is not item)
         first = [text_in(m["content"]) for m in chat.messages if m["role"] not in roles], (None, "\n".join(notes) or None)
-        reads = self.images.read if self.images is not None and chat.images else None
-        pairs = [(one, None) if reads is None else reads(one, chat.images, where) for one in rendered]
+        shown = _images_by_document(chat, len(rendered), where) if chat.images else [()] * len(rendered)
+        pairs = [
+            (one, None) if self.images is None or not images else self.images.read(one, images, where)
+            for one, images in zip(rendered, shown, strict=True)
+        ]
         return [(one, *(([], (None, None)) if i else first), numbers, with_images) for i, (one, with_images) in enumerate(pairs)]
 
     def _with_images(self, chat: Chat, where: str) -> tuple[ChatTemplate, Chat]:
@@ -192,7 +212,9 @@ class Reader:
         template.watch = self.template.watch  # of this thread
         return template, self.images.with_parts(chat, where)
 
-    def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
+    def _document(
+        self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int], has_images: bool
+    ) -> tuple[Array, Array, int, int, int]:
         """Return ids, edges of learned runs, and the counts of tokens, learned tokens and targets."""
         n_doubled = self.template.tokenizer.n_doubled(encoding.ids) if self.is_text else 0  # rendered by a template: begins already
         ids, end_id = np.array(encoding.ids[n_doubled:], dtype=np.int64), self.template.tokenizer.end_id
@@ -201,6 +223,8 @@ class Reader:
         if (largest := ids.max(initial=0)) >= self.vocab_size:
             problem = f"token {largest} is outside the model's {self.vocab_size} token ids"
             raise DataError(f"{self.files.where(*place)}: {problem}; use the tokenizer of this model")
+        if not has_images:
+            self._refuse_image_token(ids, self.files.where(*place))
         end = (len(text), len(text) + 1)
         if is_ended and spans == [(0, end[1])]:  # all is learned: skip the offsets, which take as long as encoding
             runs = np.array([[0, ids.size]])
@@ -210,6 +234,17 @@ class Reader:
         n_learned = int((runs[:, 1] - runs[:, 0]).sum())
         n_targets = n_learned - int((runs[:1, 0] == 0).sum())  # the first token has no context to predict it from
         return ids, runs.reshape(-1), ids.size, n_learned, n_targets
+
+
+def _images_by_document(chat: Chat, n_documents: int, where: str) -> list[tuple[Any, ...]]:
+    """Return the images of each document of a conversation: all of one; those up to its answer if answers are apart. DataError for
+    an image in a learned answer."""
+    contents = [[] if isinstance(m["content"], str) else m["content"] for m in chat.messages]
+    n_images = [sum(part == {"type": "image"} for part in content) for content in contents]
+    learned = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant" and i not in chat.unlearned]
+    if (i := next((i for i in learned if n_images[i]), None)) is not None:
+        raise DataError(f'{where}: message {i} is a learned answer with an image; give it "loss": 0, or leave the row out')
+    return [chat.images] if n_documents == 1 else [chat.images[: sum(n_images[: i + 1])] for i in learned]
 
 
 def _runs_of(spans: list[Span], offsets: list[Span]) -> Array:
@@ -238,7 +273,7 @@ class Documents:
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
         self._loss_numbers = column(LOSS_NUMBERS)
         has_images = IMAGES[0] in dataset.column_names and column(IMAGES[0]).null_count < len(dataset)
-        self._images, self._images_end = (column(name) if has_images else None for name in IMAGES)
+        self._images, self._images_end, self._stamps = (column(name) if has_images else None for name in IMAGES)
         self.reader: Reader | None = None  # reads images of the rows again
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
         self.n_own = int(column("n_own").to_numpy().sum())  # tokens of the messages alone, without the template
@@ -305,6 +340,12 @@ class Documents:
         """Return one past the last token of an image; 0 without images."""
         return 0 if self._images_end is None else int(self._images_end[document].as_py())
 
+    @property
+    def stamps(self) -> list[list[Any]]:
+        """Path, size, time and digest of each image that is a file."""
+        texts = () if self._stamps is None else self._stamps.drop_null().to_pylist()
+        return [stamp for text in texts for stamp in json.loads(text)]
+
     def place(self, document: int) -> tuple[int, int]:
         """Return the number of the source file, and the row."""
         file, row = (column[document].as_py() for column in self._columns[2:])
@@ -313,6 +354,12 @@ class Documents:
     def where(self, document: int) -> str:
         """Return the source file and row, for the user."""
         return self.files.where(*(column[document].as_py() for column in self._columns[2:]))
+
+
+def changed_images(documents: Documents, n: int) -> DataError:
+    """Return the error for images that are no longer those of the cached tokens."""
+    problem = f"{n:,} images changed after their rows were read (tokens: {documents.location[-80:]})"
+    return DataError(f"{documents.files.path}: {problem}; empty that folder, and run again")
 
 
 def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
@@ -340,6 +387,8 @@ def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Cal
         dataset = Dataset.from_generator(examples, fingerprint=fingerprint, **options)
         documents = Documents(dataset, reader.files, f"{how[0]} {cache}")
         documents.reader = reader
+        if reader.images is not None and (changed := reader.images.changed(documents.stamps)):
+            raise changed_images(documents, len(changed))
         return documents
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error

@@ -7,7 +7,7 @@ every machine. The tokenizer is that of texts.
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from penstock.runtime.plan.workload import has_towers
 
 from .chat import ChatTemplate, Rendered
 from .files import Limits
-from .images import digest_of, open_image, text_in
+from .images import digest_of, open_image, stamp_of, text_in
 from .messages import Chat
 from .tokenizer import ModelTokenizer, reason_of
 
@@ -36,11 +36,13 @@ _OFFSETS = "return_text_replacement_offsets"
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
     """A rendered conversation with its images: tokens by transformers' `Encoding`; `images`: JSON of a list with digest, size,
-    number of tokens and grid of each; `end`: one past the last token of an image."""
+    number of tokens and grid of each; `end`: one past the last token of an image; `stamps`: JSON of a list with path, size, time
+    and digest of each image that is a file."""
 
     encoding: Any
     images: str
     end: int
+    stamps: str
 
 
 @dataclass
@@ -125,18 +127,24 @@ class ImageReader:
         return chat
 
     def read(self, rendered: Rendered, sources: Sequence[Any], where: str) -> tuple[Rendered, ImageTokens]:
-        """Return a rendered conversation with the tokens of its images. DataError for an image that cannot be read."""
+        """Return a rendered conversation with the tokens of its images. DataError for an image that cannot be read, or that the
+        template does not write."""
         text, spans = rendered
         token = str(self.processor.image_token)
-        images = []
-        for number, source in enumerate(sources[: text.count(token)], start=1):
+        if (n := text.count(token)) < len(sources):
+            problem = f"the chat template writes {n} of its {len(sources)} images"
+            raise DataError(f"{where}: {problem}; use the model's own, or leave the row out")
+        if n > len(sources):
+            problem = f"{n} times {token[:20]} in its text, and {len(sources)} images"
+            raise DataError(f"{where}: {problem}; leave {token[:20]} out of texts")
+        images, stamps = [], []
+        for number, source in enumerate(sources, start=1):
             try:
                 images.append(open_image(source, self.root))
             except ValueError as error:
                 raise DataError(f"{where}: image {number}: {error}") from None
-        if text.count(token) != len(images):
-            problem = f"{text.count(token)} times {token[:20]} in its text, and {len(sources)} images"
-            raise DataError(f"{where}: {problem}; leave {token[:20]} out of texts")
+            if (stamp := stamp_of(source, self.root)) is not None:
+                stamps.append([*stamp, digest_of(images[-1])])
         try:
             out = self.processor(text=[text], images=images, return_tensors="pt", **{_OFFSETS: True})
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -154,7 +162,7 @@ class ImageReader:
         listed = [{**fields, **counts} for fields, counts in zip(known, counted, strict=True)]
         moved = [tuple(_moved(edge, places) for edge in span) for span in spans]
         end = max((i + 1 for i, token_id in enumerate(encoding.ids) if token_id == self.token_id), default=0)
-        return (expanded, moved), ImageTokens(encoding, json.dumps(listed), end)  # type: ignore[return-value]
+        return (expanded, moved), ImageTokens(encoding, json.dumps(listed), end, json.dumps(stamps))  # type: ignore[return-value]
 
     def _counted(self, encoding: Any, places: Sequence[dict[str, Any]], grids: Any) -> list[dict[str, Any]]:
         """Number of tokens at each place, and the grid of patches for models with one."""
@@ -164,6 +172,17 @@ class ImageReader:
             raise DataError("the token of images is in a text too; leave it out")
         grid_of = [{}] * len(counts) if grids is None else [{"grid": grid} for grid in torch.as_tensor(grids).tolist()]
         return [{"n_tokens": n, **grid} for n, grid in zip(counts, grid_of, strict=True)]
+
+    def changed(self, stamps: Iterable[list[Any]]) -> list[str]:
+        """Return the paths of images whose files have other pixels than those of these stamps. A missing file has not changed."""
+        changed = dict[str, bool]()
+        for path, *stamp, digest in stamps:
+            if path not in changed and (self.root / path).is_file() and stamp_of(path, self.root) != [path, *stamp]:
+                try:
+                    changed[path] = digest_of(open_image(path, self.root)) != digest
+                except ValueError:
+                    changed[path] = True
+        return [path for path, is_changed in changed.items() if is_changed]
 
     def tower_inputs(self, source: Any, where: str) -> tuple[str, dict[str, torch.Tensor]]:
         """Return the digest of an image, and the processor's outputs for it alone. DataError if it cannot be read any more."""
@@ -182,12 +201,15 @@ def processor_class(config: Any) -> Any:
     return PROCESSOR_MAPPING[type(config)]
 
 
-def sees_images(folder: Path) -> bool:
-    """True for the folder of a vision-language model."""
+def image_token(folder: Path) -> int | None:
+    """Token of images in the configuration of a vision-language model, -1 if it names none; None for another model."""
     try:
-        return has_towers(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not has_towers(config):
+            return None
+        return next((config[key] for key in ("image_token_id", "image_token_index") if isinstance(config.get(key), int)), -1)
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
 
 
 def _expanded(text: str, places: Sequence[dict[str, Any]]) -> str:

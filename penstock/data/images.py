@@ -10,6 +10,7 @@ import hashlib
 import io
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,15 @@ MOST_BYTES = 2**27  # of a file
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # no decoder that starts another program
 _KEYS = ("image", "path", "bytes", "base64", "url", "image_url", "file_name")  # of a part, with the image
 _PART = {"type": "image"}
+_DEEP = ("I", "F")  # first letter of modes above 8 bits
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")  # first bytes of FORMATS
 
 
 def placed_images(messages: list[Any], row: Mapping[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """Return the messages with a part {"type": "image"} at each place of an image, and the images in this order. Without places,
     the images of the row's columns come before the text of the first user message. ValueError if numbers differ."""
-    column = [image for name in COLUMNS for image in _listed(row.get(name))]
+    column = images_in(row)
+    _refuse_elsewhere(messages)
     parts = [_parts(message, bool(column)) for message in messages]
     places = [part for content in parts for part in content or () if _is_image(part)]
     if column and not places:
@@ -51,6 +55,23 @@ def placed_images(messages: list[Any], row: Mapping[str, Any]) -> tuple[list[Any
     plain = [None if c is None else [{**_PART} if _is_image(part) else part for part in c] for c in parts]
     has_place = [c is not None and any(map(_is_image, c)) for c in plain]
     return [{**m, "content": c} if is_there else m for m, c, is_there in zip(messages, plain, has_place, strict=True)], images
+
+
+def images_in(row: Mapping[str, Any]) -> list[Any]:
+    """Images in the columns of a row."""
+    return [image for name in COLUMNS for image in _listed(row.get(name))]
+
+
+def _refuse_elsewhere(messages: list[Any]) -> None:
+    """ValueError for an image in a field that nothing reads."""
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        texts = [part for part in content if isinstance(part, dict) and not _is_image(part)] if isinstance(content, list) else []
+        if name := next((name for fields in (message, *texts) for name in (*COLUMNS, "image_url") if fields.get(name)), None):
+            how = 'as {"type": "image", "path": "..."} in its content, or in a column of the row'
+            raise ValueError(f'message {i} has "{name}", which is not read there; give the image {how}')
 
 
 def _listed(value: Any) -> list[Any]:
@@ -87,7 +108,11 @@ def _value(part: dict[str, Any]) -> Any:
     """Image within a part; None if it is in a column of the row."""
     value = next((part[key] for key in _KEYS if part.get(key) is not None), None)
     value = value.get("url") if part.get("type") == "image_url" and isinstance(value, dict) else value
-    return base64.b64decode(value, validate=True) if part.get("base64") == value is not None else value
+    if value is None or part.get("base64") is not value:
+        return value
+    if not isinstance(value, str):
+        raise ValueError('an image under "base64" that is no text')
+    return base64.b64decode(value, validate=True)
 
 
 def text_in(content: Any) -> str:
@@ -109,8 +134,14 @@ def open_image(source: Any, folder: Path) -> "Image":
                 raise ValueError(f"{image.width} x {image.height} pixels, above {MOST_PIXELS:,}; make it smaller")
             if not n or getattr(image, "n_frames", 1) > 1:
                 raise ValueError("an animation, or an image without pixels; give one frame")
+            if image.mode.startswith(_DEEP):
+                raise ValueError(f"an image of mode {image.mode[:8]}: RGB would keep its darkest values alone; give one of 8 bits")
+            if image.mode == "P":  # RGB of a palette with transparency is a warning
+                image = image.convert("RGBA")
             return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, SyntaxError, Warning, Image.DecompressionBombError, MemoryError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # decoders of damaged files raise errors of many kinds
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         raise ValueError(f"an image that cannot be read ({reason})") from None
 
@@ -134,6 +165,33 @@ def _bytes(source: Any, folder: Path) -> bytes:
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"an image {source[:60]!r} above {MOST_BYTES:,} bytes; make it smaller")
     return path.read_bytes()
+
+
+def image_url(value: Any) -> str:
+    """Return an image of a program, bytes or a PIL image, as a `data:` URL for JSON. TypeError for another object."""
+    if isinstance(value, bytes) and value.startswith(_MAGIC):
+        return _url(value)
+    with suppress(ImportError):
+        from PIL import Image
+
+        if isinstance(value, Image.Image):
+            open_image(value, Path()).save(buffer := io.BytesIO(), "PNG", compress_level=1)
+            return _url(buffer.getvalue())
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _url(content: bytes) -> str:
+    return f"data:image/*;base64,{base64.b64encode(content).decode()}"
+
+
+def stamp_of(source: Any, folder: Path) -> list[Any] | None:
+    """Return path, size and time of the file of an image that `open_image` has read; None for an image without a file."""
+    if isinstance(source, dict):
+        source = None if source.get("bytes") else source.get("path")
+    if not isinstance(source, str) or source.startswith("data:"):
+        return None
+    status = (folder / source).stat()
+    return [source, status.st_size, status.st_mtime_ns]
 
 
 def digest_of(image: "Image") -> str:

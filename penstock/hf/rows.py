@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.data.images import images_in
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import DataError, user_code
 
@@ -46,7 +47,18 @@ def rows_of(data: Any, n_most: int | None) -> Iterator[Row]:
     for number, row in enumerate(islice(data, n_most)):
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} of the data set is a {type(row).__name__}; each row is a dict of columns")
+        if has_images(row):
+            raise DataError(f"row {number} of the data set has images, which these trainers do not read; train with penstock.train")
         yield dict(row)
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """True if a row has images, in a column or in its messages."""
+    messages = [m for name in MESSAGES if isinstance(row.get(name), list) for m in row[name] if isinstance(m, Mapping)]
+    contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    parts = [part for content in contents for part in content if isinstance(part, Mapping)]
+    is_column = any(row.get(name) is not None for name in ("pixel_values", "pixel_values_videos"))
+    return bool(images_in(row)) or is_column or any(part.get("type") in ("image", "image_url", "video") for part in parts)
 
 
 class Tokens:

@@ -93,6 +93,13 @@ class RunInputs:
         return tuple(range(n) if n <= limit else sorted(order_of(n, self.settings.seed)[:limit].tolist()))
 
     @property
+    def held_out_digest(self) -> str | None:
+        """Digest of the held-out samples to evaluate; None without. Evaluations on the same ones are compared."""
+        if self.held_out is None:
+            return None
+        return hashlib.sha256(json.dumps([str(self.held_out.fingerprint), self.evaluated]).encode()).hexdigest()[:16]
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Fields that a resumed run must match. A constant learning rate does not depend on the number of steps."""
         optimizer, frozen = self.settings.optimizer, None if are_saved_whole(self.plan) else self.weights_digest

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.best import BEST_FILE, best_of, refuse_another_log, write_best
+from penstock.checkpoint.best import BEST_FILE, best_of, is_of_other_data, refuse_another_log, write_best
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Contents, Saver
@@ -125,7 +125,7 @@ class Trainer:
         self._replanning = Replanning(session.inputs.request, first_step, session.is_comparable, session.say)
         self.rests_after: int | None = None  # number of steps, while no lane is busy
         self._callback_error: Exception | None = None  # of `on_step`
-        self.best, self._n_without_gain = best_of(self._log_up_to(first_step), settings.evaluation)
+        self.best, self._n_without_gain = best_of(self._log_up_to(first_step), settings.evaluation, session.inputs.held_out_digest)
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
             advice = f"ask for more than {session.n_steps} with --steps"
             raise CheckpointError(f"{session.folder}: holds step {first_step} already; {advice}")
@@ -206,11 +206,19 @@ class Trainer:
                 (session.folder / "timeline.json").unlink(missing_ok=True)
         if session.settings.evaluation.metric is not None or not session.first_step:
             self._leave_best()
+        elif (path := session.folder / BEST_FILE).exists():  # its checkpoint is no longer kept
+            with writing(path):
+                path.unlink()
+            session.say(f"evaluation.best is not set: {BEST_FILE} is removed, and the checkpoint that it named is kept no longer")
 
     def _leave_best(self) -> None:
         """Name the best checkpoint up to the resumed step. The file may name a later one, or be of another run."""
         folder, first_step = self.session.folder, self.session.first_step
-        refuse_another_log(folder, self._log_up_to(first_step), first_step)
+        log, held_out = self._log_up_to(first_step), self.session.inputs.held_out_digest
+        refuse_another_log(folder, log, first_step)
+        if n := sum(is_of_other_data(fields, held_out) for fields in log):
+            how = f"the best is that of evaluations from now on, without {n:,} earlier ones"
+            self.session.say(f"other held-out data than before: {how}")
         if self.best is None:
             with writing(folder / BEST_FILE):
                 (folder / BEST_FILE).unlink(missing_ok=True)
@@ -358,7 +366,9 @@ class Trainer:
                     break
                 validation.perform(n_done)
         if due and self.session.settings.evaluation.metric is not None:
-            self.best, self._n_without_gain = best_of(self._log_up_to(n_done), self.session.settings.evaluation)
+            session = self.session
+            log, held_out = self._log_up_to(n_done), session.inputs.held_out_digest
+            self.best, self._n_without_gain = best_of(log, session.settings.evaluation, held_out)
             if saver is not None and self.best is not None and self.best.step == n_done:
                 saver.keep_best(self.best)
 

@@ -70,7 +70,7 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
         with session.store.compute.templates.without_adapters():
             values["base_eval_loss"] = measure()["eval_loss"]
         base_text = f"  without the adapter: loss {values['base_eval_loss']:.4f}"
-    add_lines(session.folder / "metrics.jsonl", [{"step": step} | values])
+    add_lines(session.folder / "metrics.jsonl", [{"step": step, "held_out": session.inputs.held_out_digest} | values])
     monitors.log(step, values)
     when = f"after step {step}" if step else "before the first step"
     n, n_all = len(session.inputs.evaluated), session.inputs.held_out and session.inputs.held_out.n_steps

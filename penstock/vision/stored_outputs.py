@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.tensor_files import Shards, read_metadata, write_tensors
-from penstock.data.documents import Documents
+from penstock.data.documents import Documents, changed_images
 from penstock.data.image_processor import ImageReader
 from penstock.data.sampling import MapStyleData
 from penstock.runtime.batch import Batch, Images
@@ -98,8 +98,6 @@ class StoredOutputs:
             places = set[tuple[int, int]]()
             for d in range(len(documents.lengths)):
                 images = {image["sha256"]: image["n_tokens"] for image in documents.images(d)}
-                if not images and (documents.ids(d) == self.reader.token_id).any():
-                    raise DataError(f"{documents.where(d)}: a text with the token of images, and no image; leave it out")
                 wanted |= images
                 places |= {documents.place(d)} if images.keys() - known else set()
             rows.append((documents, places))
@@ -107,8 +105,7 @@ class StoredOutputs:
             report(f"the vision tower: 0 of {len(missing):,} images")
             self._compute(rows, missing, Tower(model, self.config, DTYPE[self.key["dtype"]], device), report, stop)
         if gone := missing.keys() - {*self._files}:
-            problem = f"{len(gone):,} images changed after their rows were read (tokens: {tables[0].location[-80:]})"
-            raise DataError(f"{tables[0].files.path}: {problem}; empty that folder, and run again")
+            raise changed_images(tables[0], len(gone))
         return len(wanted)
 
     def _compute(self, rows: Rows, missing: dict[str, int], tower: Tower, report: Report, stop: Stop) -> None:
@@ -153,7 +150,8 @@ class StoredOutputs:
             os.replace(unfinished, path)
 
     def add_to(self, batch: Batch, rows: Sequence[tuple[Documents, Sequence[Sequence[Sequence[int]]]]]) -> Batch:
-        """Return the batch with the features, positions and token types of its rows."""
+        """Return the batch with the features, positions and token types of its rows. Batches of text have them, too, because
+        evaluation joins batches."""
         features, places = [], list[tuple[Tensor | None, Tensor | None]]()
         for ids_T, (documents, of_row) in zip(batch.input_ids, rows, strict=True):
             shown = [[image for d, start, _ in part if start == 0 for image in documents.images(d)] for part in of_row]
@@ -164,10 +162,8 @@ class StoredOutputs:
             if batch.document_tokens is None:  # positions go on in the padding, as in the model's own forward
                 lengths[-1] = len(ids_T) - sum(lengths[:-1])
             places.append(self._places(ids_T, lengths, shown))
-        if all(rows is None for rows in features):
-            return batch
-        first = next(rows for rows in features if rows is not None)
-        filled = tuple(first[:0] if rows is None else rows for rows in features)
+        no_rows = self._files[next(iter(self._files))][:0]
+        filled = tuple(no_rows if rows is None else rows for rows in features)
         positions_of_images = tuple((ids_T == self.reader.token_id).nonzero()[:, 0] for ids_T in batch.input_ids)
         positions, types = map(_stacked, zip(*places, strict=True))
         form = {"is_listed": bool(self.form["is_listed"]), "n_added": self.form["n_added"]}

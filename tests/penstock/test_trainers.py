@@ -23,7 +23,7 @@ from penstock.checkpoint.checkpoint import complete_checkpoints
 from penstock.data.formats import learned_tokens
 from penstock.data.sampling import trainer_order
 from penstock.hf.arguments import FIELDS, Job, adapter_of, read_arguments, schedule_of
-from penstock.hf.rows import grouped_order
+from penstock.hf.rows import grouped_order, rows_of
 from penstock.hf.start import profile_path, start_of
 from penstock.hwprofiles.schema import read_profile
 from penstock.runtime.errors import DataError, PenstockError, PlanError
@@ -173,6 +173,22 @@ def test_a_tokenised_row_is_learned_where_it_has_labels(row: dict, result: objec
         return
     with pytest.raises(DataError, match=re.escape(str(result))):
         learned_tokens(row, 10, "a.jsonl:1")
+
+
+PART = {"type": "image"}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"messages": [{"role": "user", "content": "What?"}], "images": ["a.png"]},
+        {"prompt": [{"role": "user", "content": [PART, {"type": "text", "text": "What?"}]}], "chosen": [], "rejected": []},
+        {"input_ids": [1, 2], "labels": [1, 2], "pixel_values": [[0.0]]},
+    ],
+)
+def test_a_row_with_images_is_refused(columns: dict) -> None:
+    with pytest.raises(DataError, match="row 1 of the data set has images, which these trainers do not read"):
+        list(rows_of([{"messages": [{"role": "user", "content": "What?"}], "images": None}, columns], None))
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------------

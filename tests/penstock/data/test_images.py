@@ -3,12 +3,15 @@
 import base64
 import io
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
 
+from penstock.arguments.objects import training_data
 from penstock.data import images
 from penstock.data.data import DataRequest, read_data
 from penstock.data.images import MOST_PIXELS, open_image
@@ -126,6 +129,16 @@ def test_an_image_that_cannot_be_read_makes_a_bad_row(seer, tmp_path, source, wo
     assert len(part.documents.problems) == len(part.sequences) == 1
 
 
+def test_palettes_are_read_and_deep_images_refused(tmp_path):
+    """A palette with transparency is common; of 16 bits, a conversion to RGB would keep the darkest 256 values alone."""
+    picture = drawing(0)[0]
+    picture.quantize(8).save(tmp_path / "palette.png", transparency=bytes([0, 128]))
+    assert open_image("palette.png", tmp_path).tobytes() == picture.quantize(8).convert("RGB").tobytes()
+    Pictures.new("I;16", (8, 8), 40_000).save(tmp_path / "deep.png")
+    with pytest.raises(ValueError, match="mode I;16: RGB would keep its darkest values alone; give one of 8 bits"):
+        open_image("deep.png", tmp_path)
+
+
 def test_a_decompression_bomb_is_not_decoded(seer, monkeypatch):
     """The limit holds before any pixel is decoded, and below that of Pillow."""
     monkeypatch.setattr(images, "MOST_PIXELS", 100)
@@ -149,6 +162,71 @@ def test_a_decompression_bomb_is_not_decoded(seer, monkeypatch):
 def test_images_and_their_places_must_agree(seer, tmp_path, row, words):
     with pytest.raises(DataError, match=words):
         read(seer, tmp_path, [row])
+
+
+ASKED = {"role": "user", "content": QUESTION}
+LOST = {
+    "next to texts": ({"prompt": QUESTION, "completion": "A.", "images": ["0-0.png"]}, "images, and they belong to messages"),
+    "of a caption": ({"text": "A red circle.", "image": "0-0.png"}, "images, and they belong to messages"),
+    "next to tokens": ({"input_ids": [1, 2], "image": "0-0.png"}, "images, and they belong to messages"),
+    "of tokens": ({"input_ids": [1, "token", 2], "pixel_values": [[0.0]]}, "the token of images, and no image"),
+    "of a text": ({"messages": [{**ASKED, "content": "<image>Look"}, ANSWER], "picture": "0-0.png"}, "and no image"),
+    "of a message": ({"messages": [{**ASKED, "images": ["0-0.png"]}, ANSWER]}, 'message 0 has "images"'),
+    "of a part": ({"messages": [user({**TEXT, "image": "0-0.png"}), ANSWER]}, 'message 0 has "image"'),
+    "learned": ({"messages": [ASKED, {**ANSWER, "content": [TEXT, PART]}]}, "message 1 is a learned answer with an image"),
+    "a number": ({"messages": [user({"type": "image", "base64": 5}, TEXT), ANSWER]}, 'under "base64" that is no text'),
+}
+
+
+@pytest.mark.parametrize(("row", "words"), LOST.values(), ids=LOST)
+def test_no_image_is_lost(seer, tmp_path, row, words):
+    if "pixel_values" in row:
+        token = json.loads((seer / "model" / "config.json").read_text())["image_token_index"]
+        row = {**row, "input_ids": [token if i == "token" else i for i in row["input_ids"]]}
+    with pytest.raises(DataError, match=words):
+        read(seer, tmp_path, [row])
+
+
+def test_a_template_that_writes_no_images_is_refused(seer, tmp_path):
+    template = tmp_path / "texts.jinja"
+    part = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+    text = "{% if m.content is string %}{{ m.content }}{% else %}" + part + "{% endif %}"
+    template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}\n" + text + "<|im_end|>\n{% endfor %}")
+    with pytest.raises(DataError, match="the chat template writes 0 of its 1 images"):
+        read(seer, tmp_path, [LAYOUTS["in the part"]], chat_template=str(template))
+
+
+def test_a_file_that_changes_after_its_tokens_are_cached_is_an_error(seer, tmp_path):
+    """Also if features of the former image are stored; a copy with another time has not changed, nor has a removed file."""
+    path, row = seer / "rows" / "changing.png", {"messages": [user({"type": "image", "path": "changing.png"}, TEXT), ANSWER]}
+    drawing(0)[0].save(path)
+    first = read(seer, tmp_path, [row])
+    os.utime(path, ns=(1, 1))
+    assert read(seer, tmp_path, [row]).fingerprint == first.fingerprint
+    drawing(1)[0].save(path)
+    with pytest.raises(DataError, match=r"1 images changed after their rows were read \(tokens: found in"):
+        read(seer, tmp_path, [row])
+    path.unlink()
+    assert read(seer, tmp_path, [row]).fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "pictures", "bytes"])
+def test_images_of_a_program_are_read_as_files_are(seer, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    content, wanted = (seer / "rows" / "0-0.png").read_bytes(), read(seer, tmp_path, [LAYOUTS["in the part"]]).documents
+    image = Pictures.open(io.BytesIO(content)) if kind == "pictures" else content
+    rows = [{"messages": [ASKED, ANSWER], "images": [image]}]
+    parts = [{"messages": [user({"type": "image", "image": image}, TEXT), ANSWER]}]
+    if kind == "Dataset":
+        features = Features({"messages": List({"role": Value("string"), "content": Value("string")}), "images": List(Image())})
+        parts = rows = Dataset.from_list([{**rows[0], "images": [{"bytes": content}]}], features=features)
+    for data in (rows, parts):
+        path = training_data(data, None).settings["data.path"]
+        table = read(seer, tmp_path, Path(path)).documents
+        assert table.ids(0).tolist() == wanted.ids(0).tolist()
+        assert table.images(0) == wanted.images(0)
+    with pytest.raises(DataError, match="row 1: no JSON"):
+        training_data([{"text": b"no image"}], None)
 
 
 def test_no_sequence_is_cut_within_an_image(seer, tmp_path):

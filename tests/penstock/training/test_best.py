@@ -40,6 +40,13 @@ def test_the_best_evaluation_and_the_number_since_the_last_gain():
     assert course(LOSSES) == (None, 0), "not asked for"
 
 
+def test_evaluations_on_other_data_are_not_compared():
+    lines = [{"step": n, "eval_loss": loss, "held_out": data} for n, loss, data in ((1, 1.0, "a"), (2, 3.0, "b"), (3, 2.0, "b"))]
+    assert best_of(lines, EvaluationSettings(best="loss"), "b")[0].step == 3
+    assert best_of(lines, EvaluationSettings(best="loss"), "a")[0].step == 1
+    assert best_of(lines, EvaluationSettings(patience=9), "c") == (None, 0)
+
+
 def run(folder, n_steps=10, **fields):
     """Train with evaluations of LOSSES after each step, or resume."""
     session = session_of(folder, **fields)
@@ -113,6 +120,18 @@ def test_the_command_ends_early_with_0_and_says_the_best(home):
         ),
     ):
         one_line(train(home, home / "plan.json", *flags, out="other"), 2, message)
+
+
+def test_a_resumed_run_compares_on_its_own_data_or_names_no_best(home):
+    plan, looks = plan_in(home), ("--eval-every", 1, "--best", "loss")
+    first, other = (("--eval-data", home / "data" / name) for name in ("b.txt", "a.txt"))
+    succeeded(train(home, plan, *first, *looks, steps=2))
+    result = succeeded(train(home, plan, *other, *looks, "--resume", steps=4))
+    assert "other held-out data than before: the best is that of evaluations from now on, without 2 earlier ones" in result.stderr
+    assert read_best(home / "out").step > 2
+    result = succeeded(train(home, plan, *first, "--resume", steps=5))
+    assert "evaluation.best is not set: best.json is removed" in result.stderr
+    assert read_best(home / "out") is None
 
 
 def test_all_ranks_stop_at_the_same_step_with_the_bits_of_one(home):

@@ -10,6 +10,7 @@ from penstock.planner.model.workload import supported_attention
 from penstock.runtime.batch import Batch
 from penstock.runtime.plan import Policy, Semantics, saves
 from penstock.runtime.plan.workload import Model
+from penstock.training.streamed_forward import _padded
 from tests.lanes import mostly_slow
 from tests.seers import SEERS, data_with_images, own_inputs, own_model, streamed, write_drawings, write_seer
 
@@ -94,3 +95,21 @@ def test_micro_batches_and_policies_change_no_bit(tmp_path, seer, model_type):
         loss, gradients = streamed(model, semantics, policy, batch)
         assert loss == first[0]
         assert [name for name, g in gradients.items() if not torch.equal(g, first[1][name])] == []
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+def test_joined_batches_of_texts_and_images_keep_the_places_of_images(tmp_path, seer, model_type):
+    """As an evaluation joins them: texts before, between and after images, and padding."""
+    folder, semantics = seer
+    rows = write_drawings(tmp_path / "rows", 2)
+    text = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Fine."}]}\n'
+    rows.write_text(text + text.join(rows.read_text().splitlines(keepends=True)) + text)
+    data = data_with_images(folder, rows, tmp_path, semantics)
+    batch = _padded(lambda n: data.batch_of_samples([data.sample(n)]), range(5), 6)
+    token = data.parts[0].documents.reader.images.token_id
+    assert [len(features) for features in batch.images.features] == (batch.input_ids == token).sum(1).tolist()
+    assert [len(features) > 0 for features in batch.images.features] == [False, True, False, True, False, False]
+    whole = [data.batch_of_samples([data.sample(n)]).images for n in range(5)]
+    for name in ("positions", "token_types"):
+        joined, parts = getattr(batch.images, name), [getattr(images, name) for images in whole]
+        assert joined is None if parts[0] is None else torch.equal(joined[:5], torch.cat(parts))
