@@ -95,7 +95,8 @@ _DIFFERENCES = """## Differences on purpose
 - The reference of DPO and KTO is the model of the start, an adapter of the model included, and is computed before the first step.
 - KTO leaves out rows at the end that fill no batch of `per_device_train_batch_size`, the group of a baseline.
 - A score of a reward model is that of the last token before the end token, also if padding is another token.
-- GRPO: the old log-probabilities are those of the rows. `rollout_func` and `reward_funcs` are called once, before training.
+- GRPO: the old log-probabilities are those of the rows. `rollout_func` and `reward_funcs` are called once for each prompt that a
+  step takes, before training.
 - `weight_decay` leaves out vectors that are neither biases nor norms, such as sinks of attention.
 - A new adapter starts from random numbers of `seed`, not of the program's generator. Give a PeftModel to start from its own.
 - Packing with bfd is first fit over whole documents, isolated in attention, in an order of Penstock.

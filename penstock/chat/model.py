@@ -22,8 +22,9 @@ from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import Plan, Policy, Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.packed import Base
+from penstock.runtime.plan.policy import computing
 from penstock.runtime.plan.train import Train, parse_train, training
-from penstock.runtime.plan.workload import Dtype, Model, text_of
+from penstock.runtime.plan.workload import Model, text_of
 from penstock.runtime.units import on_one_line
 from penstock.settings import RunSettings
 from penstock.training.build import PACKED_FOLDER, load_adapter, load_constants, load_model
@@ -52,7 +53,7 @@ def located_model(settings: RunSettings) -> RunSettings:
 
 
 def load(
-    settings: RunSettings, context: int | None, compute: Dtype, base: Base, report: Report
+    settings: RunSettings, context: int | None, compute: str, base: Base, report: Report
 ) -> tuple[TorchMachine, ModelTokenizer]:
     """Return a machine with the model and adapter of `located_model`, and the tokenizer. The machine's plan has one sequence of
     `context` tokens. PenstockError for invalid files, or if memory does not suffice, before anything is allocated."""
@@ -77,7 +78,7 @@ def load(
     return machine, tokenizer
 
 
-def _plan(model: Model, settings: RunSettings, device: str, context: int | None, compute: Dtype, base: Base) -> Plan:
+def _plan(model: Model, settings: RunSettings, device: str, context: int | None, compute: str, base: Base) -> Plan:
     """Return a plan with the least memory: one parameter is trained, or adapters, which no step updates here."""
     longest = text_of(model.config).get("max_position_embeddings")
     limit = longest if isinstance(longest, int) and longest > 0 else CONTEXT
@@ -86,8 +87,8 @@ def _plan(model: Model, settings: RunSettings, device: str, context: int | None,
     profile, attention = read_profile(DEVICES[device]), supported_attention(model)[0]
     kernels: Callable[..., Semantics] = lambda semantics: with_kernels(model, semantics, profile, "eager")  # noqa: E731
     fields: dict[str, Any] = {"batch_size": 1, "micro_batch": 1, "clip_norm": None, "loss_tile_tokens": LOGITS}
-    fields |= {"seq_len": context or min(limit, CONTEXT), "compute_dtype": compute, "attention": attention}
-    untrained = build_workload(model, kernels(Semantics(**fields)))
+    fields |= {"seq_len": context or min(limit, CONTEXT), "attention": attention}
+    untrained = build_workload(model, kernels(Semantics(**fields)))  # its shapes do not depend on `compute`
     parameters = {p.name: p for block in untrained.blocks for p in block.parameters if p.tied_to is None}
     if settings.adapter is not None:
         shapes = {name: p.shape for name, p in parameters.items()}
@@ -97,7 +98,8 @@ def _plan(model: Model, settings: RunSettings, device: str, context: int | None,
     else:
         last = [p for p in untrained.blocks[-1].parameters if p.tied_to is None]
         trained = f"names:{min(last, key=lambda p: p.n_elements).name}"
-    semantics = kernels(spelled_out(model, Semantics(**fields | training(trained, base) | {"train": parse_train(trained)})))
+    fields |= computing(compute) | training(trained, base) | {"train": parse_train(trained)}
+    semantics = kernels(spelled_out(model, Semantics(**fields)))
     return lower(model, build_workload(model, semantics), semantics, Policy(), profile.to_json())
 
 

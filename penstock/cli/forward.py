@@ -13,6 +13,7 @@ from penstock.runtime.errors import DataError
 from penstock.runtime.executor import Stop
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.packed import Base
+from penstock.runtime.plan.policy import COMPUTES
 from penstock.runtime.units import on_one_line, show_bytes
 from penstock.signals import handled
 
@@ -67,7 +68,7 @@ _CHAT_FLAGS = ("adapter", "packed", "tokenizer", "data.chat_template", "seed", "
 @click.option("--context", type=COUNT, help="Longest conversation, in tokens.  [default: 4096, or the model's positions]")
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: the likeliest token.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the probability to draw from.")
-@click.option("--compute", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Compute dtype.")
+@click.option("--compute", type=click.Choice(COMPUTES), default="bf16", show_default=True, help="As in penstock plan.")
 @click.option(
     "--base", type=click.Choice(get_args(Base)), default="bf16", show_default=True, help="Storage of the model's weights."
 )

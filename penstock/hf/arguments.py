@@ -42,6 +42,11 @@ def entry_of(name: str, table: Mapping[str, str]) -> str | None:
     return next((words for expression, words in table.items() if re.fullmatch(expression, name)), None)
 
 
+def is_kind(value: object, name: str) -> bool:
+    """True for an object of a class of this name, or of a subclass. Its library may be absent."""
+    return name in [kind.__name__ for kind in type(value).__mro__]
+
+
 def changed(arguments: Any, **required: Any) -> dict[str, Any]:
     """Return the fields of a configuration that differ from a default one. `required`: arguments of its constructor."""
     try:
@@ -86,6 +91,8 @@ def read_arguments(arguments: Any, n_ranks: int) -> Job:
         "evaluation.first": False,
         "evaluation.max_sequences": 2**31,
     }
+    if n_ranks > 1 and not a.average_tokens_across_devices:
+        job.refuse("average_tokens_across_devices", False, "leave it out: the loss of a step is the mean over all of its tokens")
     if (name := _value(a.optim)) not in ("adamw_torch", "adamw_torch_fused"):
         job.refuse("optim", name, entry_of("optim_args", FIELDS["refused"]) or "")
     strategy = _value(a.train_sampling_strategy)
@@ -138,7 +145,7 @@ def schedule_of(arguments: Any, n_steps: int, job: Job) -> dict[str, Any]:
     if kind == "constant" and warmup:
         job.refuse("warmup_steps", warmup, "the schedule constant has none; write lr_scheduler_type='constant_with_warmup'")
     least = {"cosine_with_min_lr": "min_lr_rate", "warmup_stable_decay": "min_lr_ratio"}.get(kind)
-    if kind == "cosine_with_min_lr" and options.get("min_lr") is not None:
+    if kind == "cosine_with_min_lr" and isinstance(options.get("min_lr"), int | float) and arguments.learning_rate:
         options["min_lr_rate"] = options.pop("min_lr") / arguments.learning_rate
     fraction = options.pop(least, None) if least else None
     decay = options.pop("num_decay_steps", None) if kind == "warmup_stable_decay" else None
@@ -149,7 +156,10 @@ def schedule_of(arguments: Any, n_steps: int, job: Job) -> dict[str, Any]:
 
 
 def adapter_of(lora: Any, model_type: str, job: Job) -> str:
-    """Return the text of `penstock.plan(train=...)` for a LoraConfig of PEFT."""
+    """Return the text of `penstock.plan(train=...)` for a LoraConfig of PEFT. Like in TRL, `no_dropout` includes adapters."""
+    if not is_kind(lora, "LoraConfig"):
+        job.refuse("peft_config", type(lora).__name__, "give a LoraConfig of PEFT")
+        return "all"
     mapped = {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"}
     for name, value in changed(lora).items():
         if name == "modules_to_save" and [*value] == ["score"]:
@@ -164,5 +174,6 @@ def adapter_of(lora: Any, model_type: str, job: Job) -> str:
     if isinstance(targets, str) and targets != "all-linear":
         targets = [f"/{targets}/"]
     named = targets if isinstance(targets, str) else "+".join(sorted(targets or ()))
-    options = [f"r={lora.r}", f"alpha={lora.lora_alpha:g}", f"dropout={lora.lora_dropout:g}"] + ["rslora"] * bool(lora.use_rslora)
+    dropout = 0.0 if job.plan.get("no_dropout") else lora.lora_dropout
+    options = [f"r={lora.r}", f"alpha={lora.lora_alpha:g}", f"dropout={dropout:g}"] + ["rslora"] * bool(lora.use_rslora)
     return f"lora:{','.join(options)},targets={named}"

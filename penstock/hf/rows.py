@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -12,44 +13,57 @@ import torch
 from penstock.data.images import images_in
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import DataError, user_code
+from penstock.runtime.units import on_one_line
 
 from .arguments import Job
 
 Row = dict[str, Any]
+SFT_LENGTH = 1024  # default of SFTConfig, into which TRL converts TrainingArguments
 MESSAGES = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as JSON lines, whole or not at all, without columns that are None. DataError for a value that JSON lacks."""
+    """Write rows as JSON lines, whole or not at all, without columns that are None. DataError for a value that JSON lacks, or for
+    no rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    row: Mapping[str, Any] = {}
+    n_rows = 0
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
-            for row in rows:
+            for n_rows, row in enumerate(rows, start=1):
                 present = {name: value for name, value in row.items() if value is not None}
-                file.write(json.dumps(present, ensure_ascii=False) + "\n")
+                with row_errors(n_rows - 1, row):
+                    file.write(json.dumps(present, ensure_ascii=False) + "\n")
+        if not n_rows:
+            raise DataError(f"{path.stem}_dataset: no rows with a token to learn; give rows")
         os.replace(unfinished, path)
-    except (TypeError, ValueError) as error:
-        where = f"a row with columns {', '.join(row)} for {path.name}"
-        raise DataError(f"{where}: {error}; give columns of text, numbers and lists of them") from None
     finally:
         unfinished.unlink(missing_ok=True)
     return path
 
 
+def row_errors(number: int, row: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Report an exception as a DataError of one line that names the row."""
+    return user_code(f"row {number} of the data set, with columns {on_one_line(', '.join(map(str, row)), 80)},")
+
+
+def is_stream(data: Any) -> bool:
+    return not callable(getattr(data, "__len__", None))
+
+
 def rows_of(data: Any, n_most: int | None) -> Iterator[Row]:
-    """Yield the rows of a data set or a list, or the first `n_most` of a stream. DataError for another object."""
+    """Yield the rows of a data set or a list, or the first `n_most` of a stream; tensors and arrays as lists. DataError for another
+    object."""
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise DataError(f"the data set is a {type(data).__name__}; give a Dataset, an IterableDataset or a list of dicts")
-    if not callable(getattr(data, "__len__", None)) and n_most is None:
+    if is_stream(data) and n_most is None:
         raise DataError("the length of a streamed data set is unknown: set max_steps")
-    for number, row in enumerate(islice(data, n_most)):
+    for number, row in enumerate(islice(data, n_most) if is_stream(data) else data):
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} of the data set is a {type(row).__name__}; each row is a dict of columns")
         if has_images(row):
             raise DataError(f"row {number} of the data set has images, which these trainers do not read; train with penstock.train")
-        yield dict(row)
+        yield {name: value.tolist() if callable(getattr(value, "tolist", None)) else value for name, value in row.items()}
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
@@ -67,7 +81,7 @@ class Tokens:
     def __init__(self, tokenizer: Any, arguments: Any, job: Job, formatting: Callable[[Row], str] | None = None) -> None:
         self.tokenizer, self.formatting, options = tokenizer, formatting, vars(arguments)
         self.text: str = options.get("dataset_text_field", "text")
-        self.length: Any = options.get("max_length")
+        self.length: Any = options.get("max_length", SFT_LENGTH)
         self.only_completion, self.only_assistant = options.get("completion_only_loss"), bool(options.get("assistant_only_loss"))
         self.chunk = self.length if options.get("packing") and options.get("packing_strategy") == "wrapped" else None
         self.is_cut = self.length is not None and not options.get("packing")
@@ -77,18 +91,24 @@ class Tokens:
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield tokenised rows with at least one learned token. DataError names a row of unknown columns."""
-        tokenised = (self._cut(self._row(number, row)) for number, row in enumerate(rows))
+        tokenised = (self._read(number, row) for number, row in enumerate(rows))
         if self.chunk is None:
             return (row for row in tokenised if any(label != UNSUPERVISED for label in row["labels"][1:]))
         return _in_chunks(tokenised, self.chunk)
 
-    def _row(self, number: int, row: Row) -> Row:
+    def _read(self, number: int, row: Row) -> Row:
         if self.formatting is not None:
             with user_code(f"formatting_func of row {number}"):
                 row = {self.text: self.formatting(row)}
+        with row_errors(number, row):
+            return self._cut(self._row(number, row))
+
+    def _row(self, number: int, row: Row) -> Row:
         if "input_ids" in row:
             return {"input_ids": row["input_ids"], "labels": row.get("labels") or self._labels(row["input_ids"], row)}
         row = _chatml(row)
+        if not isinstance(row.get("messages", []), list):
+            raise DataError(f"row {number} of the data set: messages is a {type(row['messages']).__name__}; give a list")
         try:
             if "prompt" in row:
                 ids, masks = self._completed(row)

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from penstock import api
@@ -25,7 +26,7 @@ from penstock.ranks import is_rank
 from penstock.runtime.errors import CheckpointError, PlanError
 from penstock.runtime.executor import say
 from penstock.runtime.files import write_whole
-from penstock.runtime.units import show_bytes
+from penstock.runtime.units import on_one_line, show_bytes
 
 
 class Start(NamedTuple):
@@ -35,6 +36,11 @@ class Start(NamedTuple):
     adapter: str | None = None
     lora: Any = None
     saved: "TemporaryDirectory[str] | None" = None
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Folder of the tokenizer of a run: the adapter's, if it has one, or the model's."""
+        return self.adapter if self.adapter and (Path(self.adapter) / "tokenizer.json").is_file() else self.folder
 
 
 def start_of(model: Any) -> Start:
@@ -74,6 +80,21 @@ def _saved(model: Any) -> Start:
     if (Path(saved.name) / CONFIG_FILE).exists():
         return start_of(saved.name)._replace(saved=saved)
     return Start(saved.name, saved=saved)
+
+
+def tokenizer_of(folder: str) -> Any:
+    """Return the tokenizer in a folder. PlanError if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{folder or 'model'}: no tokenizer ({on_one_line(str(error), 99)}); give processing_class") from None
+
+
+def router_loss_of(config: dict[str, Any]) -> float | None:
+    """Return the coefficient that TRL uses by default for a model with routers: the configuration's own."""
+    typed: Any = AutoConfig.for_model(**config).get_text_config()
+    coefficient: float | None = getattr(typed, "router_aux_loss_coef", None) or None
+    return None if getattr(typed, "output_router_logits", None) is None else coefficient
 
 
 def leave_group() -> None:

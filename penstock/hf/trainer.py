@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoTokenizer
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
@@ -22,10 +21,11 @@ from penstock.planner.model.workload import read_model
 from penstock.ranks import is_follower, joined, n_started
 from penstock.results import Planned
 from penstock.run_config import PLAN_FILE, RunRequest, read_run
-from penstock.runtime.errors import CheckpointError, PlanError
+from penstock.runtime.errors import CheckpointError, DataError, PlanError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.train import parse_train
+from penstock.runtime.plan.workload import text_of
 from penstock.training import trainer as runs
 from penstock.training.inputs import data_of
 from penstock.training.references import FILE_NAME
@@ -33,10 +33,10 @@ from penstock.training.run_folder import write_settings
 from penstock.training.session import open_session
 from penstock.training.validation import held_out_loss
 
-from .arguments import TABLE, Job, adapter_of, entry_of, read_arguments, schedule_of
+from .arguments import TABLE, Job, adapter_of, entry_of, is_kind, read_arguments, schedule_of
 from .loop import STATE_OF_TRAINER, Loop, evaluated
-from .rows import Row, collated, rows_of, write_rows
-from .start import leave_group, profile_of, start_of
+from .rows import Row, collated, is_stream, row_errors, rows_of, write_rows
+from .start import leave_group, profile_of, router_loss_of, start_of, tokenizer_of
 
 LENGTH_STEP = 64  # sequences of a plan are a multiple, for kernels, unless max_length is shorter
 UNSET = (None, (None, None))
@@ -50,7 +50,7 @@ class Trainer:
     plan for, by default this one, which is probed once. PlanError has one line for each argument that is refused.
     """
 
-    format = "tokens"
+    format, configuration = "tokens", "TrainingArguments"
     log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
 
     def __init__(
@@ -68,24 +68,33 @@ class Trainer:
         machine: str | Path | Profile | None = None,
         **unsupported: Any,
     ) -> None:
-        if args is None:
-            raise PlanError("args is missing: give a TrainingArguments, or the configuration of this trainer")
+        if not is_kind(args, self.configuration):
+            raise PlanError(f"args is a {type(args).__name__}; give a {self.configuration}")
         self.args, self.data_collator, self.callbacks_of_init = args, data_collator, callbacks
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._start = start_of(model)
         job = read_arguments(args, n_started())
         for name in [name for name, value in unsupported.items() if value not in UNSET]:
             job.refuse(name, unsupported[name], entry_of(name, TABLE["trainer_arguments"]) or "no such argument here; leave it out")
+        config = read_model(self._start.folder).config
+        self._n_ids = text_of(config).get("vocab_size")
         if self._start.lora is not None or peft_config is not None:
-            model_type = read_model(self._start.folder).config.get("model_type", "")
-            job.plan["train"] = adapter_of(peft_config or self._start.lora, model_type, job)
+            job.plan["train"] = adapter_of(peft_config or self._start.lora, config.get("model_type", ""), job)
+        if self._start.lora is not None and peft_config is not None:
+            job.refuse("peft_config", type(peft_config).__name__, "leave it out: the model has an adapter, which is continued")
+        if getattr(args, "router_aux_loss_coef", 0.0) is None:
+            job.plan["router_loss"] = router_loss_of(config)
         if args.eval_strategy != "no" and eval_dataset is None:
             job.refuse("eval_strategy", str(args.eval_strategy), "eval_dataset is missing; give one")
-        name = self._start.folder if self._start.saved is None else model.config.name_or_path
-        self.processing_class: Any = processing_class or AutoTokenizer.from_pretrained(name, local_files_only=True)
+        name = self._start.tokenizer_folder if self._start.saved is None else model.config.name_or_path
+        self.processing_class: Any = processing_class or tokenizer_of(name)
+        if not callable(getattr(self.processing_class, "save_pretrained", None)):
+            raise PlanError(f"processing_class is a {type(processing_class).__name__}; give a tokenizer of transformers")
         if self._start.saved is not None:
             self.processing_class.save_pretrained(self._start.saved.name)
         self._describe(job)
+        if args.label_smoothing_factor and not str(job.plan["loss"]).startswith("label-smoothing"):
+            job.refuse("label_smoothing_factor", args.label_smoothing_factor, "leave it out: the loss of this trainer has none")
         job.raise_problems()
         self._job, out = job, Path(args.output_dir)
         self._longest = 0
@@ -104,7 +113,7 @@ class Trainer:
             "evaluation.data": None if held_out is None else str(held_out),
             **job.settings,
         }
-        if self._settings["data.packing"] != "one" or not callable(getattr(train_dataset, "__len__", None)):
+        if self._settings["data.packing"] != "one" or is_stream(train_dataset):
             self._settings |= {"data.sampler": "penstock"} if self._settings["data.packing"] != "one" else {"data.shuffle": False}
         self.plan = self._planned(penstock_plan, machine)
         self.state: TrainerState = TrainerState()
@@ -128,12 +137,15 @@ class Trainer:
 
     def _n_tokens(self, row: Row) -> int:
         """Return the length of a row, or a bound on it."""
+        if self._n_ids is not None and (largest := max(row["input_ids"], default=0)) >= self._n_ids:
+            raise DataError(f"a token {largest}; the model has ids 0 to {self._n_ids - 1}; give the model's own processing_class")
         return len(row["input_ids"])
 
     def _written(self, out: Path, name: str, rows: Iterator[Row]) -> Path:
         def measured() -> Iterator[Row]:
-            for row in rows:
-                self._longest = max(self._longest, self._n_tokens(row))
+            for number, row in enumerate(rows):
+                with row_errors(number, row):
+                    self._longest = max(self._longest, self._n_tokens(row))
                 yield row
 
         return write_rows(out / "rows" / f"{name}.jsonl", measured())
@@ -173,13 +185,17 @@ class Trainer:
         """Return the run, and its number of steps in an epoch."""
         settings = {name: value for name, value in self._settings.items() if value is not None} | {"out": str(out)}
         n_each = self._steps_per_epoch(settings)
-        n_steps = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * n_each)
-        job = Job()
-        settings |= {"steps": n_steps} | schedule_of(self.args, n_steps, job)
+        n_steps = self._n_steps(n_each)
+        settings |= {"steps": n_steps} | schedule_of(self.args, n_steps, Job())
         resume_from = None if resume is None or isinstance(resume, bool) else os.fspath(resume)
         if resume_from is not None and Path(resume_from).parent.resolve() == out.resolve():
             resume_from = Path(resume_from).name
         return RunRequest(read_run(None, settings), self.plan, resume=resume is True, resume_from=resume_from), n_each
+
+    def _n_steps(self, n_each: float) -> int:
+        """Return the steps of a run with `n_each` in an epoch."""
+        max_steps: int = self.args.max_steps
+        return max_steps if max_steps > 0 else math.ceil(self.args.num_train_epochs * n_each)
 
     def _steps_per_epoch(self, settings: dict[str, Any]) -> float:
         data = data_of(read_run(None, settings), self.plan.plan, Path(self._start.folder))

@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from penstock.data.formats import PREFERENCE, ROLLOUTS, UNPAIRED
+from penstock.data.formats import NEEDED, PREFERENCE, ROLLOUTS, UNPAIRED
 from penstock.runtime.errors import DataError, user_code
+from penstock.runtime.files import write_whole
 
 from .arguments import Job
-from .rows import Row, Tokens, grouped_order
+from .rows import Row, Tokens, grouped_order, is_stream, row_errors
+from .start import tokenizer_of
 from .trainer import Trainer
 
 DPO = {"sigmoid": "dpo:beta={beta},label_smoothing={label_smoothing}", "hinge": "hinge:beta={beta}", "ipo": "ipo:beta={beta}"}
 DPO |= {"robust": "robust:beta={beta},label_smoothing={label_smoothing}"}
 GRPO = {"grpo": "grpo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr-grpo"}
+PACKING = ("bfd", "bfd_split", "wrapped")
 COLUMNS = ("prompt_ids", "completion_ids", "logprobs")
 
 
@@ -32,8 +36,14 @@ class SFTTrainer(Trainer):
         if (loss := getattr(args, "loss_type", "nll")) not in ("nll", "chunked_nll"):
             job.refuse("loss_type", loss, "write nll")
         packs = getattr(args, "packing", False)
-        if packs and getattr(args, "eval_packing", None) is False:
-            job.refuse("eval_packing", False, "leave it out: held-out rows are packed like the others")
+        if (eval_packing := getattr(args, "eval_packing", None)) not in (None, packs):
+            job.refuse("eval_packing", eval_packing, "leave it out: held-out rows are packed like the others")
+        if packs and args.packing_strategy not in PACKING:
+            job.refuse("packing_strategy", args.packing_strategy, f"write one of {', '.join(PACKING)}")
+        if packs and args.max_length is None:
+            job.refuse("max_length", None, "packing needs a length; give one")
+        if packs and is_stream(self.train_dataset):
+            job.refuse("packing", True, "leave it out for a streamed data set, or give a Dataset")
         if packs and args.packing_strategy != "wrapped":
             job.settings |= {
                 "data.packing": "documents",
@@ -56,13 +66,25 @@ class _Answers(Trainer):
         if getattr(self.args, "truncation_mode", "keep_start") != "keep_start":
             job.refuse("truncation_mode", self.args.truncation_mode, "write keep_start")
         job.settings["data.too_long"] = "cut"
+        model_tokenizer, tokenizer = tokenizer_of(self._start.tokenizer_folder), self.processing_class
+        if model_tokenizer.get_vocab() != tokenizer.get_vocab() or model_tokenizer.eos_token != tokenizer.eos_token:
+            advice = "rows are read with the model's tokenizer, of another vocabulary or end token; save this one in its folder"
+            job.refuse("processing_class", type(tokenizer).__name__, advice)
+        elif isinstance(tokenizer.chat_template, str) and tokenizer.chat_template != model_tokenizer.chat_template:
+            path = Path(self.args.output_dir) / "rows" / "chat_template.jinja"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, tokenizer.chat_template)
+            job.settings["data.chat_template"] = str(path)
 
     def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
-        return rows
+        for number, row in enumerate(rows):
+            if missing := [name for name in NEEDED[self.format].columns if row.get(name) is None]:
+                raise DataError(f"row {number} of the data set: no {', '.join(missing)}; its columns are {', '.join(row)}")
+            yield row
 
     def _n_tokens(self, row: Row) -> int:
-        answers = [row[name] for name in ("chosen", "rejected", "completion") if name in row]
-        return max((self._length(row.get("prompt", answer[:0]) + answer) for answer in answers), default=0)
+        answers = [row[name] for name in ("chosen", "rejected", "completion") if row.get(name) is not None]
+        return max(self._length((row.get("prompt") or answer[:0]) + answer) for answer in answers)
 
     def _length(self, text: Any) -> int:
         if isinstance(text, str):
@@ -74,7 +96,7 @@ class _Answers(Trainer):
 class DPOTrainer(_Answers):
     """Direct preference optimization like TRL's. The reference is the model of the start."""
 
-    format = PREFERENCE
+    format, configuration = PREFERENCE, "DPOConfig"
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
         super().__init__(model, args, ref_model=ref_model, **options)
@@ -92,7 +114,7 @@ class DPOTrainer(_Answers):
 class KTOTrainer(_Answers):
     """Kahneman-Tversky optimization like TRL's. The rows of a batch are the group of a baseline."""
 
-    format = UNPAIRED
+    format, configuration = UNPAIRED, "KTOConfig"
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
         super().__init__(model, args, ref_model=ref_model, **options)
@@ -120,7 +142,7 @@ class KTOTrainer(_Answers):
 class RewardTrainer(_Answers):
     """A reward model of pairs like TRL's: a scoring head on the last token, and the model under it."""
 
-    format = PREFERENCE
+    format, configuration = PREFERENCE, "RewardConfig"
 
     def _describe(self, job: Job) -> None:
         super()._describe(job)
@@ -128,16 +150,23 @@ class RewardTrainer(_Answers):
         job.plan["batch_size"] *= 2
         job.settings["data.too_long"] = "skip"  # TRL removes rows longer than max_length
 
+    def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
+        for row in super()._prepared(rows):
+            if row.get("margin") is not None:
+                raise DataError("the data set has a column margin, which no loss of Penstock reads; remove it")
+            yield row
+
 
 class GRPOTrainer(Trainer):
     """Group-relative policy optimization on given rollouts. A row has `prompt_ids`, `completion_ids`, `logprobs` and `rewards`; or
     `rollout_func(prompts, trainer)` and `reward_funcs`, as for TRL, are called once for each prompt, before training. The old
     log-probabilities are those of the rows."""
 
-    format = ROLLOUTS
+    format, configuration = ROLLOUTS, "GRPOConfig"
 
     def __init__(self, model: Any = None, reward_funcs: Any = None, args: Any = None, *, rollout_func: Any = None, **options: Any):
-        self.rollout_func, self.reward_funcs = rollout_func, [reward_funcs] if callable(reward_funcs) else [*(reward_funcs or [])]
+        self.rollout_func, functions = rollout_func, [] if reward_funcs is None else reward_funcs
+        self.reward_funcs = [*functions] if isinstance(functions, list | tuple) else [functions]
         super().__init__(model, args, **options)
 
     def _describe(self, job: Job) -> None:
@@ -149,6 +178,16 @@ class GRPOTrainer(Trainer):
             job.refuse("steps_per_generation", args.steps_per_generation, "leave it out: a step takes whole groups")
         if args.scale_rewards not in ("group", True, "none", False):
             job.refuse("scale_rewards", args.scale_rewards, "write group or none")
+        if args.loss_type == "bnpo" and args.gradient_accumulation_steps * job.plan["gpus"] > 1:
+            job.refuse("loss_type", "bnpo", "write dapo: the loss of a step is a mean over all of its tokens")
+        if args.beta and args.use_bias_correction_kl:
+            job.refuse("use_bias_correction_kl", True, "write False: the loss has the KL estimate without the ratio")
+        if (self.rollout_func is None) != (not self.reward_funcs):
+            job.refuse("reward_funcs", self.reward_funcs, "give rollout_func with them; without both, rows have rewards")
+        if not all(map(callable, self.reward_funcs)):
+            job.refuse("reward_funcs", self.reward_funcs, "give functions; reward models are not run here")
+        if args.reward_weights and len(args.reward_weights) != len(self.reward_funcs):
+            job.refuse("reward_weights", args.reward_weights, f"give {len(self.reward_funcs)}, one for each of reward_funcs")
         if n_batch % args.num_generations:
             job.refuse("num_generations", args.num_generations, f"a step has {n_batch} completions; choose a divisor of it")
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
@@ -157,27 +196,33 @@ class GRPOTrainer(Trainer):
         job.settings["data.shuffle"] = False  # the file is in the order of the steps
 
     def _ordered(self, rows: Iterator[Row]) -> Iterator[Row]:
-        args, groups = self.args, [*self._prepared(rows)]
+        args, prompts = self.args, [*rows]
         n_each = self._job.plan["batch_size"] // args.num_generations
-        self._n_each: int = len(groups) // n_each * args.num_iterations
-        n_steps = args.max_steps if args.max_steps > 0 else round(args.num_train_epochs * self._n_each)
-        order = grouped_order(len(groups), n_each, args.num_iterations, n_steps, args.seed if args.shuffle_dataset else None)
-        return (groups[i] for i in chain.from_iterable(order))
+        self._n_each: int = len(prompts) // n_each * args.num_iterations
+        n_steps, seed = self._n_steps(self._n_each), args.seed if args.shuffle_dataset else None
+        order = [*chain.from_iterable(grouped_order(len(prompts), n_each, args.num_iterations, n_steps, seed))]
+        groups = {i: self._group(i, prompts[i]) for i in dict.fromkeys(order)}
+        return (groups[i] for i in order)
 
     def _steps_per_epoch(self, settings: dict[str, Any]) -> float:
         return self._n_each
 
     def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
-        for number, row in enumerate(rows):
+        return (self._group(number, row) for number, row in enumerate(rows))
+
+    def _group(self, number: int, row: Row) -> Row:
+        """Return the rollouts of a prompt."""
+        with row_errors(number, row):
             group = row if self.rollout_func is None else self._rolled_out(row)
-            if missing := [name for name in (*COLUMNS, "rewards") if name not in group and name not in ("rewards",)]:
+            kind = "rewards" if group.get("advantages") is None else "advantages"
+            if missing := [name for name in (*COLUMNS, kind) if group.get(name) is None]:
                 raise DataError(f"row {number} of the data set: no {', '.join(missing)}; give rollouts, or rollout_func")
             if len(group["completion_ids"]) != (n := self.args.num_generations):
                 raise DataError(f"row {number}: {len(group['completion_ids'])} completions, and num_generations is {n}; change one")
-            if self.args.scale_rewards in ("none", False) and "advantages" not in group:
-                mean = sum(group["rewards"]) / len(group["rewards"])
+            if self.args.scale_rewards in ("none", False) and kind == "rewards":
+                mean = sum(group["rewards"]) / n
                 group = {**group, "advantages": [reward - mean for reward in group["rewards"]]}
-            yield {name: group.get(name) for name in (*COLUMNS, "rewards", "advantages")}
+            return {name: group.get(name) for name in (*COLUMNS, "rewards", "advantages")}
 
     def _rolled_out(self, row: Row) -> Row:
         """Return the group of a prompt: one call of `rollout_func`, and of each reward function."""
@@ -185,13 +230,15 @@ class GRPOTrainer(Trainer):
         with user_code("rollout_func"):
             output = self.rollout_func(prompts, self)
         texts = self.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
+        if isinstance(row["prompt"], list):  # a conversation
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
         columns = {name: [value] * n for name, value in row.items() if name != "prompt"}
         columns |= {name: values for name, values in output.items() if name not in COLUMNS}
         weights, totals = self.args.reward_weights or [1.0] * len(self.reward_funcs), [0.0] * n
         for weight, function in zip(weights, self.reward_funcs, strict=True):
             with user_code(f"reward function {getattr(function, '__name__', function)}"):
                 rewards = function(prompts=prompts, completions=texts, completion_ids=output["completion_ids"], **columns)
-            totals = [total + weight * reward for total, reward in zip(totals, rewards, strict=True)]
+                totals = [total + weight * (reward or 0.0) for total, reward in zip(totals, rewards, strict=True)]
         return {"prompt_ids": output["prompt_ids"][0], "rewards": totals, **{name: output[name] for name in COLUMNS[1:]}}
 
     def _n_tokens(self, row: Row) -> int:

@@ -89,6 +89,9 @@ def test_checkpoints_adapters_and_merged_models_are_talked_to(home):
     assert succeeded(talk(home / "merged")).stdout == expected(home / "merged")
     packed = ("--base", "nf4", "--packed", home / "packed")
     assert succeeded(talk(home / "model", *packed)).stdout != expected(home / "model")
+    in_fp8 = succeeded(talk(home / "model", "--base", "fp8-rows", *packed[2:], compute="fp8")).stdout
+    assert in_fp8.strip()
+    one_line(talk(home / "model", "--base", "fp8-rows"), 2, "add --compute fp8")
     shutil.move(home / "model", home / "elsewhere")
     one_line(talk(adapter), 2, "an adapter without its base", f"give BASE --adapter {adapter}")
 

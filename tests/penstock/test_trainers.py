@@ -14,7 +14,7 @@ import datasets
 import pytest
 import transformers
 import trl
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from trl.trainer.utils import RepeatSampler
 
 from benchmarks.trainers import write_home
@@ -24,7 +24,7 @@ from penstock.data.formats import learned_tokens
 from penstock.data.sampling import trainer_order
 from penstock.hf.arguments import FIELDS, Job, adapter_of, read_arguments, schedule_of
 from penstock.hf.rows import grouped_order, rows_of
-from penstock.hf.start import profile_path, start_of
+from penstock.hf.start import profile_path, router_loss_of, start_of
 from penstock.hwprofiles.schema import read_profile
 from penstock.runtime.errors import DataError, PenstockError, PlanError
 from penstock.runtime.plan.train import parse_train
@@ -306,6 +306,120 @@ def test_a_plan_of_other_arguments_is_refused(home: Path, tmp_path: Path) -> Non
         "penstock_plan: clip_norm='1.0': args ask for 0.5",
         "penstock_plan: compute_dtype='fp32': args ask for bf16",
     ]
+
+
+def told(message: str, make) -> None:
+    with pytest.raises(PenstockError, match=re.escape(message)) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+PAIR, GROUP = {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt_ids": [5], "completion_ids": [[6]] * 4}
+TEXTS = [{"text": "the river runs"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("SFT", None, "train_dataset: no rows with a token to learn"),
+        ("SFT", {"input_ids": [5, 6], "labels": [-100, -100]}, "train_dataset: no rows with a token to learn"),
+        ("SFT", {"text": None}, "row 0 of the data set, with columns text, raised AttributeError"),
+        ("SFT", {"messages": [{"content": "a"}]}, "row 0 of the data set, with columns messages, raised UndefinedError"),
+        ("SFT", {"messages": "a"}, "row 0 of the data set: messages is a str; give a list"),
+        ("SFT", {"txt": "a"}, "row 0 of the data set: no column 'text'; its columns are txt; see dataset_text_field"),
+        ("SFT", TEXTS[0] | {"images": ["a.png"]}, "row 0 of the data set: images is not read here"),
+        ("SFT", {"input_ids": [5, 9999]}, "a token 9999; the model has ids 0 to 369; give the model's own processing_class"),
+        ("DPO", {"text": "a"}, "row 0 of the data set: no chosen, rejected; its columns are text"),
+        ("DPO", PAIR | {"chosen": 3}, "row 0 of the data set, with columns prompt, chosen, rejected, raised TypeError"),
+        ("KTO", {"text": "a"}, "row 0 of the data set: no prompt, completion, label; its columns are text"),
+        ("Reward", PAIR | {"margin": 0.5}, "a column margin, which no loss of Penstock reads"),
+        ("GRPO", GROUP | {"logprobs": [[-1.0]] * 4}, "row 0 of the data set: no rewards; give rollouts"),
+        ("GRPO", GROUP | {"logprobs": [[-1.0]] * 4, "rewards": "ab"}, "raised TypeError"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named_in_one_line(home: Path, tmp_path: Path, kind: str, row: dict, message: str) -> None:
+    more = {"num_generations": 4, "scale_rewards": "none"} if kind == "GRPO" else {}
+    args = getattr(trl, f"{kind}Config")(str(tmp_path), bf16=False, **TINY | more)
+    trainer, model = getattr(hf, f"{kind}Trainer"), home / ("scorer" if kind == "Reward" else "model")
+    told(message, lambda: trainer(str(model), args=args, train_dataset=[] if row is None else [row]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "options", "message"),
+    [
+        ("SFT", {"eval_packing": True}, {}, "eval_packing=True: "),
+        ("SFT", {"packing": True, "packing_strategy": "best"}, {}, "packing_strategy='best': write one of bfd"),
+        ("SFT", {"packing": True, "max_length": None}, {}, "max_length=None: packing needs a length"),
+        ("SFT", {}, {"peft_config": PromptTuningConfig(num_virtual_tokens=2)}, "peft_config='PromptTuningConfig': "),
+        ("SFT", {}, {"processing_class": "model"}, "processing_class is a str; give a tokenizer"),
+        ("DPO", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1: "),
+        ("GRPO", {"loss_type": "bnpo"}, {}, "loss_type='bnpo': write dapo"),
+        ("GRPO", {"beta": 0.1}, {}, "use_bias_correction_kl=True: write False"),
+        ("GRPO", {}, {"reward_funcs": len}, "reward_funcs=[<built-in function len>]: give rollout_func"),
+        ("GRPO", {}, {"reward_funcs": "a/b", "rollout_func": len}, "reward_funcs=['a/b']: give functions"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(home: Path, tmp_path: Path, kind: str, fields: dict, options: dict, message: str) -> None:
+    more = {"num_generations": 4} if kind == "GRPO" else {}
+    args = getattr(trl, f"{kind}Config")(str(tmp_path), bf16=False, **TINY | more | fields)
+    told(message, lambda: getattr(hf, f"{kind}Trainer")(str(home / "model"), args=args, train_dataset=TEXTS, **options))
+
+
+def test_a_configuration_of_another_trainer_is_refused(home: Path, tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), **TINY)
+    for kind in ("DPO", "KTO", "Reward", "GRPO"):
+        told(f"args is a TrainingArguments; give a {kind}Config", lambda: getattr(hf, f"{kind}Trainer")(str(home), args=args))  # noqa: B023
+    told("args is a str; give a TrainingArguments", lambda: hf.Trainer(str(home / "model"), "out"))
+    assert read_arguments(transformers.TrainingArguments("out", average_tokens_across_devices=False), 2).problems
+
+
+def test_adapters_and_routers_are_those_of_trl(home: Path) -> None:
+    lora, job = LoraConfig(lora_dropout=0.1, target_modules=["q_proj"]), read_arguments(trl.DPOConfig("out", bf16=False), 1)
+    assert "dropout=0," in adapter_of(lora, "qwen3", job)  # disable_dropout
+    assert router_loss_of(transformers.MixtralConfig(router_aux_loss_coef=0.25).to_dict()) == 0.25
+    assert router_loss_of(transformers.Qwen3Config().to_dict()) is None
+
+
+def test_a_short_run_draws_from_all_rows(home: Path, tmp_path: Path) -> None:
+    trainer = sft(home, hf, tmp_path, "texts", max_steps=4)
+    assert len((tmp_path / "rows" / "train.jsonl").read_text().splitlines()) == 23
+    assert trainer.train().metrics["epoch"] == pytest.approx(8 / 12)
+
+
+def test_pairs_are_read_with_the_template_of_the_processing_class(home: Path, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home / "model")
+    turns = [{"role": "user", "content": "the river"}, {"role": "assistant", "content": "runs"}]
+    rows = [{"prompt": turns[:1], "chosen": turns[1:], "rejected": [turns[1] | {"content": "to a sea"}]}] * 4
+    args = trl.DPOConfig(str(tmp_path), bf16=False, max_steps=1, **TINY)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    trainer = hf.DPOTrainer(str(home / "model"), args=args, train_dataset=rows, processing_class=tokenizer)
+    assert trainer.train().global_step == 1
+    assert (tmp_path / "checkpoint-1" / "chat_template.jinja").read_text() == tokenizer.chat_template
+    tokenizer.add_tokens(["<more>"])
+    told(
+        ": rows are read with the model's tokenizer",
+        lambda: hf.DPOTrainer(str(home / "model"), args=args, train_dataset=rows, processing_class=tokenizer),
+    )
+
+
+def test_rollouts_are_made_for_the_prompts_of_the_steps(home: Path, tmp_path: Path) -> None:
+    asked, seen = [], []
+
+    def rollout(prompts: list, trainer: hf.GRPOTrainer) -> dict:
+        asked.append(prompts[0])
+        return {"prompt_ids": [[5, 6]] * 4, "completion_ids": [[7], [8], [9], [5]], "logprobs": [[-1.0]] * 4}
+
+    def reward(completions: list, **columns: object) -> list:
+        seen.extend(completions)
+        return [1.0, 2.0, None, 0.0]
+
+    rows = [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(9)]
+    args = trl.GRPOConfig(str(tmp_path), bf16=False, max_steps=2, num_generations=4, **TINY)
+    hf.GRPOTrainer(str(home / "model"), reward, args, train_dataset=rows, rollout_func=rollout)
+    assert len(asked) == 2
+    assert seen[0][0]["role"] == "assistant"
+    written = [json.loads(line) for line in (tmp_path / "rows" / "train.jsonl").read_text().splitlines()]
+    assert [row["rewards"] for row in written] == [[1.0, 2.0, 0.0, 0.0]] * 2
 
 
 SCRIPT = """
