@@ -327,7 +327,7 @@ TEXTS = [{"text": "the river runs"}]
         ("SFT", {"messages": [{"content": "a"}]}, "row 0 of the data set, with columns messages, raised UndefinedError"),
         ("SFT", {"messages": "a"}, "row 0 of the data set: messages is a str; give a list"),
         ("SFT", {"txt": "a"}, "row 0 of the data set: no column 'text'; its columns are txt; see dataset_text_field"),
-        ("SFT", TEXTS[0] | {"images": ["a.png"]}, "row 0 of the data set: images is not read here"),
+        ("SFT", TEXTS[0] | {"images": ["a.png"]}, "row 0 of the data set has images, which these trainers"),
         ("SFT", {"input_ids": [5, 9999]}, "a token 9999; the model has ids 0 to 369; give the model's own processing_class"),
         ("DPO", {"text": "a"}, "row 0 of the data set: no chosen, rejected; its columns are text"),
         ("DPO", PAIR | {"chosen": 3}, "row 0 of the data set, with columns prompt, chosen, rejected, raised TypeError"),
