@@ -154,8 +154,6 @@ def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: 
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
     if raw.get("compute_dtype") == "fp8":  # products alone; all else is computed in bf16
-        if raw.get("products", "fp8") != "fp8":
-            raise PlanError(f"semantics: compute_dtype is fp8, and products {raw['products']}; leave out products")
         raw = {**raw, **computing("fp8")}
     objective = raw["objective"]
     fields = {

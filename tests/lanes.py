@@ -9,7 +9,7 @@ from hypothesis import settings
 
 Case = type(pytest.param())
 EVERY_13TH = range(0, 10_000, 13)
-N_THOROUGH = 100  # examples of a property in the Hypothesis profile `thorough`
+N_THOROUGH = 100  # examples for which properties state a number; the profile `thorough` makes 70 of them, for thirty minutes in all
 
 
 def mostly_slow(names: Any, values: Iterable[Any], fast: Collection[int] = EVERY_13TH, **options: Any) -> pytest.MarkDecorator:
@@ -35,5 +35,5 @@ def diagonal(*axes: tuple[str, Iterable[Any]], **options: Any) -> pytest.MarkDec
 
 
 def examples(n: int) -> int:
-    """Return `n` in the Hypothesis profile `thorough`; in the profile `fast` a share of it, at least 2."""
+    """Return the share of `n` that the Hypothesis profile makes, at least 2."""
     return min(n, max(2, n * settings().max_examples // N_THOROUGH))

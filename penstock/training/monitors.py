@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,17 +96,21 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield prefix + name, str(value)
 
 
+def _is_installed(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
 def chosen(names: Sequence[str]) -> list[str]:
     """Return the monitors of the settings, with `all` those that are installed here. RunConfigError for one that is not."""
     if {"all", "none"} & set(names) and len(set(names)) > 1:
         raise RunConfigError(f"--monitor {', '.join(names)}: all and none exclude others; give one of them alone, or names")
     if "all" in names:
-        names = [name for name in CLIENTS if importlib.util.find_spec(name) is not None]
+        names = [name for name in CLIENTS if _is_installed(name)]
         if not names:
             raise RunConfigError(f"--monitor all: none of {', '.join(CLIENTS)} is installed here; pip install one, or leave it out")
     names = [name for name in dict.fromkeys(names) if name != "none"]
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        if not _is_installed(name):
             raise RunConfigError(f"--monitor {name}: {name} is not installed here; pip install {name}, or leave the monitor out")
     return names
 

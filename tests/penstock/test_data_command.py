@@ -171,5 +171,5 @@ def test_a_program_may_mix_too(home, given, tmp_path):
     words = {"steps": 1, "lr": 1e-3, "from_scratch": True, "settings": {"tokenizer": "bytes"}}
     parts = [{"path": str(home / "qa.json"), "weight": 0.75}, {"path": str(home / "pairs.jsonl"), "weight": 0.25}]
     assert train(home / "plan.json", parts, out=tmp_path / "run", **words).n_done == 1
-    with pytest.raises(PenstockError, match=r"data: a int has no batch\(step\)"):
+    with pytest.raises(PenstockError, match=r"data: a int is not read; give a path"):
         train(home / "plan.json", 3, out=tmp_path / "other", **words)

@@ -104,7 +104,7 @@ LOGPROBS = {"logprobs": [[-5.5], [-5, -6, -5]]}
 GROUPS = [LOGPROBS | {"prompt_ids": [n, 9], "completion_ids": [[n + 1], [2, 3, n]], "rewards": [0, n]} for n in range(1, 9)]
 LORA = ("--train", "lora:r=4")
 CASES = [("classify", TEXTS, ()), ("reward", PAIRS, LORA), ("kto:group=2", ANSWERS, ()), ("grpo:beta=0.1", GROUPS, LORA)]
-CASES += [("dpo", PAIRS, ()), ("orpo", PAIRS, LORA), ("z-loss", TEXTS, ())]
+CASES += [("dpo", PAIRS, ())]
 
 
 @mostly_slow(("loss", "rows", "extra"), CASES, ids=[loss for loss, _, _ in CASES])

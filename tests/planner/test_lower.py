@@ -104,6 +104,8 @@ def test_a_plan_has_as_many_ops_as_the_table_says(case: Case) -> None:
 def test_dtypes_decide_sizes_of_slots_and_never_the_ops(case: Case) -> None:
     for dtypes in (("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp32", "fp32", "fp32")):
         compute, gradient, master = dtypes
+        if compute == "fp32" and case.semantics.products == "fp8":
+            continue  # only beside bf16
         if case.policy.device_blocks and not case.workload.trains_all:
             gradient = "fp32"  # summed on the device, legal only in fp32
         dtypes_of = {"compute_dtype": compute, "gradient_dtype": gradient, "master_dtype": master, "weight_rounding": "half_up"}

@@ -29,6 +29,7 @@ SOURCES: dict[str, list[dict[str, str | int]]] = {
     "low_bit_optim.cu": [_LEAN | {"MOMENT": moment} for moment in (BF16, BYTE)],
     "squares.cu": [{"ELEMENT": t, "CHUNK": nvrtc.THREADS**2, "THREADS": nvrtc.THREADS} for t in (BF16, FP32)],
     "loss.cu": [{"LOGIT": t, "THREADS": 512} for t in (BF16, FP32)],
+    "quantise.cu": [{"ELEMENT": t, "FACTORS": n} for t in (BF16, FP32) for n in (0, 1)],
 }  # fmt: skip
 INCLUDED = {"vectors.cu"}
 # (loads, stores) of 16 bytes a thread; kernels of pointwise.cu have an equal number of one element, for partial vectors

@@ -65,7 +65,7 @@ def matrices(draw: st.DrawFn) -> torch.Tensor:
     x *= torch.tensor(draw(st.lists(st.sampled_from(MAGNITUDES), min_size=n, max_size=n)))[:, None]
     for number in draw(st.lists(st.sampled_from((-0.0, 448.0, 1.0625, 1.1875, 2.0**-10, 3e38)), max_size=3)):
         x.view(-1)[draw(st.integers(0, x.numel() - 1))] = number
-    return x.clamp(-3e38, 3e38).to(draw(st.sampled_from((torch.bfloat16, torch.float32))))
+    return x.clamp(-2.5e38, 2.5e38).to(draw(st.sampled_from((torch.bfloat16, torch.float32))))
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -367,7 +367,7 @@ def test_a_machine_without_fp8_products_is_refused(tmp_path) -> None:
     del fields["device"]["fp8_rate_fraction"]
     with pytest.raises(ProfileError, match="has no FP8 products; leave out --compute fp8, or measure them with `penstock probe`"):
         _ = Profile.from_json(fields).fp8_rate_fraction
-    with pytest.raises(PlanError, match="compute_dtype is fp8, and products compute"):
+    with pytest.raises(PlanError, match=r"no argument .products."):
         api.plan("qwen2.5-0.5b", "h100-sxm", train="lora", base="fp8-rows", compute_dtype="fp8", products="compute")
     planned = api.plan("qwen2.5-0.5b", "h100-sxm", seq_len=64, batch_size=2, train="lora", base="fp8-rows", compute_dtype="fp8")
     assert (planned.plan.semantics.compute_dtype, planned.plan.semantics.products) == ("bf16", "fp8")
