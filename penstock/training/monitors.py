@@ -97,7 +97,7 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def _is_installed(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None
+    return (sys.modules[name] if name in sys.modules else importlib.util.find_spec(name)) is not None
 
 
 def chosen(names: Sequence[str]) -> list[str]:
