@@ -334,6 +334,8 @@ def _run_request(plan: AnyPlan, data: "Data", options: TrainOptions, every: int 
     for name, reason in (("checkpoint.background", "saves between steps"), ("replan", "holds one plan")):
         if every is not None and settings.get(name):
             raise PlanError(f"settings: {name} has no effect in a loop, which {reason}; leave it out")
+    if not isinstance(stop := options.get("stop") or Stop(), Stop):
+        raise PlanError(f"stop is a {type(stop).__name__}; give a penstock.Stop")
     # No background thread: an error in the loop body would leave it waiting
     settings |= {} if every is None else {"checkpoint.background": False}
     training, held_out = _data(data, options.get("eval_data"), file.plan, settings)
@@ -348,7 +350,7 @@ def _run_request(plan: AnyPlan, data: "Data", options: TrainOptions, every: int 
         rows=training.rows,
         held_out=held_out.batches,
         loss=options.get("loss"),
-        stop=options.get("stop") or Stop(),
+        stop=stop,
     )
 
 

@@ -16,7 +16,7 @@ from penstock.caches import cache_folder
 from penstock.data.dict_batches import MOST_HELD_OUT, DictBatches
 from penstock.data.files import table_rows, without_nulls
 from penstock.data.formats import COLUMNS, not_understood
-from penstock.data.images import image_url
+from penstock.data.images import image_token_of, image_url
 from penstock.data.user_batches import Batches, UserBatches
 from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan import Plan
@@ -79,7 +79,8 @@ def user_batches(
 ) -> UserBatches:
     """Return batches of `n_rows` rows that are validated for the plan."""
     semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    return UserBatches(program, semantics.seq_len, n_rows, vocab_size, no_documents, semantics.objective, n_steps)
+    token = image_token_of(plan.model.config)
+    return UserBatches(program, semantics.seq_len, n_rows, vocab_size, no_documents, semantics.objective, n_steps, token)
 
 
 def _has_batches(data: Any) -> bool:

@@ -19,11 +19,10 @@ from transformers.utils import logging
 
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.layers.meta_models import read_config
-from penstock.runtime.plan.workload import has_towers
 
 from .chat import ChatTemplate, Rendered
 from .files import Limits
-from .images import digest_of, open_image, stamp_of, text_in
+from .images import digest_of, image_token_of, open_image, stamp_of, text_in
 from .messages import Chat
 from .tokenizer import ModelTokenizer, reason_of
 
@@ -202,12 +201,9 @@ def processor_class(config: Any) -> Any:
 
 
 def image_token(folder: Path) -> int | None:
-    """Token of images in the configuration of a vision-language model, -1 if it names none; None for another model."""
+    """Token of images in a model's folder, like `image_token_of`; None without a configuration."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not has_towers(config):
-            return None
-        return next((config[key] for key in ("image_token_id", "image_token_index") if isinstance(config.get(key), int)), -1)
+        return image_token_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError):
         return None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.errors import DataError
+from penstock.runtime.plan.workload import has_towers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -182,6 +183,13 @@ def image_url(value: Any) -> str:
 
 def _url(content: bytes) -> str:
     return f"data:image/*;base64,{base64.b64encode(content).decode()}"
+
+
+def image_token_of(config: Mapping[str, Any]) -> int | None:
+    """Token of images in the configuration of a vision-language model, -1 if it names none; None for another model."""
+    if not has_towers(dict(config)):
+        return None
+    return next((config[key] for key in ("image_token_id", "image_token_index") if isinstance(config.get(key), int)), -1)
 
 
 def stamp_of(source: Any, folder: Path) -> list[Any] | None:

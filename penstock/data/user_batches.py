@@ -37,6 +37,7 @@ class UserBatches:
     no_documents: str | None = None  # why the model cannot isolate packed documents; None: it can
     objective: Objective = CROSS_ENTROPY
     n_steps: int | None = None  # of held-out data, which ends
+    image_token: int | None = None  # of a vision-language model; batches have no images
 
     @property
     def fingerprint(self) -> str:
@@ -62,6 +63,8 @@ class UserBatches:
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model has ids 0 to {last}")
+        if self.image_token is not None and (batch.input_ids == self.image_token).any():
+            raise DataError(f"batch({step}) has the token of images, and no image; give rows with images, as files or a Dataset")
         if not (batch.targets != UNSUPERVISED).any():
             place = f"batch({step})" if self.n_steps is None else f"eval_data: row {step * self.batch_size + 1}"
             raise DataError(f"{place} has nothing to learn: all its targets are {UNSUPERVISED}; give one with targets")

@@ -13,6 +13,7 @@ import torch
 from penstock.data.images import images_in
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import DataError, user_code
+from penstock.runtime.executor import say
 from penstock.runtime.units import on_one_line
 
 from .arguments import Job
@@ -90,11 +91,10 @@ class Tokens:
             job.refuse("assistant_only_loss", True, "the chat template has no {% generation %}; set one with it on the tokenizer")
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield tokenised rows with at least one learned token. DataError names a row of unknown columns."""
+        """Yield tokenised rows with at least one learned token, and print the number of others. DataError names a row of unknown
+        columns."""
         tokenised = (self._read(number, row) for number, row in enumerate(rows))
-        if self.chunk is None:
-            return (row for row in tokenised if any(label != UNSUPERVISED for label in row["labels"][1:]))
-        return _in_chunks(tokenised, self.chunk)
+        return _learned(tokenised) if self.chunk is None else _in_chunks(tokenised, self.chunk)
 
     def _read(self, number: int, row: Row) -> Row:
         if self.formatting is not None:
@@ -105,7 +105,11 @@ class Tokens:
 
     def _row(self, number: int, row: Row) -> Row:
         if "input_ids" in row:
-            return {"input_ids": row["input_ids"], "labels": row.get("labels") or self._labels(row["input_ids"], row)}
+            ids, labels = row["input_ids"], row.get("labels")
+            labels = self._labels(ids, row) if labels is None else labels
+            if len(labels) != len(ids):
+                raise DataError(f"row {number} of the data set: {len(ids)} input_ids and {len(labels)} labels; give each token one")
+            return {"input_ids": ids, "labels": labels}
         row = _chatml(row)
         if not isinstance(row.get("messages", []), list):
             raise DataError(f"row {number} of the data set: messages is a {type(row['messages']).__name__}; give a list")
@@ -150,6 +154,17 @@ class Tokens:
         if not self.is_cut:
             return row
         return {name: ids[-self.length :] if self.keeps_end else ids[: self.length] for name, ids in row.items()}
+
+
+def _learned(rows: Iterable[Row]) -> Iterator[Row]:
+    n_rows = n_learned = 0
+    for row in rows:
+        n_rows += 1
+        if any(label != UNSUPERVISED for label in row["labels"][1:]):
+            n_learned += 1
+            yield row
+    if n_learned < n_rows:
+        say(f"{n_rows - n_learned:,} of {n_rows:,} rows have no token to learn within max_length, and are left out")
 
 
 def collated(rows: Iterable[Row], collator: Any) -> Iterator[Row]:

@@ -73,19 +73,7 @@ class Trainer:
         self.args, self.data_collator, self.callbacks_of_init = args, data_collator, callbacks
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._start = start_of(model)
-        job = read_arguments(args, n_started())
-        for name in [name for name, value in unsupported.items() if value not in UNSET]:
-            job.refuse(name, unsupported[name], entry_of(name, TABLE["trainer_arguments"]) or "no such argument here; leave it out")
-        config = read_model(self._start.folder).config
-        self._n_ids = text_of(config).get("vocab_size")
-        if self._start.lora is not None or peft_config is not None:
-            job.plan["train"] = adapter_of(peft_config or self._start.lora, config.get("model_type", ""), job)
-        if self._start.lora is not None and peft_config is not None:
-            job.refuse("peft_config", type(peft_config).__name__, "leave it out: the model has an adapter, which is continued")
-        if getattr(args, "router_aux_loss_coef", 0.0) is None:
-            job.plan["router_loss"] = router_loss_of(config)
-        if args.eval_strategy != "no" and eval_dataset is None:
-            job.refuse("eval_strategy", str(args.eval_strategy), "eval_dataset is missing; give one")
+        job = self._read_job(peft_config, unsupported)
         name = self._start.tokenizer_folder if self._start.saved is None else model.config.name_or_path
         self.processing_class: Any = processing_class or tokenizer_of(name)
         if not callable(getattr(self.processing_class, "save_pretrained", None)):
@@ -95,6 +83,10 @@ class Trainer:
         self._describe(job)
         if args.label_smoothing_factor and not str(job.plan["loss"]).startswith("label-smoothing"):
             job.refuse("label_smoothing_factor", args.label_smoothing_factor, "leave it out: the loss of this trainer has none")
+        if not isinstance(callbacks, list | tuple | None):
+            job.refuse("callbacks", callbacks, "give a list of TrainerCallback")
+        if not isinstance(penstock_plan, Planned | PlanFile | str | Path | None):
+            job.refuse("penstock_plan", type(penstock_plan).__name__, "give what penstock.plan returns, or a plan's file")
         job.raise_problems()
         self._job, out = job, Path(args.output_dir)
         self._longest = 0
@@ -123,6 +115,24 @@ class Trainer:
         self._result: Path | None = None  # checkpoint of the trained weights
 
     # -- construction --------------------------------------------------------------------------------------------------
+
+    def _read_job(self, peft_config: Any, unsupported: dict[str, Any]) -> Job:
+        """Return the job of the arguments, with its adapter and its problems."""
+        args, start = self.args, self._start
+        job = read_arguments(args, n_started())
+        for name in [name for name, value in unsupported.items() if value not in UNSET]:
+            job.refuse(name, unsupported[name], entry_of(name, TABLE["trainer_arguments"]) or "no such argument here; leave it out")
+        config = read_model(start.folder).config
+        self._n_ids = text_of(config).get("vocab_size")
+        if start.lora is not None or peft_config is not None:
+            job.plan["train"] = adapter_of(peft_config or start.lora, config.get("model_type", ""), job)
+        if start.lora is not None and peft_config is not None:
+            job.refuse("peft_config", type(peft_config).__name__, "leave it out: the model has an adapter, which is continued")
+        if getattr(args, "router_aux_loss_coef", 0.0) is None:
+            job.plan["router_loss"] = router_loss_of(config)
+        if args.eval_strategy != "no" and self.eval_dataset is None:
+            job.refuse("eval_strategy", str(args.eval_strategy), "eval_dataset is missing; give one")
+        return job
 
     def _describe(self, job: Job) -> None:
         """Add the loss and the kind of rows to the job. A subclass has its own."""
@@ -183,6 +193,8 @@ class Trainer:
 
     def _request(self, out: Path, resume: bool | str | os.PathLike[str] | None) -> tuple[RunRequest, float]:
         """Return the run, and its number of steps in an epoch."""
+        if not isinstance(resume, bool | str | os.PathLike | None):
+            raise PlanError(f"resume_from_checkpoint is a {type(resume).__name__}; give True, or the folder of a checkpoint")
         settings = {name: value for name, value in self._settings.items() if value is not None} | {"out": str(out)}
         n_each = self._steps_per_epoch(settings)
         n_steps = self._n_steps(n_each)

@@ -213,7 +213,7 @@ class GRPOTrainer(Trainer):
     def _group(self, number: int, row: Row) -> Row:
         """Return the rollouts of a prompt."""
         with row_errors(number, row):
-            group = row if self.rollout_func is None else self._rolled_out(row)
+            group = row if self.rollout_func is None else self._rolled_out(number, row)
             kind = "rewards" if group.get("advantages") is None else "advantages"
             if missing := [name for name in (*COLUMNS, kind) if group.get(name) is None]:
                 raise DataError(f"row {number} of the data set: no {', '.join(missing)}; give rollouts, or rollout_func")
@@ -224,7 +224,7 @@ class GRPOTrainer(Trainer):
                 group = {**group, "advantages": [reward - mean for reward in group["rewards"]]}
             return {name: group.get(name) for name in (*COLUMNS, "rewards", "advantages")}
 
-    def _rolled_out(self, row: Row) -> Row:
+    def _rolled_out(self, number: int, row: Row) -> Row:
         """Return the group of a prompt: one call of `rollout_func`, and of each reward function."""
         n, prompts = self.args.num_generations, [row["prompt"]] * self.args.num_generations
         with user_code("rollout_func"):
@@ -235,10 +235,14 @@ class GRPOTrainer(Trainer):
         columns = {name: [value] * n for name, value in row.items() if name != "prompt"}
         columns |= {name: values for name, values in output.items() if name not in COLUMNS}
         weights, totals = self.args.reward_weights or [1.0] * len(self.reward_funcs), [0.0] * n
+        is_scored = [False] * n
         for weight, function in zip(weights, self.reward_funcs, strict=True):
             with user_code(f"reward function {getattr(function, '__name__', function)}"):
                 rewards = function(prompts=prompts, completions=texts, completion_ids=output["completion_ids"], **columns)
                 totals = [total + weight * (reward or 0.0) for total, reward in zip(totals, rewards, strict=True)]
+                is_scored = [known or reward is not None for known, reward in zip(is_scored, rewards, strict=True)]
+        if not all(is_scored):
+            raise DataError(f"row {number}: completion {is_scored.index(False)} has no reward of any function; leave out the row")
         return {"prompt_ids": output["prompt_ids"][0], "rewards": totals, **{name: output[name] for name in COLUMNS[1:]}}
 
     def _n_tokens(self, row: Row) -> int:

@@ -323,6 +323,7 @@ TEXTS = [{"text": "the river runs"}]
     [
         ("SFT", None, "train_dataset: no rows with a token to learn"),
         ("SFT", {"input_ids": [5, 6], "labels": [-100, -100]}, "train_dataset: no rows with a token to learn"),
+        ("SFT", {"input_ids": [5, 6], "labels": [5]}, "row 0 of the data set: 2 input_ids and 1 labels; give each token one"),
         ("SFT", {"text": None}, "row 0 of the data set, with columns text, raised AttributeError"),
         ("SFT", {"messages": [{"content": "a"}]}, "row 0 of the data set, with columns messages, raised UndefinedError"),
         ("SFT", {"messages": "a"}, "row 0 of the data set: messages is a str; give a list"),
@@ -351,6 +352,8 @@ def test_rows_that_cannot_be_read_are_named_in_one_line(home: Path, tmp_path: Pa
         ("SFT", {"packing": True, "packing_strategy": "best"}, {}, "packing_strategy='best': write one of bfd"),
         ("SFT", {"packing": True, "max_length": None}, {}, "max_length=None: packing needs a length"),
         ("SFT", {}, {"peft_config": PromptTuningConfig(num_virtual_tokens=2)}, "peft_config='PromptTuningConfig': "),
+        ("SFT", {}, {"callbacks": 3}, "callbacks=3: give a list"),
+        ("SFT", {}, {"penstock_plan": 3}, "penstock_plan='int': give what"),
         ("SFT", {}, {"processing_class": "model"}, "processing_class is a str; give a tokenizer"),
         ("DPO", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1: "),
         ("GRPO", {"loss_type": "bnpo"}, {}, "loss_type='bnpo': write dapo"),
@@ -378,6 +381,33 @@ def test_adapters_and_routers_are_those_of_trl(home: Path) -> None:
     assert "dropout=0," in adapter_of(lora, "qwen3", job)  # disable_dropout
     assert router_loss_of(transformers.MixtralConfig(router_aux_loss_coef=0.25).to_dict()) == 0.25
     assert router_loss_of(transformers.Qwen3Config().to_dict()) is None
+
+
+def test_a_completion_without_a_reward_is_refused(home: Path, tmp_path: Path) -> None:
+    """TRL leaves it out of the mean of its group; as 0 it would count."""
+    args = trl.GRPOConfig(str(tmp_path), bf16=False, **TINY | {"num_generations": 4})
+    options = {
+        "rollout_func": lambda prompts, trainer: {
+            "prompt_ids": [[5]] * 4,
+            "completion_ids": [[6]] * 4,
+            "logprobs": [[-1.0]] * 4,
+        },
+        "reward_funcs": lambda completions, **_: [1.0, None, 0.0, 2.0],
+    }
+    rows = [{"prompt": "the river"}] * 4
+    told(
+        ": completion 1 has no reward of any function",
+        lambda: hf.GRPOTrainer(str(home / "model"), args=args, train_dataset=rows, **options),
+    )
+
+
+def test_rows_without_a_learned_token_are_counted(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = trl.SFTConfig(str(tmp_path), bf16=False, **TINY)
+    rows = [*TEXTS, {"input_ids": [5, 6], "labels": [-100, -100]}]
+    trainer = hf.SFTTrainer(str(home / "model"), args, train_dataset=rows)
+    assert "1 of 2 rows have no token to learn" in capsys.readouterr().err
+    with pytest.raises(PenstockError, match="resume_from_checkpoint is a int"):
+        trainer.train(3)
 
 
 def test_a_short_run_draws_from_all_rows(home: Path, tmp_path: Path) -> None:
@@ -415,11 +445,12 @@ def test_rollouts_are_made_for_the_prompts_of_the_steps(home: Path, tmp_path: Pa
 
     rows = [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(9)]
     args = trl.GRPOConfig(str(tmp_path), bf16=False, max_steps=2, num_generations=4, **TINY)
-    hf.GRPOTrainer(str(home / "model"), reward, args, train_dataset=rows, rollout_func=rollout)
+    functions = [reward, lambda completions, **columns: [0.0, 0.0, 3.0, 0.0]]
+    hf.GRPOTrainer(str(home / "model"), functions, args, train_dataset=rows, rollout_func=rollout)
     assert len(asked) == 2
     assert seen[0][0]["role"] == "assistant"
     written = [json.loads(line) for line in (tmp_path / "rows" / "train.jsonl").read_text().splitlines()]
-    assert [row["rewards"] for row in written] == [[1.0, 2.0, 0.0, 0.0]] * 2
+    assert [row["rewards"] for row in written] == [[1.0, 2.0, 3.0, 0.0]] * 2
 
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from penstock.api import train
+from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.executor import Stop
 from penstock.runtime.plan import Semantics
 from penstock.vision import stored_outputs
@@ -110,6 +113,16 @@ def test_an_image_that_changes_after_its_row_was_read_is_an_error(home):
     succeeded(penstock("data", home / "rows" / "images.jsonl", "--model", home / "llava", "--seq-len", 64))
     drawing(77, (80, 80))[0].save(home / "rows" / "3-0.png")
     one_line(penstock(*words(home, plan)), 2, "1 images changed after their rows were read")
+
+
+def test_batches_of_a_program_have_no_token_of_images(home):
+    plan = planned(home, "llava", "--batch-size", "1", "--micro-batch", "1")
+    token = json.loads((home / "llava" / "config.json").read_text())["image_token_index"]
+    for ids in ([5, 6, 7], [5, token, 7]):
+        with pytest.raises(DataError, match="the token of images") if token in ids else nullcontext():
+            train(plan, [{"input_ids": [ids], "labels": [ids]}], out=home / str(token in ids), steps=1, lr=1e-3)
+    with pytest.raises(PlanError, match=r"stop is a int; give a penstock\.Stop"):
+        train(plan, [{"text": "a"}], out=home / "out", steps=1, stop=3)
 
 
 @mostly_slow("model_type", ["qwen2_5_vl", "llava"], fast=(0,))
