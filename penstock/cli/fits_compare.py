@@ -169,9 +169,7 @@ def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]
 @click.command()
 @click.argument("model")
 @click.option(
-    "--machines",
-    default=COMMON,
-    help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {COMMON}]",
+    "--machines", default=COMMON, help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {COMMON}]"
 )
 @with_batch
 @click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")

@@ -23,10 +23,7 @@ from .progress import Preparing
 
 @click.command("probe")
 @click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "cpu"]),
-    default="auto",
-    help="Device to measure. [auto: cuda, if available]",
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Device to measure. [auto: cuda, if available]"
 )
 @click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, or a minute for a GPU.")
 @click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device.")

@@ -40,9 +40,7 @@ def _refuse_to_recalibrate(ctx: click.Context, parameter: click.Parameter, path:
 @click.option("--resume-from", metavar="CHECKPOINT", help="Resume from this one, as checkpoint-20.")
 @click.option("--recalibrate", type=PATH, metavar="FILE.json", hidden=True, expose_value=False, callback=_refuse_to_recalibrate)
 @click.option(
-    "--time-scale",
-    type=above_0(1e6),
-    help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]",
+    "--time-scale", type=above_0(1e6), help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
 )
 @click.pass_context
 def run(

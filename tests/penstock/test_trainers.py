@@ -387,11 +387,7 @@ def test_a_completion_without_a_reward_is_refused(home: Path, tmp_path: Path) ->
     """TRL leaves it out of the mean of its group; as 0 it would count."""
     args = trl.GRPOConfig(str(tmp_path), bf16=False, **TINY | {"num_generations": 4})
     options = {
-        "rollout_func": lambda prompts, trainer: {
-            "prompt_ids": [[5]] * 4,
-            "completion_ids": [[6]] * 4,
-            "logprobs": [[-1.0]] * 4,
-        },
+        "rollout_func": lambda prompts, trainer: {"prompt_ids": [[5]] * 4, "completion_ids": [[6]] * 4, "logprobs": [[-1.0]] * 4},
         "reward_funcs": lambda completions, **_: [1.0, None, 0.0, 2.0],
     }
     rows = [{"prompt": "the river"}] * 4

@@ -16,17 +16,7 @@ from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.policies import Family, families, family_of
 from penstock.planner.search.relax import Relaxation
 from penstock.runtime.plan import Policy, Semantics, Update
-from tests.adversary import (
-    PLENTY_BYTES,
-    Cell,
-    cell,
-    held,
-    hill_climb,
-    measured_cell,
-    relaxation_of,
-    start_of,
-    with_state_on_device,
-)
+from tests.adversary import PLENTY_BYTES, Cell, cell, held, hill_climb, measured_cell, relaxation_of, start_of, with_state_on_device
 from tests.lanes import mostly_slow
 
 N_TRIES = 8

@@ -179,10 +179,7 @@ def test_recorded_models_keep_their_bits_on_a_gpu(model_type, policy):
 
 @pytest.mark.parametrize(
     ("name", "is_packed"),
-    [
-        *product(("dpo", "orpo", "kto:group=2", "grpo", "distill:9"), [False]),
-        *product(("dpo", "grpo", "classify"), [True]),
-    ],
+    [*product(("dpo", "orpo", "kto:group=2", "grpo", "distill:9"), [False]), *product(("dpo", "grpo", "classify"), [True])],
 )
 def test_any_loss_keeps_its_bits_on_a_gpu(name, is_packed):
     semantics, batches = with_loss(name, is_packed)

@@ -309,10 +309,7 @@ def test_products_are_computed_in_the_slot_where_they_wait() -> None:
 
 @pytest.mark.parametrize(
     ("saved", "smaller_alone", "policy"),
-    [
-        (Saved.PRODUCTS, True, PRODUCTS),
-        (Saved.ATTENTION, False, BOTH),
-    ],  # first: its slot also has room for the other tensors
+    [(Saved.PRODUCTS, True, PRODUCTS), (Saved.ATTENTION, False, BOTH)],  # first: its slot also has room for the other tensors
     ids=["products of a smaller micro-batch", "attention"],
 )
 def test_undercounted_bytes_are_an_error_and_no_wrong_bits(monkeypatch, saved, smaller_alone, policy):

@@ -328,10 +328,7 @@ REFUSED = [
         "--base fp8-rows is multiplied as it is stored: add --compute fp8",
     ),
     ({"train": LORA, "base": "fp8", "products": "fp8"}, "with --base fp8: no kernel here multiplies its blocks of 128 x 128; use"),
-    (
-        {"train": LORA, "products": "fp8"},
-        "with --base bf16: it multiplies E4M3 with a scale per row; use --train lora --base",
-    ),
+    ({"train": LORA, "products": "fp8"}, "with --base bf16: it multiplies E4M3 with a scale per row; use --train lora --base"),
     (FP8, "multiplies frozen weights only, and here they are trained; use --train lora"),
     ({"train": Train(names=("*norm*",)), "products": "fp8"}, "multiplies frozen weights only"),
     (FP8 | {"train": LORA, "compute_dtype": "fp32"}, "computes all else in bf16, not fp32"),

@@ -198,10 +198,7 @@ def in_two_files(base: Path) -> None:
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (lambda base: set_json(base / "config.json", quantization_config={"quant_method": "gptq"}), "quantization_config"),
-    "no-projection": (
-        lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32)),
-        f"{Q0}.lora_A.weight is no factor",
-    ),
+    "no-projection": (lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32)), f"{Q0}.lora_A.weight is no factor"),
     "a-tensor-in-two-files": (in_two_files, "is in another file too"),
 }
 

@@ -28,11 +28,7 @@ ROWS = [
     ("messages", {"messages": []}, Chat(())),
     ("messages", {"messages": [{"role": "user", "content": PARTS}, {**ANSWER, "tool_calls": None}], "tools": None}, CHAT),
     ("messages", {"messages": [CALL], "tools": '[{"name": "add"}]'}, Chat(({**CALL, "content": ""},), ({"name": "add"},))),
-    (
-        "messages",
-        {"messages": [QUESTION, SILENT, {**ANSWER, "weight": 1}]},
-        Chat((QUESTION, ANSWER, ANSWER), None, frozenset({1})),
-    ),
+    ("messages", {"messages": [QUESTION, SILENT, {**ANSWER, "weight": 1}]}, Chat((QUESTION, ANSWER, ANSWER), None, frozenset({1}))),
     ("alpaca", {"instruction": "who?", "input": "", "output": "me", "system": None}, CHAT),
     ("alpaca", {"instruction": "w", "input": "ho?", "output": "me"}, Chat(({"role": "user", "content": "w\nho?"}, ANSWER))),
     ("alpaca", {"instruction": "who?", "output": "me", "history": [["who?", "me"]]}, Chat((QUESTION, ANSWER, QUESTION, ANSWER))),

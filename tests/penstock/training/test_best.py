@@ -114,10 +114,7 @@ def test_the_command_ends_early_with_0_and_says_the_best(home):
         (("--best", "loss"), "evaluation.best does nothing without evaluation.data"),
         ((*held_out, "--patience", 2), "evaluation.patience does nothing without evaluation.data and every"),
         ((*held_out, "--min-gain", 1), "evaluation.min_gain does nothing without evaluation.patience"),
-        (
-            (*held_out, "--best", "accuracy"),
-            "evaluation.best: accuracy is not reported by evaluations of this",
-        ),
+        ((*held_out, "--best", "accuracy"), "evaluation.best: accuracy is not reported by evaluations of this"),
     ):
         one_line(train(home, home / "plan.json", *flags, out="other"), 2, message)
 
