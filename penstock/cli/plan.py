@@ -7,7 +7,7 @@ from dataclasses import asdict
 from datetime import date
 from inspect import unwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -16,6 +16,7 @@ from penstock import api
 from penstock.hwprofiles.instructions import plan_advice
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.model.config import WEIGHT_PATTERNS, download, hub_name, note_on_weights, shipped_models
+from penstock.planner.model.workload import read_model
 from penstock.results import Planned
 from penstock.run_config import PLAN_FLAGS
 from penstock.runtime.errors import DoesNotFitError
@@ -38,6 +39,10 @@ from .options import (
 )
 from .outputs import beyond_positions, check_output, note
 
+if TYPE_CHECKING:
+    from penstock.planner.model.vision import VisionTower
+
+IMAGE_SIZE = "1024x768"  # without --image-size
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload", "llmq")
 
 
@@ -107,7 +112,7 @@ class _Plan(Command):
     help="The --out folder of a run of this model on this machine: op times are scaled by its measured over predicted times.",
 )
 @click.option("--images", "n_images", type=click.IntRange(1), help="Number of images of the data, for the pass of a vision tower.")
-@click.option("--image-size", metavar="WxH", default="1024x768", show_default=True, help="Width and height of an image in pixels.")
+@click.option("--image-size", metavar="WxH", help="Width and height of an image of --images in pixels.  [default: 1024x768]")
 @with_prices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @AS_JSON
@@ -124,7 +129,7 @@ def plan(
     as_json: bool,
     verbose: bool,
     n_images: int | None,
-    image_size: str,
+    image_size: str | None,
     **options: Any,
 ) -> None:
     """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
@@ -138,6 +143,7 @@ def plan(
 
     if output is not None:
         check_output(output)
+    tower = _tower_for(model, n_images, image_size, seq_len)
     try:
         planned: Planned = unwrap(api.plan)(  # with the flags of the command in its messages
             model,
@@ -154,7 +160,7 @@ def plan(
         raise
     if output is not None:
         planned.save(output)
-    images = None if n_images is None else _image_fields(planned, n_images, image_size)
+    images = None if tower is None else _image_fields(planned, tower, n_images or 0, image_size or IMAGE_SIZE)
     if as_json:
         click.echo(json.dumps(_fields(planned, tokens) | ({} if images is None else {"images": images})))
     else:
@@ -206,20 +212,31 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     }
 
 
-def _image_fields(planned: Planned, n_images: int, image_size: str) -> dict[str, Any]:
-    """Return the fields of `images` in `--json`. UsageError for a size that is none, or an image that fills a sequence."""
+def _tower_for(model: str, n_images: int | None, image_size: str | None, seq_len: int) -> "VisionTower | None":
+    """Return the vision tower for --images, or None without. UsageError for a wrong size, or an image that fills a sequence."""
     from penstock.planner.model.vision import vision_tower
+
+    if n_images is None:
+        if image_size is not None:
+            raise click.UsageError("--image-size does nothing without --images; add it, or leave out --image-size")
+        return None
+    image_size = image_size or IMAGE_SIZE
+    edges = image_size.lower().split("x")
+    if len(edges) != 2 or not all(edge.isdecimal() and 0 < int(edge) < 2**16 for edge in edges):
+        raise click.UsageError(f"--image-size {image_size[:40]}: no width and height; write it as 1024x768")
+    tower = vision_tower(read_model(model).config, *map(int, edges))
+    if tower.n_tokens >= seq_len:
+        problem = f"--image-size {image_size}: {tower.n_tokens:,} tokens an image, and a sequence holds {seq_len:,}"
+        raise click.UsageError(f"{problem}; give smaller images, or a longer --seq-len")
+    return tower
+
+
+def _image_fields(planned: Planned, tower: "VisionTower", n_images: int, image_size: str) -> dict[str, Any]:
+    """Return the fields of `images` in `--json`."""
     from penstock.planner.predict.cost import CostModel
     from penstock.planner.predict.forward_pass import tower_s
 
-    edges, semantics = image_size.lower().split("x"), planned.plan.semantics
-    if len(edges) != 2 or not all(edge.isdecimal() and 0 < int(edge) < 2**16 for edge in edges):
-        raise click.UsageError(f"--image-size {image_size[:40]}: no width and height; write it as 1024x768")
-    width, height = map(int, edges)
-    tower, dtype = vision_tower(planned.plan.model.config, width, height), semantics.compute_dtype
-    if tower.n_tokens >= semantics.seq_len:
-        problem = f"--image-size {image_size}: {tower.n_tokens:,} tokens an image, and a sequence holds {semantics.seq_len:,}"
-        raise click.UsageError(f"{problem}; give smaller images, or a longer --seq-len")
+    (width, height), dtype = map(int, image_size.lower().split("x")), planned.plan.semantics.compute_dtype
     seconds = tower_s(tower, dtype, CostModel(planned.profile))
     return {
         **{"n": n_images, "width": width, "height": height, "tokens_each": tower.n_tokens, "flop_each": tower.flop},
