@@ -112,7 +112,7 @@ def plan(
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
     Profile. `policy`: a Policy, its fields, a plan file, or the name of another system, instead of a search. `semantics`:
     StepOptions, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`; None or absent: the fastest.
-    `compute_dtype="fp8"`: products with frozen weights in FP8, all else in bf16 (docs/fp8.md).
+    `compute_dtype="fp8"`: products with projections in FP8, all else in bf16 (docs/fp8.md).
     `clipped_fraction`: known share of steps with a clipped gradient. `host_cores`, `link_bytes_per_s` (each direction),
     `host_bandwidth_bytes_per_s`: of the whole host, instead of the profile's. `network_gbit`: Gbit/s of each host, instead of the
     profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers. `loss`: by name (`dpo:beta=0.1`), or a function

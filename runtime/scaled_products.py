@@ -1,7 +1,7 @@
 """Products in FP8: rows of both operands quantised to E4M3 with a scale each, and multiplied by `torch._scaled_mm`.
 
 docs/fp8.md defines the arithmetic. A scale is the smallest power of two that divides the row's largest magnitude to at most 448, so
-that only the conversion to E4M3 rounds. Frozen weights have a scale per output. The gradient of the input is a sum over outputs, so
+that only the conversion to E4M3 rounds. Weights have a scale per output. The gradient of the input is a sum over outputs, so
 the output gradient is multiplied by these scales before its rows are quantised.
 """
 
@@ -147,7 +147,7 @@ def transposing_fault(kernel: Kernel, device: torch.device) -> str:
 
 def refuse_device(device: torch.device) -> None:
     """Raise a one-line WorkloadError if a device or its torch has no row-wise FP8 products, or computes them wrongly."""
-    instead = "plan with --base fp8 or int8 and without --compute fp8"
+    instead = "plan without --compute fp8, and with --base fp8 or int8 instead of fp8-rows"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         raise WorkloadError(f"--compute fp8: {torch.cuda.get_device_name(device)} has no FP8 products; {instead}")
     generator = torch.Generator().manual_seed(0)

@@ -137,6 +137,9 @@ def cell(number: int) -> Cell:
     if model.config and (partly := _trained_in_part(semantics, model, random.Random(f"trained of cell {number}"))) is not None:
         semantics, workload = partly
     machine = _with_peers(read_profile(rng.choice(MACHINES)), random.Random(f"peers of cell {number}"))
+    if model.config and _multiplies_in_fp8(semantics, machine, random.Random(f"products of cell {number}")):
+        semantics = replace(semantics, products="fp8")
+        workload = build_workload(model, semantics)
     if rng.random() < 0.8:
         machine = faster(machine, {group: 10 ** rng.uniform(-1, 1) for group in Group if group is not Group.DISK})
     often = 0.0 if eager_is_legal(semantics) else rng.choice((None, None, 0.0, 0.3, 1.0))
@@ -200,6 +203,12 @@ def _trained_in_part(semantics: Semantics, model: Model, rng: random.Random) -> 
     gradient_dtype = rng.choice((semantics.gradient_dtype, "fp32"))
     semantics = replace(semantics, train=parse_train(train), base=base, gradient_dtype=gradient_dtype)
     return semantics, build_workload(model, semantics)
+
+
+def _multiplies_in_fp8(semantics: Semantics, machine: Profile, rng: random.Random) -> bool:
+    """Sample FP8 products of bf16 weights: in a third of the cases with real models that allow them."""
+    can = machine.device.fp8_rate_fraction is not None and semantics.train.lora is None and semantics.compute_dtype == "bf16"
+    return can and rng.random() < 0.33
 
 
 def _with_peers(machine: Profile, rng: random.Random) -> Profile:

@@ -45,6 +45,7 @@ POLICIES = {
     "adapters": Policy(update=Update.DEFERRED, save=saves(products=(2,))),
     "packed": Policy(prefetch_depth=2, resident_blocks=(1,)),
     "scaled": Policy(prefetch_depth=2, resident_blocks=(1,)),
+    "fp8": Policy(update=Update.DEFERRED, speculate_blocks=(1, 2), resident_blocks=(2,)),
     "parts": Policy(update=Update.DEFERRED, gradient_slots=2, resident_blocks=(0, 1)),
     "table": Policy(update=Update.DEFERRED),
     "summed": Policy(update=Update.DEFERRED, sum_blocks=(0, 1, 2, 3, 4), gradient_slots=2, speculate_blocks=(1,)),
@@ -57,6 +58,7 @@ SEMANTICS = {
     "adapters": {"train": Train(lora=Lora(rank=4)), "gradient_dtype": "fp32"},
     "packed": {"train": Train(lora=Lora(rank=8)), "base": "nf4"},
     "scaled": {"train": Train(lora=Lora(rank=8)), "base": "fp8-rows"},
+    "fp8": {"products": "fp8"},
     "parts": {"train": Train(names=("*.1.*norm*", "*.2.*norm*"))},  # the lowest layer is frozen
     "table": {"train": Train(names=("model.embed_tokens.weight", "*.0.*norm*"))},  # tied to the head
     "balanced": {"router_loss": 0.1},

@@ -8,7 +8,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from unittest import mock
 
@@ -271,6 +271,54 @@ class Scaled(torch.autograd.Function):
         return scaled_gradient(gradient.flatten(0, -2), *ctx.weight).view(*gradient.shape[:-1], -1), None, None, None
 
 
+def multiply_trained_in_fp8(model: torch.nn.Module) -> None:
+    """Replace linear layers named ..._proj, with sides that are multiples of 16, by FP8 products of bf16 weights: the weight is
+    quantised at each use. The first of several with one input computes all outputs."""
+    for part in (part for layer in model.model.layers for part in layer.modules()):
+        linear = {n: child for n, child in part.named_children() if n.endswith("_proj") and isinstance(child, torch.nn.Linear)}
+        linear = {n: child for n, child in linear.items() if not any(size % 16 for size in child.weight.shape)}
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), *((n,) for n in [*linear])):
+            together([linear.pop(n) for n in names if n in linear])
+
+
+def together(modules: list[torch.nn.Module]) -> None:
+    outputs = {}
+
+    def forward(module, x):
+        if module is modules[0]:
+            operands = [tensor for each in modules for tensor in (each.weight, each.bias)]
+            outputs.update(zip(modules, ScaledTrained.apply(x, *operands), strict=True))
+        return outputs.pop(module)
+
+    for module in modules:
+        module.forward = partial(forward, module)
+
+
+class ScaledTrained(torch.autograd.Function):
+    """FP8 products of one input with bf16 weights. Gradients of weights and biases are bf16 products and sums."""
+
+    @staticmethod
+    def forward(ctx, x, *operands):
+        ctx.save_for_backward(x, *operands[::2])
+        ctx.has_bias = [bias is not None for bias in operands[1::2]]
+        flat, results = x.flatten(0, -2), []
+        for weight, bias in zip(operands[::2], operands[1::2], strict=True):
+            values, scales = e4m3_rows(weight.float())
+            results.append(scaled_product(flat, bias, values, scales[:, 0]).view(*x.shape[:-1], -1))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, *weights = ctx.saved_tensors
+        towards, results = None, []
+        for gradient, weight, has_bias in zip(gradients, weights, ctx.has_bias, strict=True):
+            g, (values, scales) = gradient.flatten(0, -2), e4m3_rows(weight.float())
+            term = scaled_gradient(g, values, scales[:, 0])
+            towards = term if towards is None else towards + term
+            results += [g.t() @ x.flatten(0, -2), g.sum(0) if has_bias else None]
+        return towards.view_as(x), *results
+
+
 def scaled_product(x, bias, codes, scales):
     values, of_rows = e4m3_rows(x.float())
     y = values @ codes.t() * of_rows * scales
@@ -463,6 +511,8 @@ def train(
     compute, gradient_dtype = DTYPE[semantics.compute_dtype], DTYPE[semantics.gradient_dtype]
     model = build(config, semantics, compute)
     parameters = dict(model.named_parameters())
+    if semantics.products == "fp8" and semantics.train.lora is None:
+        multiply_trained_in_fp8(model)
     cut_into_tiles(model, semantics)
     frozen, stored = {name: p for name, p in parameters.items() if not is_trained(name, semantics.train)}, {}
     for name, p in frozen.items():

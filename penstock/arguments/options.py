@@ -33,7 +33,7 @@ class StepOptions(TypedDict, total=False):
     """Further arguments of `plan`: fields of Semantics. None or absent: the fastest, or the default of Semantics."""
 
     micro_batch: int | None
-    compute_dtype: Dtype | Literal["fp8"] | None  # fp8: of products with frozen weights
+    compute_dtype: Dtype | Literal["fp8"] | None  # fp8: of products with projections
     gradient_dtype: Dtype | None
     master_dtype: MasterDtype | None
     weight_rounding: Literal["half_up", "stochastic"] | None

@@ -184,7 +184,7 @@ _SEMANTICS = {
     "micro_batch": Flag("--micro-batch", "Sequences computed at a time; the last may be fewer.", "the fastest"),
     "on_nonfinite": Flag("--on-nonfinite", "When a gradient is not finite."),
     "master_dtype": Flag("--master", "Dtype of the master weights."),
-    "compute_dtype": Flag("--compute", "Compute dtype (matmuls); fp8: of products with frozen weights, all else in bf16."),
+    "compute_dtype": Flag("--compute", "Compute dtype (matmuls); fp8: of products with projections, all else in bf16."),
     "gradient_dtype": Flag("--gradient-dtype", "Dtype of gradients.", "bf16; adapters: fp32"),
     "attention": Flag("--attention", "Attention implementation.", "the best that the model supports"),
     "loss_tile_tokens": Flag(

@@ -144,14 +144,23 @@ class Tape:
         self.steps.append(Step(reads, out, held=self.held, **fields))
         return out
 
-    def linear(self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False, scaled: bool = False) -> Tensor:
-        """Append (m, k) @ (k, n) with an optional bias; `n_trained` counts elements of weight and bias. `scaled`: in FP8, which has
-        no `out=` and quantises its input."""
-        matmul, saves = Matmul(m, k, n, frozen=frozen, scaled="own" if scaled else "no"), [] if frozen else [x]
-        if scaled:
-            scratch = scaled_scratch_bytes(m, k, n, self.item_bytes)
-            return self.step([x], m * n, call=Call.GROUPED, matmuls=[matmul], moved=0, scratch=scratch, n_calls=2)
+    def linear(self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False) -> Tensor:
+        """Append (m, k) @ (k, n) with an optional bias; `n_trained` counts elements of weight and bias."""
+        matmul, saves = Matmul(m, k, n, frozen=frozen), [] if frozen else [x]
         return self.step([x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved=0, scratch=0)
+
+    def scaled(self, x: Tensor, m: int, k: int, products: Sequence[tuple[int, int, bool]], packed: bool) -> list[Tensor]:
+        """Append FP8 products (m, k) @ (k, n) in one call, which quantises its input once, and weights that are not `packed`.
+        `products`: n, trained elements of weight and bias, and True for a frozen weight."""
+        outs = list[Tensor]()
+        for i, (n, n_trained, frozen) in enumerate(products):
+            more_bytes = m * sum(n for n, *_ in products[i + 1 :]) * self.item_bytes  # their gradients exist until the call ends
+            outs.append(self.step(
+                [x], m * n, call=Call.PRODUCT, saves=[] if frozen else [x], n_trained=n_trained, moved=0,
+                matmuls=[Matmul(m, k, n, frozen=frozen, scaled="shared" if i else "own")],
+                scratch=scaled_scratch_bytes(m, k, n, self.item_bytes, packed) + more_bytes, n_calls=1 + (not i) + (not packed),
+            ))  # fmt: skip
+        return outs
 
     def adapted(
         self, x: Tensor, m: int, k: int, widths: Sequence[int], rank: int, dropout: bool = False, scaled: Sequence[bool] = ()

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.packed import Base, is_packed
+from penstock.runtime.plan.packed import is_packed
 from penstock.runtime.plan.train import STACK, Lora
 from penstock.runtime.plan.workload import Matmul
 
@@ -138,9 +138,9 @@ class Part:
         return self.lora is not None and self.lora.dropout > 0
 
 
-def scaled_weights(trace: LayerTrace, base: Base) -> list[str]:
-    """Names within the layer of the weights that are packed in this base."""
-    return [name for name, shape in trace.parameters.items() if is_packed(f"layers.0.{name}", tuple(shape), base)]
+def scaled_weights(trace: LayerTrace) -> list[str]:
+    """Names within the layer of the weights that FP8 products multiply."""
+    return [name for name, shape in trace.parameters.items() if is_packed(f"layers.0.{name}", tuple(shape), "fp8-rows")]
 
 
 def replay(trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
@@ -225,28 +225,36 @@ class _Replay:
         return [self.tensors[group.results[0]]]
 
     def _are_partners(self, *groups: Group) -> bool:
-        """True if linear maps of one module share an input and have adapters without dropout: they are computed together."""
+        """True if linear maps of one module share an input and have adapters without dropout, or no layer has adapters and they are
+        in FP8: they are computed together."""
         inputs = {(group.kind, group.operands[0], group.name.rpartition(".")[0]) for group in groups}
-        return len(inputs) == 1 and not self.part.drops_out and all(self.part.rank(group.name) for group in groups)
+        return len(inputs) == 1 and self._are_together(group.name for group in groups)
+
+    def _are_together(self, names: Iterable[str]) -> bool:
+        is_together = self._is_scaled if self.part.lora is None else self.part.rank
+        return not self.part.drops_out and all(map(is_together, names))
 
     def _project(self, x: Tensor, *names: str) -> list[Tensor]:
-        """Replay linear maps of one input: together if all have adapters without dropout, else one after the other."""
+        """Replay linear maps of one input: together or one after the other, as in `_are_partners`."""
         shapes = [self.linear[name] for name in names]
         widths, k, rank, drops_out = [n for n, _ in shapes], shapes[0][1], self.part.rank(names[0]), self.part.drops_out
-        if len(names) > 1 and (drops_out or not all(map(self.part.rank, names))):
+        if len(names) > 1 and not self._are_together(names):
             return [y for name in names for y in self._project(x, name)]
-        scaled = [self._is_scaled(name) for name in names]
+        scaled, m = [self._is_scaled(name) for name in names], x.n_elements // k
         if rank:
-            return self.tape.adapted(x, x.n_elements // k, k, widths, rank, drops_out, scaled)
-        learns = [weight for weight in (f"{names[0]}.weight", f"{names[0]}.bias") if weight in self.part.trained]
-        frozen = f"{names[0]}.weight" not in learns
-        return [self.tape.linear(x, x.n_elements // k, k, widths[0], self._elements(learns), frozen, scaled[0])]
+            return self.tape.adapted(x, m, k, widths, rank, drops_out, scaled)
+        learns = [[weight for weight in (f"{name}.weight", f"{name}.bias") if weight in self.part.trained] for name in names]
+        frozen = [f"{name}.weight" not in weights for name, weights in zip(names, learns, strict=True)]
+        if scaled[0]:
+            products = zip(widths, map(self._elements, learns), frozen, strict=True)
+            return self.tape.scaled(x, m, k, [*products], packed=self.semantics.base != "bf16")
+        return [self.tape.linear(x, m, k, widths[0], self._elements(learns[0]), frozen[0])]
 
     def _is_scaled(self, name: str) -> bool:
         """True if the product of this linear layer is in FP8."""
         if self.semantics.products != "fp8":
             return False
-        return f"{name}.weight" in scaled_weights(self.trace, self.semantics.base)
+        return f"{name}.weight" in scaled_weights(self.trace)
 
     def _replay_call(self, n: int, call: LibraryCall) -> None:
         if call.name == "_to_copy" and self._is_idle(call):

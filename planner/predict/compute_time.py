@@ -6,7 +6,7 @@ and fused norms, are divided by the rate measured for that sort.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from penstock.hwprofiles.components import BACKWARD_ATTENTION, AttentionCall
@@ -81,7 +81,7 @@ class ComputeTime:
         return (
             sum(self._matmul(semantics.compute_dtype, m) for m in matmuls)
             + self._attention(semantics, attention, backward=False)
-            + self._quantising_s(matmuls, backward=False)
+            + self._quantising_s(matmuls, semantics, backward=False)
             + self._pointwise_s(work, semantics)
             + self._calls_s(work.n_kernels, block, semantics)
         )
@@ -89,24 +89,31 @@ class ComputeTime:
     def backward_s(self, block: Block, semantics: Semantics) -> float:
         """Seconds of a block's backward on one micro-batch, without recompute and gradient accumulation."""
         return (
-            sum(backward_matmuls(m) * self._matmul(semantics.compute_dtype, m) for m in block.matmuls)
+            sum(self._backward_matmul(semantics.compute_dtype, m) for m in block.matmuls)
             + self._attention(semantics, block.attention, backward=True)
-            + self._quantising_s(block.matmuls, backward=True)
+            + self._quantising_s(block.matmuls, semantics, backward=True)
             + self._pointwise_s(block, semantics, backward=True)
             + block.tile_sum_bytes / self._memory_bytes_per_s
             + self._calls_s(BACKWARD_MATMULS * block.n_kernels, block, semantics)
         )
 
-    def _quantising_s(self, matmuls: Sequence[Matmul], backward: bool) -> float:
-        """Seconds of quantising operands of FP8 products. In backward also of transposing the weights, on a GPU, and of adding the
-        input gradients of products with one input."""
+    def _backward_matmul(self, dtype: Dtype, m: Matmul) -> float:
+        """Seconds of the gradients of a product's input and, unless it is frozen, weight, which is never computed in FP8."""
+        return self._matmul(dtype, m) + (0.0 if m.frozen else self._matmul(dtype, replace(m, scaled="no")))
+
+    def _quantising_s(self, matmuls: Sequence[Matmul], semantics: Semantics, backward: bool) -> float:
+        """Seconds of quantising operands of FP8 products; weights too, unless they are stored so. In backward also of transposing
+        the weights, on a GPU, and of adding the input gradients of products with one input."""
         item, is_cpu, n_bytes = ITEM_BYTES["bf16"], self.profile.device.kind == "cpu", 0
-        per_element = QUANTISED_BYTES_BY_CALLS + backward * FACTORED_BYTES_BY_CALLS if is_cpu else QUANTISED_BYTES
+        per_element, factored = (QUANTISED_BYTES_BY_CALLS, FACTORED_BYTES_BY_CALLS) if is_cpu else (QUANTISED_BYTES, 0)
         for m in (m for m in matmuls if m.scaled != "no"):
+            each_bytes = per_element * m.k * m.n * (semantics.base == "bf16")
             if backward:
-                n_bytes += per_element * m.m * m.n + 2 * m.k * m.n * (not is_cpu) + 3 * item * m.m * m.k * (m.scaled == "shared")
+                each_bytes += (per_element + factored) * m.m * m.n + 2 * m.k * m.n * (not is_cpu)
+                each_bytes += 3 * item * m.m * m.k * (m.scaled == "shared")
             elif m.scaled == "own":
-                n_bytes += per_element * m.m * m.k
+                each_bytes += per_element * m.m * m.k
+            n_bytes += m.count * each_bytes
         return n_bytes / self._memory_bytes_per_s
 
     def _calls_s(self, n_calls: int, block: Block, semantics: Semantics) -> float:

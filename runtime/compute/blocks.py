@@ -73,8 +73,10 @@ class Templates:
         if semantics.products == "fp8":
             refuse_device(self.device)
             for block, layer in enumerate(self.layers, start=1):
-                packed = (p.name for p in workload.blocks[block].parameters if is_packed(p.name, p.shape, semantics.base))
-                use_scaled_products(layer, (name.removeprefix(self._prefix(block)) for name in packed))
+                scaled = (p.name for p in workload.blocks[block].parameters if is_packed(p.name, p.shape, "fp8-rows"))
+                # Under adapters, autograd adds the gradients of layers without one
+                shared_inputs = () if semantics.train.lora is not None else self.chain.results[block - 1].shared_inputs
+                use_scaled_products(layer, (name.removeprefix(self._prefix(block)) for name in scaled), shared_inputs)
         pointwise = CALL_BY_CALL
         if semantics.pointwise == "fused":
             pointwise = fastest(self.device, DTYPE[semantics.compute_dtype], gates_of(self.layers))

@@ -10,7 +10,8 @@ The node is one library call, so that activation checkpointing stores both of it
 
 FP8 products (docs/fp8.md) have no accumulating form: y is first the frozen product with the bias, rounded once, and s h B^T is
 accumulated onto it. The input is quantised once for all projections. For its gradient the frozen products are rounded, and added
-in order; then dh A is accumulated. Weights are then flat bytes in fp8-rows (`Views.weights`).
+in order; then dh A is accumulated. Weights are then flat bytes in fp8-rows (`Views.weights`). Without adapters they are bf16, and
+quantised at each use.
 """
 
 # N rows, I inputs, O outputs, R rank, S = R times the number of projections with one input, E experts
@@ -135,9 +136,9 @@ class _Adapted(torch.autograd.Function):
         if needed_x:
             width = dropped.shape[-1]
             if ctx.drops:
-                d_dropped, dx = (dh_NS @ _stacked(a)).view_as(dropped), _frozen_gradient(gradients_NO, weights, width)
+                d_dropped, dx = (dh_NS @ _stacked(a)).view_as(dropped), _products_gradient(gradients_NO, weights, width)
             elif any(map(_is_scaled, weights)):
-                dx = _frozen_gradient(gradients_NO, weights, width).addmm_(dh_NS, _stacked(a))
+                dx = _products_gradient(gradients_NO, weights, width).addmm_(dh_NS, _stacked(a))
             else:
                 dx = dh_NS @ _stacked(a)
                 for g_NO, weight_OI in zip(gradients_NO, weights, strict=True):
@@ -215,12 +216,20 @@ def _is_scaled(weight: Tensor) -> bool:
     return weight.dtype is torch.uint8
 
 
-def _frozen_gradient(gradients_NO: Sequence[Tensor], weights: Sequence[Tensor], width: int) -> Tensor:
-    """Sum of the input gradients (N, I) of frozen products, each rounded, added in order."""
+def _codes(weight: Tensor, n_outputs: int, width: int) -> tuple[Tensor, Tensor]:
+    """Codes (O, I) and scales (O,) of a weight: of flat bytes in fp8-rows, or of a bf16 matrix, which is quantised."""
+    if _is_scaled(weight):
+        return parts(weight, (n_outputs, width), "fp8-rows")
+    codes_OI, scales_O1 = quantise(weight)
+    return codes_OI, scales_O1[:, 0]
+
+
+def _products_gradient(gradients_NO: Sequence[Tensor], weights: Sequence[Tensor], width: int, in_fp8: bool = False) -> Tensor:
+    """Sum of the input gradients (N, I) of products, each rounded, added in order. `in_fp8`: also of bf16 weights."""
     dx_NI: Tensor | None = None
     for g_NO, weight in zip(gradients_NO, weights, strict=True):
-        if _is_scaled(weight):
-            term_NI = input_gradient(g_NO, *parts(weight, (g_NO.shape[1], width), "fp8-rows"))
+        if in_fp8 or _is_scaled(weight):
+            term_NI = input_gradient(g_NO, *_codes(weight, g_NO.shape[1], width))
         else:
             term_NI = torch.mm(g_NO, weight)
         dx_NI = term_NI if dx_NI is None else dx_NI.add_(term_NI)
@@ -229,13 +238,14 @@ def _frozen_gradient(gradients_NO: Sequence[Tensor], weights: Sequence[Tensor], 
 
 
 def scaled_forward(linear: Any, x: Tensor) -> Tensor:
-    """Forward of a frozen linear layer with an FP8 product. Its weight is flat bytes in fp8-rows."""
-    return _Scaled.apply(x, linear.weight, linear.bias, linear.out_features)  # type: ignore[no-any-return, no-untyped-call]
+    """Forward of a linear layer with an FP8 product. Its weight is flat bytes in fp8-rows, or in bf16."""
+    return _Scaled.apply(x, [linear.out_features], linear.weight, linear.bias)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
-def use_scaled_products(layer: nn.Module, names: Iterable[str]) -> None:
+def use_scaled_products(layer: nn.Module, names: Iterable[str], shared_inputs: Iterable[Sequence[str]] = ()) -> None:
     """Compute with FP8 products in the linear layers with these weights. `names`: within the layer, such as
-    `mlp.up_proj.weight`. WorkloadError for a module that is not a plain linear layer."""
+    `mlp.up_proj.weight`. `shared_inputs`: as for `adapt`. WorkloadError for a module that is not a plain linear layer."""
+    scaled = set[nn.Module]()
     for name in names:
         part: Any = layer.get_submodule(name.removesuffix(".weight"))
         plain = part.plain_forward if isinstance(part, AdaptedLinear) else getattr(type(part), "forward", None)
@@ -244,28 +254,64 @@ def use_scaled_products(layer: nn.Module, names: Iterable[str]) -> None:
         part.plain_forward = scaled_forward
         if not isinstance(part, AdaptedLinear):
             part.forward = partial(scaled_forward, part)
+            scaled.add(part)
+    for submodules in shared_inputs:
+        _Partners([part for part in map(layer.get_submodule, submodules) if part in scaled])
+
+
+class _Partners:
+    """Linear layers with one input, whose FP8 products are one call that quantises it once."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        """Replace the modules' forward."""
+        self.parts, self.x = parts, None
+        self.outputs: dict[nn.Module, Tensor] = {}  # of modules that are called next
+        for part in parts:
+            part.forward = partial(self.forward, part)
+
+    def forward(self, part: nn.Module, x: Any) -> Tensor:
+        if self.x is not x or part not in self.outputs:
+            operands = [t for each in self.parts for t in (each.weight, each.bias)]
+            outputs = _Scaled.apply(x, [each.out_features for each in self.parts], *operands)  # type: ignore[no-untyped-call]
+            self.x, self.outputs = x, dict(zip(self.parts, outputs, strict=True))
+        y = self.outputs.pop(part)
+        self.x = x if self.outputs else None
+        return y
 
 
 class _Scaled(torch.autograd.Function):
-    """Frozen linear layer with an FP8 product. Saves the weight alone."""
+    """Linear layers with one input and FP8 products. `operands`: weight and bias of each. Saves the weights, and the input if one
+    is trained. Gradients of weights and biases are those of `nn.Linear`, in bf16."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, n_outputs: int) -> Tensor:
-        ctx.width = x.shape[-1]
-        ctx.save_for_backward(weight)
-        return torch.ops.penstock.scaled_linear(x, weight, bias, n_outputs)  # type: ignore[no-any-return]
+    def forward(ctx: Any, x: Tensor, n_outputs: list[int], *operands: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.width, trains = x.shape[-1], any(ctx.needs_input_grad[2::2])
+        ctx.save_for_backward(*operands[::2], *([x] if trains else []))
+        return tuple(torch.ops.penstock.scaled_linear(x, operands[::2], operands[1::2], n_outputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,), gradient = ctx.saved_tensors, gradients[0]
-        dx = _frozen_gradient([rows(gradient)], [weight], ctx.width) if ctx.needs_input_grad[0] else None
-        return None if dx is None else dx.view(*gradient.shape[:-1], -1), None, None, None
+        saved, n, gradients_NO = ctx.saved_tensors, len(gradients), [rows(g) for g in gradients]
+        needed_x, _, *needed = ctx.needs_input_grad
+        dx = _products_gradient(gradients_NO, saved[:n], ctx.width, in_fp8=True) if needed_x else None
+        results = list[Tensor | None]()
+        for g_NO, needed_weight, needed_bias in zip(gradients_NO, needed[::2], needed[1::2], strict=True):
+            results += [g_NO.t() @ rows(saved[n]) if needed_weight else None, g_NO.sum(0) if needed_bias else None]
+        return None if dx is None else dx.view(*gradients[0].shape[:-1], -1), None, *results
 
 
-def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, n_outputs: int) -> Tensor:
-    y = x.new_empty(*x.shape[:-1], n_outputs)
-    product(*quantise(rows(x)), *parts(weight, (n_outputs, x.shape[-1]), "fp8-rows"), bias, out_NO=y.view(-1, n_outputs))
-    return y
+def _scaled_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], n_outputs: list[int]) -> list[Tensor]:
+    outputs = [x.new_empty(*x.shape[:-1], n) for n in n_outputs]
+    _scaled_linear_out(x, weights, biases, n_outputs, outputs)
+    return outputs
+
+
+def _scaled_linear_out(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], n_outputs: list[int], out: list[Tensor]
+) -> None:
+    scaled = quantise(rows(x))
+    for weight, bias, n, y in zip(weights, biases, n_outputs, out, strict=True):
+        product(*scaled, *_codes(weight, n, x.shape[-1]), bias, out_NO=y.view(-1, n))
 
 
 def _adapted_linear(
@@ -296,7 +342,10 @@ def _adapted_stack(x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b:
 _LINEAR = "Tensor x, Tensor dropped, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float scale"
 LIBRARY.define(f"adapted_linear({_LINEAR}) -> (Tensor[], Tensor)")
 LIBRARY.impl("adapted_linear", _adapted_linear, "CompositeExplicitAutograd")
-LIBRARY.define("scaled_linear(Tensor x, Tensor weight, Tensor? bias, int n_outputs) -> Tensor")
+_SCALED = "Tensor x, Tensor[] weights, Tensor?[] biases, int[] n_outputs"
+LIBRARY.define(f"scaled_linear({_SCALED}) -> Tensor[]")
+LIBRARY.define(f"scaled_linear.out({_SCALED}, *, Tensor(a!)[] out) -> ()")
 LIBRARY.impl("scaled_linear", _scaled_linear, "CompositeExplicitAutograd")
+LIBRARY.impl("scaled_linear.out", _scaled_linear_out, "CompositeExplicitAutograd")
 LIBRARY.define("adapted_stack(Tensor x, Tensor weight, Tensor offs, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
 LIBRARY.impl("adapted_stack", _adapted_stack, "CompositeExplicitAutograd")

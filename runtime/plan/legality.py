@@ -29,17 +29,17 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
 
 
 def refuse_products(semantics: Semantics) -> None:
-    """Raise PlanError unless FP8 products have weights in their format, frozen under adapters, and no other products do."""
+    """Raise PlanError unless FP8 products have bf16 weights, or under adapters weights in their format, and no others do."""
     base, works = semantics.base, "--train lora --base fp8-rows --compute fp8"
     if semantics.products == "compute":
         if base == "fp8-rows":
             raise PlanError("--base fp8-rows is multiplied as it is stored: add --compute fp8; to compute in bf16 use fp8 or int8")
         return
-    if semantics.train.lora is None:
-        raise PlanError(f"--compute fp8 multiplies frozen weights only, and here they are trained; use {works}")
     if semantics.compute_dtype != "bf16":
         raise PlanError(f"--compute fp8 computes all else in bf16, not {semantics.compute_dtype}; leave out compute_dtype")
-    if base != "fp8-rows":
+    if semantics.train.lora is None and base != "bf16":
+        raise PlanError(f"--compute fp8 without adapters quantises bf16 weights: leave out --base {base}, or use {works}")
+    if semantics.train.lora is not None and base != "fp8-rows":
         why = "no kernel here multiplies its blocks of 128 x 128" if base == "fp8" else "it multiplies E4M3 with a scale per row"
         raise PlanError(f"--compute fp8 with --base {base}: {why}; use {works}")
 

@@ -122,14 +122,16 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
             assert_never(base)
 
 
-def scaled_scratch_bytes(m: int, k: int, n: int, item_bytes: int) -> int:
+def scaled_scratch_bytes(m: int, k: int, n: int, item_bytes: int, packed: bool = True) -> int:
     """Bytes of temporaries of an FP8 product (m, k) @ (k, n) or of its input gradient, whichever needs more: codes, scales and an
-    fp32 chunk; in backward also the transposed weight, and a term of the input gradient."""
+    fp32 chunk; in backward also the transposed weight, and a term of the input gradient. Not `packed`: codes of the weight, too."""
 
-    def quantised_bytes(width: int) -> int:
-        return m * (width + 2 * SCALE_BYTES) + SCALE_BYTES * max(width, min(m * width, QUANTISED_CHUNK_ELEMENTS))
+    def quantised_bytes(rows: int, width: int) -> int:
+        return rows * (width + 2 * SCALE_BYTES) + SCALE_BYTES * max(width, min(rows * width, QUANTISED_CHUNK_ELEMENTS))
 
-    return max(quantised_bytes(k), quantised_bytes(n) + k * n + m * k * item_bytes) + 4 * SLOT_ALIGN_BYTES
+    weight_bytes, chunk_bytes = (0, 0) if packed else (n * (k + 2 * SCALE_BYTES), quantised_bytes(n, k))
+    backward_bytes = quantised_bytes(m, n) + k * n + m * k * item_bytes
+    return max(weight_bytes + max(quantised_bytes(m, k), backward_bytes), m * k + chunk_bytes) + 4 * SLOT_ALIGN_BYTES
 
 
 def at_once_bytes(shape: tuple[int, ...], base: Base, item_bytes: int) -> int:

@@ -64,7 +64,8 @@ class Semantics:
     # Adapter forward: x A^T is rounded, then the frozen product x W^T accumulates onto its product with B
     lora_products: Literal["accumulated"] = "accumulated"
     base: Base = "bf16"  # bf16: not packed, in the compute dtype
-    # Products with packed frozen weights. fp8: both operands in E4M3 with a scale per row, as docs/fp8.md defines; base fp8-rows
+    # Products with projections. fp8: both operands in E4M3 with a scale per row, as docs/fp8.md defines. Under adapters the weights
+    # are stored so (base fp8-rows); otherwise codes are a function of the bf16 weight, and weight gradients are computed in bf16
     products: Products = "compute"
     optimizer: Optimizer = Optimizer.ADAMW
     objective: Loss = CROSS_ENTROPY

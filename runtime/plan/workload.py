@@ -50,7 +50,8 @@ class Matmul:
     count: Count = 1
     frozen: bool = False
     grouped: bool = False  # a product per expert, all in one call
-    # In FP8: own quantises its input; shared uses an earlier product's codes, and adds its input gradient to that product's
+    # In FP8, except a weight gradient: own quantises its input; shared uses an earlier product's codes, and adds its input gradient
+    # to that product's
     scaled: Literal["no", "own", "shared"] = "no"
 
     @property

@@ -100,8 +100,9 @@ def test_an_evaluation_shows_the_model_without_its_adapter(home):
     assert {"text", "base_text"} <= lines_of(home, "out", "samples.jsonl")[0].keys()
 
 
-def test_trained_layers_leave_the_bits_of_all_others(home):
-    unbroken = resumed_alike(home, plan_in(home, "--train", "layers:1-2"))
+@mostly_slow("compute", ["bf16", pytest.param("fp8", marks=NEEDS_FP8)])
+def test_trained_layers_leave_the_bits_of_all_others(home, compute):
+    unbroken = resumed_alike(home, plan_in(home, "--train", "layers:1-2", "--compute", compute))
     initial, final = (weights_in(folder) for folder in (home / "model", unbroken))
     assert initial.keys() == final.keys()
     changed = {name for name in initial if not initial[name].equal(final[name])}

@@ -1,5 +1,6 @@
-"""FP8 products over a frozen base: quantisation, products, kernels, and the bits, bytes and refusals of plans and runs."""
+"""FP8 products: quantisation, products, kernels, and the bits, bytes and refusals of plans and runs."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 from itertools import product as pairs
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from penstock import api
 from penstock.hwprofiles.schema import Profile, read_profile
@@ -21,9 +23,12 @@ from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.cuda.nvrtc import ELEMENT
 from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
 from penstock.runtime.executor import execute
+from penstock.runtime.layers.adapters import use_scaled_products
 from penstock.runtime.layers.packed_weights import pack, parts
 from penstock.runtime.plan import Kind, Policy, Semantics, Update, saves
 from penstock.runtime.plan.footprint import WIDENED, device_needs
+from penstock.runtime.plan.objective import parse_objective
+from penstock.runtime.plan.optimizer import optimizing
 from penstock.runtime.plan.packed import layout
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Matmul, Model
@@ -35,6 +40,7 @@ from tests.reference import e4m3_rows, scaled_gradient, scaled_product
 from tests.running import one_line, penstock
 from tests.tiny import tiny_config
 from tests.training import (
+    EVERYTHING,
     N_STEPS,
     NEEDS_FP8,
     batches_of,
@@ -269,6 +275,90 @@ def test_a_row_that_is_not_finite_is_noticed() -> None:
     assert not (machine.results[0].grad_norm < float("inf"))
 
 
+# -- trained weights ----------------------------------------------------------------------------------------------------
+
+TRAINED: dict[str, tuple[Policy, dict]] = {
+    "everything": (EVERYTHING, {"clip_norm": 1e9}),  # shadows are committed
+    "clipped": (EVERYTHING, {}),  # and updated again
+    "on the device": (
+        Policy(accumulation_group=4, device_blocks=(1, 2), resident_blocks=(1,), save=saves(all=(1,)), update=Update.DEFERRED),
+        {},
+    ),
+    "eager": (Policy(update=Update.EAGER, prefetch_depth=2), {"clip_norm": None, "micro_batch": 3}),  # and a smaller last one
+    "tiles": (Policy(accumulation_group=2, save=saves(all=(2,), products=(1,))), {"mlp_tile_tokens": 7, "micro_batch": 2}),
+    "chosen layers": (POLICIES["strided"], {"train": Train(layers=(1, 2)), "gradient_dtype": "fp32"}),
+    "chosen names": (POLICIES["kept"], {"train": Train(names=("*k_proj*", "*down_proj.weight", "*norm*"))}),
+    "fused": (POLICIES["on the host"], {"pointwise": "fused", "norm": "fused", "loss": "online"}),
+    "lean": (POLICIES["on the host"], optimizing("adamw:moments=int8,master=split24", None)),
+}
+
+
+@mostly_slow(
+    ("model_type", "tied", "how"),
+    [
+        ("qwen2", False, "everything"),  # biases
+        ("llama", True, "clipped"),
+        ("llama", False, "on the device"),
+        ("qwen2", True, "eager"),
+        ("gemma2", True, "tiles"),
+        ("qwen3_moe", False, "everything"),  # experts remain in bf16
+        ("qwen2", False, "chosen layers"),
+        ("qwen2", False, "chosen names"),
+        ("llama", False, "fused"),
+        ("mistral", False, "lean"),
+    ],
+)
+def test_training_weights_has_the_bits_of_the_slow_twin(model_type, tied, how) -> None:
+    """Wherever the device gets a weight, its codes are those of its bf16 rows; weight gradients are bf16 products."""
+    policy, fields = TRAINED[how]
+    config = tiny_config(model_type, num_hidden_layers=4, tie_word_embeddings=tied)
+    semantics = semantics_of(model_type, products="fp8", **fields)
+    policy = replace(policy, accumulation_group=min(policy.accumulation_group, semantics.n_micro_batches))
+    machine = streamed(config, semantics, policy, delay_seed=1)
+    assert differences(machine) == []
+    in_bf16 = trained(plan_of(config, replace(semantics, products="compute"), Policy()))
+    losses = [[m.results[step].loss for step in range(N_STEPS)] for m in (machine, in_bf16)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+
+
+@mostly_slow("model_type", ["deepseek_v3", "phi3", "qwen3_next"])
+def test_any_policy_trains_weights_to_the_bits_of_another(model_type) -> None:
+    config, semantics = tiny(model_type), semantics_of(model_type, products="fp8")
+    layers = range(1, config["num_hidden_layers"] + 1)
+    kept = streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=4), delay_seed=2)
+    streaming = streamed(config, semantics, Policy(prefetch_depth=2, resident_blocks=(1,), update=Update.DEFERRED), delay_seed=3)
+    assert same_state(kept, streaming)
+    if model_type == "deepseek_v3":
+        in_bf16 = scaled_in_words(kept.plan).partition("; layers' matrices in bf16: ")[2].split(", ")
+        assert {"self_attn.kv_a_proj_with_mqa", "mlp.gate", "mlp.experts.down_proj"} < {*in_bf16}
+
+
+@pytest.mark.parametrize("fields", [{}, {"objective": parse_objective("orpo"), "micro_batch": 2}], ids=["documents", "pairs"])
+def test_losses_of_trained_weights_have_the_bits_of_another_policy(fields) -> None:
+    config, semantics = tiny_config("llama", num_hidden_layers=3), semantics_of("llama", products="fp8", **fields)
+    cuts = [replace(batch, document_tokens=((1, 7, 3, 5), (16,), (9, 1, 1, 5), (4, 12))) for batch in batches_of(96, 4, 16)]
+    batches = () if fields else cuts
+    kept, away = (replace(POLICIES[name], accumulation_group=2) for name in ("kept", "on the host"))
+    first, second = (trained(plan_of(config, semantics, policy), batches=batches) for policy in (kept, away))
+    assert same_state(first, second)
+
+
+def test_a_trained_product_has_the_weight_gradients_of_a_linear_layer() -> None:
+    """Bitwise, for one output gradient; of several products with one input, each is computed if it is trained."""
+    parts = nn.ModuleDict({"a_proj": nn.Linear(48, 32), "b_proj": nn.Linear(48, 64, bias=False)}).bfloat16()
+    x, plain = torch.randn(2, 5, 48).bfloat16(), copy.deepcopy(parts)
+    use_scaled_products(parts, ["a_proj.weight", "b_proj.weight"], [("a_proj", "b_proj")])
+    for trains_b in (True, False):
+        parts["b_proj"].requires_grad_(trains_b)
+        for modules in (parts, plain):
+            modules.zero_grad()
+            outputs = [module(x) for module in modules.values()]
+            torch.autograd.backward(outputs, [torch.full_like(y, 0.3).cumsum(0) for y in outputs])
+        for p, q in zip(parts.parameters(), plain.parameters(), strict=True):
+            assert p.grad is None if not p.requires_grad else same_bits(p.grad, q.grad)
+
+
 # -- plans --------------------------------------------------------------------------------------------------------------
 
 
@@ -299,19 +389,30 @@ def test_time_of_a_product_is_that_of_bf16_over_the_fraction_and_quantising_is_c
     own, shared = (replace(m, scaled=scaled) for scaled in ("own", "shared"))
     assert cost._matmul("bf16", own) == pytest.approx(cost._matmul("bf16", m) / profile.device.fp8_rate_fraction.value)  # type: ignore[union-attr]
     per_byte = 1 / profile.device.memory_bytes_per_s.value
-    assert cost._quantising_s([m], backward=False) == cost._quantising_s([m, shared], backward=False) == 0
-    assert cost._quantising_s([own], backward=False) == pytest.approx(per_byte * 8192 * 8192 * 3)
+    packed, trained = Semantics(1, 1, 1, train=LORA, **FP8), Semantics(1, 1, 1, products="fp8")  # type: ignore[arg-type]
+    assert cost._quantising_s([m], packed, backward=False) == cost._quantising_s([m, shared], packed, backward=False) == 0
+    assert cost._quantising_s([own], packed, backward=False) == pytest.approx(per_byte * 8192 * 8192 * 3)
     expected = 8192 * 29568 * (3 + 2)
-    assert cost._quantising_s([own], backward=True) == pytest.approx(per_byte * expected)
-    assert cost._quantising_s([shared], backward=True) == pytest.approx(per_byte * (expected + 6 * 8192 * 8192))
-    assert ComputeTime(read_profile("cpu-2core"))._quantising_s([own], backward=False) > 0
+    assert cost._quantising_s([own], packed, backward=True) == pytest.approx(per_byte * expected)
+    assert cost._quantising_s([shared], packed, backward=True) == pytest.approx(per_byte * (expected + 6 * 8192 * 8192))
+    assert ComputeTime(read_profile("cpu-2core"))._quantising_s([own], packed, backward=False) > 0
+    of_weight = per_byte * 3 * 8192 * 29568  # quantised at each use, unless it is stored so
+    for backward in (False, True):
+        both = [cost._quantising_s([replace(own, count=2)], s, backward) for s in (packed, trained)]
+        assert both[1] - both[0] == pytest.approx(2 * of_weight)
+    both = [cost._backward_matmul("bf16", replace(own, frozen=frozen)) for frozen in (True, False)]
+    assert both == pytest.approx([cost._matmul("bf16", own), cost._matmul("bf16", own) + cost._matmul("bf16", m)])
 
 
-@mostly_slow(("model_type", "targets"), [("llama", ("all-linear",)), ("llama", ("v_proj",)), ("gemma2", ("q_proj", "up_proj"))])
+@mostly_slow(
+    ("model_type", "targets"),
+    [("llama", ("all-linear",)), ("llama", ("v_proj",)), ("gemma2", ("q_proj", "up_proj")), ("llama", ()), ("qwen2", ())],
+)
 def test_a_step_takes_the_memory_of_its_plan(model_type, targets) -> None:
     """A GPU's copy of a transposed weight is booked, which a CPU does not make."""
     wide = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 3}
-    semantics = semantics_of(model_type, seq_len=128, train=Train(lora=Lora(8, 8.0, targets=targets)), loss_tile_tokens=64, **FP8)
+    fields = {"train": Train(lora=Lora(8, 8.0, targets=targets)), **FP8} if targets else {"products": "fp8"}
+    semantics = semantics_of(model_type, seq_len=128, loss_tile_tokens=64, **fields)
     for policy in (Policy(accumulation_group=2), Policy(accumulation_group=2, save=saves(all=(1,), products=(2,)))):
         plan = plan_of(tiny_config(model_type, **wide), semantics, policy)
         check(plan)
@@ -329,9 +430,11 @@ REFUSED = [
     ),
     ({"train": LORA, "base": "fp8", "products": "fp8"}, "with --base fp8: no kernel here multiplies its blocks of 128 x 128; use"),
     ({"train": LORA, "products": "fp8"}, "with --base bf16: it multiplies E4M3 with a scale per row; use --train lora --base"),
-    (FP8, "multiplies frozen weights only, and here they are trained; use --train lora"),
-    ({"train": Train(names=("*norm*",)), "products": "fp8"}, "multiplies frozen weights only"),
+    (FP8, "without adapters quantises bf16 weights: leave out --base fp8-rows, or use --train lora"),
+    (FP8 | {"train": Train(names=("*norm*",))}, "without adapters quantises bf16 weights"),
+    ({"products": "fp8", "base": "int8"}, "leave out --base int8, or use"),
     (FP8 | {"train": LORA, "compute_dtype": "fp32"}, "computes all else in bf16, not fp32"),
+    ({"products": "fp8", "compute_dtype": "fp32"}, "computes all else in bf16, not fp32"),
 ]
 
 
@@ -354,7 +457,9 @@ def test_what_fp8_cannot_multiply_is_refused_in_one_line(fields, message) -> Non
 def test_layers_without_a_known_linear_layer_are_named(model_type, message) -> None:
     with pytest.raises(WorkloadError) as error:
         build_workload(Model(tiny(model_type)), semantics_of(model_type, train=LORA, **FP8))
-    assert message in str(error.value)
+    assert f"{message}; use --base int8" in str(error.value)
+    with pytest.raises(WorkloadError, match=f"{message.replace('*', '.')}; leave out --compute fp8"):
+        build_workload(Model(tiny(model_type)), semantics_of(model_type, products="fp8"))
 
 
 def test_a_machine_without_fp8_products_is_refused(tmp_path) -> None:
@@ -374,7 +479,7 @@ def test_a_machine_without_fp8_products_is_refused(tmp_path) -> None:
 def test_commands_refuse_what_does_not_work_in_one_line(command) -> None:
     name, flag = command
     arguments = ["h100-sxm"] if name == "fits" else ["llama-3.1-8b", flag, "h100-sxm"]
-    one_line(penstock(name, *arguments, "--compute", "fp8"), 2, "use --train lora --base fp8-rows --compute fp8")
+    one_line(penstock(name, *arguments, "--train", "lora", "--compute", "fp8"), 2, "use --train lora --base fp8-rows --compute fp8")
     one_line(penstock(name, *arguments, "--train", "lora", "--base", "fp8-rows"), 2, "add --compute fp8")
 
 
@@ -401,7 +506,7 @@ def test_a_device_that_lacks_or_mistakes_fp8_products_is_refused(monkeypatch) ->
         assert "\n" not in str(error.value)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10G")
-    with pytest.raises(WorkloadError, match=r"^--compute fp8: NVIDIA A10G has no FP8 products; plan with --base fp8 or int8"):
+    with pytest.raises(WorkloadError, match=r"^--compute fp8: NVIDIA A10G has no FP8 products; plan without --compute fp8"):
         room.refuse_device(torch.device("cuda"))
 
 
