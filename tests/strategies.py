@@ -127,7 +127,8 @@ def frozen(draw: st.DrawFn, all_trained: Semantics) -> Semantics:
     base = draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8", "fp8-rows"]))
     if base == "fp8-rows" and (train.lora is None or all_trained.compute_dtype == "fp32"):
         base = "fp8"
-    products = "fp8" if base == "fp8-rows" else "compute"
+    may_multiply = train.lora is None and base == "bf16" and all_trained.compute_dtype == "bf16"
+    products = "fp8" if base == "fp8-rows" or (may_multiply and draw(st.booleans())) else "compute"
     gradient_dtype = draw(st.sampled_from(["fp32", "fp32", all_trained.gradient_dtype]))
     return replace(all_trained, train=train, base=base, gradient_dtype=gradient_dtype, products=products)
 

@@ -260,19 +260,19 @@ def use_scaled_products(layer: nn.Module, names: Iterable[str], shared_inputs: I
 
 
 class _Partners:
-    """Linear layers with one input, whose FP8 products are one call that quantises it once."""
+    """Linear layers with one input, which one call quantises once for all FP8 products."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         """Replace the modules' forward."""
         self.parts, self.x = parts, None
-        self.outputs: dict[nn.Module, Tensor] = {}  # of modules that are called next
+        self.outputs: dict[nn.Module, Tensor] = {}  # by module, until its call
         for part in parts:
             part.forward = partial(self.forward, part)
 
     def forward(self, part: nn.Module, x: Any) -> Tensor:
         if self.x is not x or part not in self.outputs:
-            operands = [t for each in self.parts for t in (each.weight, each.bias)]
-            outputs = _Scaled.apply(x, [each.out_features for each in self.parts], *operands)  # type: ignore[no-untyped-call]
+            operands = [t for linear in self.parts for t in (linear.weight, linear.bias)]
+            outputs = _Scaled.apply(x, [linear.out_features for linear in self.parts], *operands)  # type: ignore[no-untyped-call]
             self.x, self.outputs = x, dict(zip(self.parts, outputs, strict=True))
         y = self.outputs.pop(part)
         self.x = x if self.outputs else None

@@ -284,7 +284,7 @@ TRAINED: dict[str, tuple[Policy, dict]] = {
         Policy(accumulation_group=4, device_blocks=(1, 2), resident_blocks=(1,), save=saves(all=(1,)), update=Update.DEFERRED),
         {},
     ),
-    "eager": (Policy(update=Update.EAGER, prefetch_depth=2), {"clip_norm": None, "micro_batch": 3}),  # and a smaller last one
+    "eager": (Policy(update=Update.EAGER, prefetch_depth=2), {"clip_norm": None, "micro_batch": 3}),  # last micro-batch smaller
     "tiles": (Policy(accumulation_group=2, save=saves(all=(2,), products=(1,))), {"mlp_tile_tokens": 7, "micro_batch": 2}),
     "chosen layers": (POLICIES["strided"], {"train": Train(layers=(1, 2)), "gradient_dtype": "fp32"}),
     "chosen names": (POLICIES["kept"], {"train": Train(names=("*k_proj*", "*down_proj.weight", "*norm*"))}),
