@@ -4,6 +4,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,11 @@ class Images:
     """Stored outputs of a vision tower for the B sequences of a batch, in host memory. `features[b]`: (image tokens of sequence b,
     D * (1 + n_added)), at the positions `places[b]` of the token of images: the input of the first layer, and addends to the output
     of the first `n_added` layers. `positions`: (B, 3, T), of models with one position per axis. `token_types`: (B, T),
-    1 at an image, of models with attention in both directions within an image. `is_listed`: the model's tower returns a list."""
+    1 at an image, of models with attention in both directions within an image. `is_listed`: the model's tower returns a list.
+
+    If the projector is trained, the first columns are its input, not its output. `shape`: of an image in that input, (patches, H),
+    or of a row, (H,); `shifts[b]`: for each image token its row of the projector's output, less its number, if the model reorders
+    them; `sizes[b]`: (images, 2), of a projector that reads them."""
 
     features: tuple[torch.Tensor, ...]
     places: tuple[torch.Tensor, ...]
@@ -25,20 +30,29 @@ class Images:
     n_added: int = 0
     positions: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
+    width: int = 0  # of an addend
+    shape: tuple[int, ...] = ()
+    shifts: tuple[torch.Tensor, ...] = ()
+    sizes: tuple[torch.Tensor, ...] = ()
+
+    def _by_sequence(self, change: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]) -> dict[str, Any]:
+        """Fields with a tensor per sequence, changed."""
+        return {name: change(getattr(self, name)) for name in ("features", "places", "shifts", "sizes")}
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Images":
         positions, types = (None if tensor is None else move(tensor) for tensor in (self.positions, self.token_types))
-        features, places = (tuple(map(move, rows)) for rows in (self.features, self.places))
-        return replace(self, features=features, places=places, positions=positions, token_types=types)
+        return replace(self, positions=positions, token_types=types, **self._by_sequence(lambda rows: tuple(map(move, rows))))
 
     def part(self, rows: slice) -> "Images":
         positions, types = (None if tensor is None else tensor[rows] for tensor in (self.positions, self.token_types))
-        return replace(self, features=self.features[rows], places=self.places[rows], positions=positions, token_types=types)
+        return replace(self, positions=positions, token_types=types, **self._by_sequence(lambda tensors: tensors[rows]))
 
     def of_block(self, block: int, device: torch.device) -> torch.Tensor:
-        """Features (image tokens, D) on the device: of the first layer's input for block 0, else addends to a layer's output."""
-        width = self.features[0].shape[1] // (1 + self.n_added)
-        return torch.cat([rows[:, block * width : (block + 1) * width].to(device, non_blocking=True) for rows in self.features])
+        """Features (image tokens, D) on the device: of the first layer's input, or of the projector's, for block 0, else addends to
+        a layer's output."""
+        end = self.features[0].shape[1] - (self.n_added - block) * self.width
+        columns = slice(end - self.width if block else 0, end)
+        return torch.cat([rows[:, columns].to(device, non_blocking=True) for rows in self.features])
 
 
 def joined_images(parts: Sequence[Images | None], n_padding: int) -> Images | None:
@@ -46,8 +60,6 @@ def joined_images(parts: Sequence[Images | None], n_padding: int) -> Images | No
     if not (present := [images for images in parts if images is not None]):
         return None
     assert len(present) == len(parts), "batches of text have empty features"
-    features = (*(row for images in present for row in images.features), *(present[0].features[0][:0],) * n_padding)
-    places = (*(row for images in present for row in images.places), *(present[0].places[0][:0],) * n_padding)
 
     def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         rows = [tensor for tensor in tensors if tensor is not None]
@@ -55,7 +67,10 @@ def joined_images(parts: Sequence[Images | None], n_padding: int) -> Images | No
         return torch.cat([*rows, *padding]) if rows else None
 
     positions, types = joined([images.positions for images in present]), joined([images.token_types for images in present])
-    return replace(present[0], features=features, places=places, positions=positions, token_types=types)
+    tensors = [images._by_sequence(lambda rows: rows) for images in present]
+    rows = {name: tuple(row for fields in tensors for row in fields[name]) for name in tensors[0]}
+    padded: dict[str, Any] = {name: (*part, *(part[0][:0],) * n_padding) if part else () for name, part in rows.items()}
+    return replace(present[0], positions=positions, token_types=types, **padded)
 
 
 @dataclass(frozen=True, slots=True)

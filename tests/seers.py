@@ -208,6 +208,8 @@ def own_model(folder: Path, semantics: Semantics) -> Any:
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=semantics.attention, **experts
     )
+    for p in model.parameters():  # aligned in memory, unlike those of the mapped file: a library's products depend on it
+        p.data = p.data.clone()
     return model.eval()
 
 
@@ -235,14 +237,15 @@ def own_inputs(data: MapStyleData, model: Any, document: int, n: int) -> dict[st
 
 
 def streamed(model: Any, semantics: Semantics, policy: Policy, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the loss and the decoder's gradients of one step of a plan on a batch, from a model's weights."""
+    """Return the loss and the gradients of one step of a plan on a batch, from a model's weights."""
     config = json.loads((Path(model.name_or_path) / "config.json").read_text())
     workload = build_workload(Model(config), semantics)
     plan, weights = lower(Model(config), workload, semantics, policy, {}), dict(model.named_parameters())
     machine = TorchMachine(plan, lambda _: batch, lambda _: AdamW(lr=1e-9, beta1=0.0))
-    for block in range(len(workload.blocks)):
-        machine.host.set_weights(block, {p.name: weights[p.name].detach().float() for p in machine.host.owned[block]})
+    for block, parts in enumerate(workload.blocks):
+        machine.host.set_weights(block, {p.name: weights[p.name].detach().float() for p in parts.parameters})
     with Execution(plan, machine, 1) as steps:
         (step,) = steps
     assert step.result is not None
-    return step.result.loss, {p.name: machine.host.param_state(p).moments[0].view(p.shape) for p in machine.host.all_owned()}
+    trained = [p for owned in machine.host.owned for p in owned]
+    return step.result.loss, {p.name: machine.host.param_state(p).moments[0].view(p.shape) for p in trained}

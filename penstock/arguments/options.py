@@ -43,7 +43,7 @@ class StepOptions(TypedDict, total=False):
     attention: Literal["sdpa", "eager"] | None
     experts: Literal["grouped_mm"] | None
     sum_groups: int | None
-    train: str | None  # all, lora:r=16,alpha=32, layers:20-31 or names:*norm*
+    train: str | None  # all, lora:r=16,alpha=32, layers:20-31, names:*norm*, projector
     lora_products: Literal["accumulated"] | None
     base: Base | None
     optimizer: str | None  # adamw, lion, adamw:moments=bf16

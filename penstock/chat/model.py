@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.caches import cache_folder
-from penstock.checkpoint.adapter_files import CONFIG_FILE, read_adapter
+from penstock.checkpoint.adapter_files import CONFIG_FILE, adapts_projector, read_adapter
 from penstock.checkpoint.checkpoint import refuse_another_base
 from penstock.checkpoint.model_files import has_weights, read_json, weights_digest
 from penstock.data.data import Report
@@ -88,11 +88,13 @@ def _plan(model: Model, settings: RunSettings, device: str, context: int | None,
     kernels: Callable[..., Semantics] = lambda semantics: with_kernels(model, semantics, profile, "eager")  # noqa: E731
     fields: dict[str, Any] = {"batch_size": 1, "micro_batch": 1, "clip_norm": None, "loss_tile_tokens": LOGITS}
     fields |= {"seq_len": context or min(limit, CONTEXT), "attention": attention}
-    untrained = build_workload(model, kernels(Semantics(**fields)))  # its shapes do not depend on `compute`
+    projects = settings.adapter is not None and adapts_projector(Path(settings.adapter))
+    decoder = Train(names=("*",), projector=True) if projects else Train()
+    untrained = build_workload(model, kernels(Semantics(**fields, train=decoder)))  # its shapes do not depend on `compute`
     parameters = {p.name: p for block in untrained.blocks for p in block.parameters if p.tied_to is None}
     if settings.adapter is not None:
         shapes = {name: p.shape for name, p in parameters.items()}
-        trained = str(Train(lora=read_adapter(Path(settings.adapter), shapes)[0]))
+        trained = str(Train(lora=read_adapter(Path(settings.adapter), shapes)[0], projector=projects))
     elif base != "bf16":
         trained = "lora:r=8"  # only layers with adapters have packed weights
     else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import CheckpointError, PlanError
 from penstock.runtime.plan.objective import SCORE
-from penstock.runtime.plan.train import EXPERTS, IN_EXPERTS, STACK, Lora, checked_lora, is_selected, last_part
+from penstock.runtime.plan.train import EXPERTS, IN_EXPERTS, IN_PROJECTOR, STACK, Lora, checked_lora, is_selected, last_part
 from penstock.runtime.units import on_one_line
 
 from .model_files import read_json
@@ -35,7 +35,7 @@ PREFIX = "base_model.model."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of stored factors and models
 
 # A matrix in a layer, except of experts stored separately
-_WEIGHT = re.compile(r"((?:[a-z_]+\.)*[a-z]+\.[0-9]+\.(?!.*\bexperts\.[0-9]).*)\.weight")
+_WEIGHT = re.compile(r"(?:[a-z_]+\.)*[a-z]+\.[0-9]+\.(?!.*\bexperts\.[0-9]).*\.weight")
 
 STACKS = ("gate_up_proj", "down_proj")  # weights of a layer's experts in `target_parameters`
 _HEAD, _HEADS = SCORE.removesuffix(".weight"), ("classifier", SCORE.removesuffix(".weight"))  # PEFT names both
@@ -102,7 +102,8 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
         raise CheckpointError(f"{folder}: {pickled if (folder / PICKLED_FILE).exists() else f'no {TENSOR_FILE}; copy it again'}")
     stored = Shards([path])
     stacks = {name: shape for name, shape in parameters.items() if STACK.search(name)}
-    weights = {m[1]: shape for name, shape in parameters.items() if len(shape) == 2 and (m := _WEIGHT.fullmatch(name))}
+    matrices = {name: shape for name, shape in parameters.items() if len(shape) == 2 and name.endswith(".weight")}
+    weights = {n.removesuffix(".weight"): s for n, s in matrices.items() if _WEIGHT.fullmatch(n) or IN_PROJECTOR.search(n)}
     try:
         config = _read_config(folder)
         as_parameters = _adapted_parameters(folder, config, {*stacks, *(f"{module}.weight" for module in weights)})
@@ -113,6 +114,8 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
         lora = checked_lora(**sizes, targets=targets)
     except (PlanError, TypeError, re.error) as error:  # the last two: target_modules is neither names nor a pattern
         raise CheckpointError(f"{folder / CONFIG_FILE}: {on_one_line(str(error), 160)}; copy it again") from None
+    if adapts_projector(folder) and not any(map(IN_PROJECTOR.search, weights)):
+        raise CheckpointError(f"{folder}: adapts the projector, too; plan with `,projector` at the end of --train")
     expected = dict[str, tuple[int, ...]]()
     if PREFIX + SCORE in stored:
         if SCORE not in parameters:
@@ -141,6 +144,11 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
             why = f"{expected[name]} by the r in {CONFIG_FILE} and this model's projection"
             raise CheckpointError(f"{path}: {name} is {tuple(tensor.shape)}, and {why}; give the adapter of this model")
     return lora, {name.removeprefix(PREFIX): tensor.float() for name, tensor in stored.items()}
+
+
+def adapts_projector(folder: Path) -> bool:
+    """True if the adapter in a folder has factors of a vision-language model's projector."""
+    return (path := folder / TENSOR_FILE).is_file() and any(map(IN_PROJECTOR.search, Shards([path])))
 
 
 def head_of(folder: Path) -> dict[str, tuple[int, ...]]:

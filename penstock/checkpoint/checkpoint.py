@@ -184,9 +184,9 @@ class CheckpointWriter:
         pairs = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
         self._write_model_file(file, published, chain.from_iterable(pairs))
 
-    def copy_towers(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Copy the tensors outside the text decoder of a vision-language model, unchanged, one at a time."""
-        stored, names = towers(folder, config)
+    def copy_towers(self, folder: Path, config: Mapping[str, Any], projects: bool) -> None:
+        """Copy the tensors of a vision-language model's `towers`, unchanged, one at a time."""
+        stored, names = towers(folder, config, projects)
         outlines = {name: torch.empty_like(stored[name], device="meta") for name in names}
         outlines = dict(sorted(outlines.items(), key=lambda item: -item[1].itemsize))
         self._write_model_file("model-towers.safetensors", outlines, map(stored.__getitem__, outlines))
@@ -306,6 +306,8 @@ def _in_current_names(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> t
     current, is_older = {**_DEFAULTS, **saved}, "lora_products" not in saved
     train = current["train"]
     has_adapters = isinstance(train, dict) and isinstance(train.get("lora"), dict)
+    if isinstance(train, dict):
+        current["train"] = train = _DEFAULTS["train"] | train
     if has_adapters:
         current["train"] = train | {"lora": {"rslora": False} | train["lora"]}
     is_renamed = is_older and (current["loss"], planned.get("loss")) == ("fused", "online")

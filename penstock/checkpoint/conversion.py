@@ -25,15 +25,17 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.transformers_patches import Conv1D
 from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.train import Train
 
 
 class Conversion:
     """Conversion of the weights of one model."""
 
     def __init__(self, config: dict[str, Any], model: Any = None) -> None:
-        """`model`: on the meta device; by default the text decoder that is trained."""
+        """`model`: on the meta device; by default the text decoder and its projector, which may be trained."""
         # fp32, because transformers sets the default dtype of the process to the model's meanwhile, and lanes may be running
-        self._model: Any = model or meta_model(config, Semantics(1, 1, 1, compute_dtype="fp32", attention="eager"))
+        semantics = Semantics(1, 1, 1, compute_dtype="fp32", attention="eager", train=Train(projector=True))
+        self._model: Any = model or meta_model(config, semantics)
         mapping = get_model_conversion_mapping(self._model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -17,6 +17,7 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan.objective import SCORE
 from penstock.runtime.plan.packed import DEQUANTISED, published_as
+from penstock.runtime.plan.train import IN_PROJECTOR
 from penstock.runtime.plan.workload import OF_LAYER, text_of
 
 from .conversion import conversion_of
@@ -138,16 +139,18 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
             yield name, weight
 
 
-def towers(folder: Path, config: Mapping[str, Any]) -> tuple[Shards, list[str]]:
-    """Return the tensors of a vision-language model's folder, and the names of those outside its text decoder."""
+def towers(folder: Path, config: Mapping[str, Any], projects: bool) -> tuple[Shards, list[str]]:
+    """Return the tensors of a vision-language model's folder, and the names of those outside its text decoder. `projects`: with
+    those of its projector."""
     stored, conversion = Shards(weight_files(folder)), conversion_of(config)
-    outside = (sources for target, sources in conversion.sources(stored).items() if target not in conversion.weights)
+    inside = {name for name in conversion.weights if not (projects and IN_PROJECTOR.search(name))}
+    outside = (sources for target, sources in conversion.sources(stored).items() if target not in inside)
     return stored, sorted(name for sources in outside for name, _ in sources)
 
 
-def towers_bytes(folder: Path, config: Mapping[str, Any]) -> int:
-    """Return the stored bytes of the tensors outside the text decoder."""
-    stored, names = towers(folder, config)
+def towers_bytes(folder: Path, config: Mapping[str, Any], projects: bool) -> int:
+    """Return the stored bytes of the tensors of `towers`."""
+    stored, names = towers(folder, config, projects)
     return sum(stored[name].nbytes for name in names)
 
 

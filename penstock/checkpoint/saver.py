@@ -210,7 +210,7 @@ class Saver:
                 if constants:
                     files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)
                 if contents.towers_from is not None:
-                    files.copy_towers(contents.towers_from, plan.model.config)
+                    files.copy_towers(contents.towers_from, plan.model.config, not plan.semantics.train.projector)
                 files.write_config(contents.config, DTYPE[plan.semantics.compute_dtype])
             files.copy_files(contents.kept_files, plan.model.config, contents.ends, contents.chat_template)
             with self._changed:  # wait until the step is logged

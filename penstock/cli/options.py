@@ -130,7 +130,7 @@ with_work = together(
         metavar="WHAT",
         help="all, lora (or lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj: names, an expression /.*_proj/, by default "
         "all-linear; experts are a target, too, without dropout), "
-        "names:*norm.weight, layers:20-31; the rest is frozen.  [default: all]",
+        "names:*norm.weight, layers:20-31, projector (of images); the rest is frozen.  [default: all]",
     ),
     click.option(
         "--base",

@@ -236,11 +236,12 @@ def _image_fields(planned: Planned, tower: "VisionTower", n_images: int, image_s
     from penstock.planner.predict.cost import CostModel
     from penstock.planner.predict.forward_pass import tower_s
 
-    (width, height), dtype = map(int, image_size.lower().split("x")), planned.plan.semantics.compute_dtype
+    (width, height), semantics = map(int, image_size.lower().split("x")), planned.plan.semantics
+    dtype, projects = semantics.compute_dtype, not semantics.train.projector
     seconds = tower_s(tower, dtype, CostModel(planned.profile))
     return {
         **{"n": n_images, "width": width, "height": height, "tokens_each": tower.n_tokens, "flop_each": tower.flop},
-        **{"tower_s": n_images * seconds, "file_bytes": tower.file_bytes(n_images, ITEM_BYTES[dtype])},
+        **{"tower_s": n_images * seconds, "file_bytes": tower.file_bytes(n_images, ITEM_BYTES[dtype], projects)},
         "weights_bytes": tower.n_params * ITEM_BYTES[dtype],
     }
 

@@ -147,7 +147,8 @@ class RunInputs:
     @property
     def checkpoint_bytes(self) -> int:
         n_bytes = self.plan.checkpoint_bytes(self.settings.checkpoint.weights_only)
-        return n_bytes + (0 if self.towers_from is None else towers_bytes(self.towers_from, self.plan.model.config))
+        projects = not self.plan.semantics.train.projector
+        return n_bytes + (0 if self.towers_from is None else towers_bytes(self.towers_from, self.plan.model.config, projects))
 
     @property
     def digests(self) -> dict[str, str]:
@@ -346,8 +347,11 @@ def tokens_folder(run: Path) -> Path:
 
 def attach_stored(inputs: RunInputs, tower: Path | None = None) -> int:
     """Attach the features of images to training and held-out data, after computing those that are not stored. Return the number of
-    images. `tower`: folder of the features, instead of the settings' one or the cache."""
-    settings, request = inputs.settings, inputs.request
+    images. `tower`: folder of the features, instead of the settings' one or the cache. PlanError if nothing trains a projector."""
+    settings, request, data = inputs.settings, inputs.request, inputs.data
+    has_images = isinstance(data, MapStyleData) and any(part.documents.has_images for part in data.parts)
+    if inputs.plan.semantics.train.projector and not has_images:
+        raise PlanError(f"--train {inputs.plan.semantics.train}: the data has no images to train a projector; plan without it")
     sets = [data for data in (inputs.data, inputs.held_out) if isinstance(data, MapStyleData)]
     named = Path(settings.tower) if tower is None and settings.tower is not None else tower
     where = named, tokens_folder(Path(settings.out)).with_name(TOWERS_FOLDER)

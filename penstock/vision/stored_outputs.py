@@ -1,7 +1,8 @@
 """Stored outputs of a vision tower: a folder of memory-mapped files, written once, which runs and ranks share.
 
 Each file holds the features of some images by the digest of their pixels, and a key: tower weights, processor, precision, kind of
-device and versions. A folder with another key is rejected. A killed pass continues with the missing images.
+device, versions, and the stage, before a trained projector or after a frozen one. A folder with another key is rejected. A killed
+pass continues with the missing images.
 """
 
 # B sequences, T tokens, N image tokens, D width of the decoder
@@ -12,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -35,6 +37,7 @@ from .tower import Tower, tower_digest, tower_model
 
 FORMAT = 1
 FILE_BYTES, FILE_IMAGES = 2**28, 256  # limits of one file, so of the work that a killed pass repeats
+STAGES = ("before the projector", "after the projector")
 _PREFIX = "images-"
 Report = Callable[[str], None]
 Rows = Sequence[tuple[Documents, set[tuple[int, int]]]]  # (file, row) by data set
@@ -57,8 +60,10 @@ def attach_images(
     readers = [table.reader.images for table in tables if table.has_images and table.reader is not None]
     if model is None or not readers or readers[0] is None:
         return 0
+    projects = not plan.semantics.train.projector
     key = {
-        **{"format": FORMAT, "tower": tower_digest(model, plan.model.config), "processor": readers[0].digest},
+        **{"format": FORMAT, "stage": STAGES[projects], "tower": tower_digest(model, plan.model.config, projects)},
+        **{"processor": readers[0].digest},
         **{"dtype": plan.semantics.compute_dtype, "device": device, "transformers": version, "torch": torch.__version__},
     }
     named, cache = where
@@ -81,7 +86,7 @@ class StoredOutputs:
         # Models with attention in both directions within an image
         self._takes_types = "token_type_ids" in inspect.signature(inspect.unwrap(self._body.forward)).parameters
         self._files = Shards(files := sorted(folder.glob(f"{_PREFIX}*.safetensors")))
-        self.form: dict[str, int] = {}
+        self.form: dict[str, Any] = {}
         for path in files:
             fields, stored_key = read_metadata(path), dict[str, Any]()
             with suppress(ValueError, KeyError):
@@ -103,16 +108,17 @@ class StoredOutputs:
             rows.append((documents, places))
         if missing := {sha: n for sha, n in wanted.items() if sha not in known}:
             report(f"the vision tower: 0 of {len(missing):,} images")
-            self._compute(rows, missing, Tower(model, self.config, DTYPE[self.key["dtype"]], device), report, stop)
+            tower = Tower(model, self.config, DTYPE[self.key["dtype"]], device, self.key["stage"] == STAGES[True])
+            self._compute(rows, missing, tower, report, stop)
         if gone := missing.keys() - {*self._files}:
             raise changed_images(tables[0], len(gone))
         return len(wanted)
 
     def _compute(self, rows: Rows, missing: dict[str, int], tower: Tower, report: Report, stop: Stop) -> None:
         batch = dict[str, Tensor]()
-        for n_done, (sha, features) in enumerate(self._features(rows, missing, tower), start=1):
-            batch[sha] = features
-            if len(batch) == FILE_IMAGES or sum(t.nbytes for t in batch.values()) >= FILE_BYTES:
+        for n_done, (sha, tensors) in enumerate(self._features(rows, missing, tower), start=1):
+            batch |= {sha if kind == "features" else f"{sha}.{kind}": tensor for kind, tensor in tensors.items()}
+            if n_done % FILE_IMAGES == 0 or sum(t.nbytes for t in batch.values()) >= FILE_BYTES:
                 self._write(batch, tower)
                 report(f"the vision tower: {n_done:,} of {len(missing):,} images")
                 batch = {}
@@ -121,8 +127,8 @@ class StoredOutputs:
         self._write(batch, tower)
         self._files = Shards(sorted(self.folder.glob(f"{_PREFIX}*.safetensors")))
 
-    def _features(self, rows: Rows, missing: dict[str, int], tower: Tower) -> Iterator[tuple[str, Tensor]]:
-        """Yield digest and features of each missing image, once."""
+    def _features(self, rows: Rows, missing: dict[str, int], tower: Tower) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield the digest of each missing image, once, and its features by kind."""
         finished = set[str]()
         for documents, places in rows:
             assert documents.reader is not None
@@ -131,16 +137,17 @@ class StoredOutputs:
                 sha, inputs = documents.reader.images.tower_inputs(source, where)
                 if sha in missing and sha not in finished:
                     finished.add(sha)
-                    features = tower.features(inputs)
-                    if len(features) != missing[sha]:
-                        problem = f"its processor makes {missing[sha]:,} tokens of an image, its tower {len(features):,} features"
+                    tensors = tower.features(inputs)
+                    if (n := len(tensors["features"])) != missing[sha]:
+                        problem = f"its processor makes {missing[sha]:,} tokens of an image, its tower {n:,} features"
                         raise DataError(f"{where}: {problem}; copy the processor again from the model")
-                    yield sha, features
+                    yield sha, tensors
 
     def _write(self, batch: dict[str, Tensor], tower: Tower) -> None:
         if not batch:
             return
-        self.form = {"is_listed": int(tower.is_listed), "n_added": tower.n_added}
+        self.form = {"is_listed": tower.is_listed, "n_added": tower.n_added, "width": tower.width, "shape": tower.shape}
+        batch = dict(sorted(batch.items(), key=lambda item: -item[1].itemsize))  # for alignment
         path = self.folder / f"{_PREFIX}{hashlib.sha256(''.join(batch).encode()).hexdigest()[:24]}.safetensors"
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
         with writing(path):
@@ -152,22 +159,36 @@ class StoredOutputs:
     def add_to(self, batch: Batch, rows: Sequence[tuple[Documents, Sequence[Sequence[Sequence[int]]]]]) -> Batch:
         """Return the batch with the features, positions and token types of its rows. Batches of text have them, too, because
         evaluation joins batches."""
-        features, places = [], list[tuple[Tensor | None, Tensor | None]]()
+        kinds, places = {kind: list[Tensor]() for kind in self._kinds}, list[tuple[Tensor | None, Tensor | None]]()
         for ids_T, (documents, of_row) in zip(batch.input_ids, rows, strict=True):
             shown = [[image for d, start, _ in part if start == 0 for image in documents.images(d)] for part in of_row]
-            with self._lock:
-                of_images = [self._files[image["sha256"]] for images in shown for image in images]
-            features.append(torch.cat(of_images) if of_images else None)
+            digests = [image["sha256"] for images in shown for image in images]
+            for kind, tensors in kinds.items():
+                tensors.append(self._concatenated(kind, digests))
             lengths = [sum(stop - start for _, start, stop in part) for part in of_row]
             if batch.document_tokens is None:  # positions go on in the padding, as in the model's own forward
                 lengths[-1] = len(ids_T) - sum(lengths[:-1])
             places.append(self._places(ids_T, lengths, shown))
-        no_rows = self._files[next(iter(self._files))][:0]
-        filled = tuple(no_rows if rows is None else rows for rows in features)
         positions_of_images = tuple((ids_T == self.reader.token_id).nonzero()[:, 0] for ids_T in batch.input_ids)
         positions, types = map(_stacked, zip(*places, strict=True))
-        form = {"is_listed": bool(self.form["is_listed"]), "n_added": self.form["n_added"]}
-        return replace(batch, images=Images(filled, positions_of_images, positions=positions, token_types=types, **form))  # type: ignore[arg-type]
+        fields = {**self.form, "shape": (*self.form["shape"],), **{kind: tuple(tensors) for kind, tensors in kinds.items()}}
+        return replace(batch, images=Images(places=positions_of_images, positions=positions, token_types=types, **fields))
+
+    @cached_property
+    def _kinds(self) -> dict[str, None]:
+        """Kinds of stored tensors: `features`, and those that a trained projector reads."""
+        return {"features": None} | dict.fromkeys(sorted({name.partition(".")[2] for name in self._files} - {""}))
+
+    def _concatenated(self, kind: str, digests: Sequence[str]) -> Tensor:
+        """Return the stored tensors of some images, concatenated; without images an empty one."""
+        first = next(name for name in self._files if "." not in name)
+        with self._lock:
+            stored = [self._tensor(kind, sha) for sha in digests or [first]]
+        return torch.cat(stored) if digests else stored[0][:0]
+
+    def _tensor(self, kind: str, sha: str) -> Tensor:
+        name = sha if kind == "features" else f"{sha}.{kind}"
+        return self._files[name] if name in self._files else torch.zeros(len(self._files[sha]), dtype=torch.int64)
 
     def _places(
         self, ids_T: Tensor, lengths: Sequence[int], shown: Sequence[list[dict[str, Any]]]

@@ -17,7 +17,8 @@ from penstock.checkpoint.model_files import digest_of, weight_files
 from penstock.checkpoint.tensor_files import Shards
 from penstock.runtime.errors import CheckpointError, WorkloadError
 from penstock.runtime.layers import transformers_patches as hf
-from penstock.runtime.layers.meta_models import read_config
+from penstock.runtime.layers.meta_models import PROJECTORS, read_config
+from penstock.runtime.plan.train import IN_PROJECTOR
 
 
 def tower_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -33,10 +34,12 @@ def tower_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def tower_digest(folder: Path, config: dict[str, Any]) -> str:
-    """SHA-256 of the names, shapes and ends of the tower's tensors; the same in a model with another decoder."""
+def tower_digest(folder: Path, config: dict[str, Any], projects: bool = True) -> str:
+    """SHA-256 of the names, shapes and ends of the tower's tensors; the same in a model with another decoder. `projects`: with
+    those of the projector."""
     stored, sources = _sources(folder, config, tower_model(config, torch.float32))
-    names = sorted(name for of_weight in sources.values() for name, _ in of_weight)
+    of_weights = (of_weight for target, of_weight in sources.items() if projects or not IN_PROJECTOR.search(target))
+    names = sorted(name for of_weight in of_weights for name, _ in of_weight)
     return digest_of((name, stored.outline(name), [stored[name]]) for name in names)
 
 
@@ -52,8 +55,10 @@ def _sources(folder: Path, config: dict[str, Any], model: Any) -> tuple[Shards, 
 class Tower:
     """Vision tower and projector with the weights of a model's folder, on a device."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        """CheckpointError for missing weights."""
+    def __init__(
+        self, folder: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device, projects: bool = True
+    ) -> None:
+        """CheckpointError for missing weights. `projects`: features are the projector's output, else its input."""
         model = tower_model(config, dtype)
         stored, sources = _sources(folder, config, model)
         conversion, names = Conversion(config, model), {name for name, _ in model.named_parameters()}
@@ -67,18 +72,42 @@ class Tower:
             tensors[name].copy_(weight)
         assert names <= sources.keys(), "every parameter is read"
         self._accepted = set(inspect.signature(inspect.unwrap(self.model.base_model.get_image_features)).parameters)
-        self.is_listed = self.has_output = False
-        self.n_added = 0
+        self._projector_input: list[Tensor] | None = None if projects else []
+        if not projects:
+            name = PROJECTORS[config["model_type"]]
+            self.model.base_model.get_submodule(name).register_forward_hook(self._intercept)
+        self.is_listed = False
+        self.n_added = self.width = 0
+        self.shape: tuple[int, ...] = ()
+
+    def _intercept(self, projector: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Record the projector's arguments. Return numbers of rows in place of its output, to see where the model places them."""
+        self._projector_input, x = [*arguments], arguments[0]
+        is_pooled = not any(isinstance(part, torch.nn.Linear) for part in projector.modules())  # Gemma 3's pools an image
+        self.shape = tuple(x.shape[1:] if is_pooled else x.shape[-1:])
+        rows = torch.arange(output[..., 0].numel(), device=output.device, dtype=torch.float64)
+        return rows.view(*output.shape[:-1], 1).expand(output.shape)
 
     @torch.no_grad()
-    def features(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Features of one image, (N, D * (1 + n_added)), on the host. `inputs`: of the image alone, by the model's processor."""
+    def features(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Features of one image by kind, on the host. `inputs`: of the image alone, by the model's processor.
+
+        `features`: (N, D * (1 + n_added)), or (N, width of the projector's input + D * n_added); with the latter also `shifts` (N),
+        if the model reorders the projector's output: the row of each token, less its number; `sizes` (1, 2) if it reads them."""
         accepted = ((name, x) for name, x in inputs.items() if name in self._accepted)
         moved = {name: x.to(self.device, self.dtype if x.is_floating_point() else None) for name, x in accepted}
         out = self.model.base_model.get_image_features(**moved, return_dict=True)
         pooled, added = out.pooler_output, list(getattr(out, "deepstack_features", None) or ())
         self.is_listed, self.n_added = not isinstance(pooled, Tensor), len(added)
-        return torch.cat([_flat(pooled), *map(_flat, added)], dim=1).to("cpu", self.dtype)
+        first, tensors = _flat(pooled), dict[str, Tensor]()
+        self.width = first.shape[1]
+        if self._projector_input is not None:
+            x, *sizes = self._projector_input
+            n = len(first)
+            shifts, first = first[:, 0].long() - torch.arange(n, device=first.device), x.reshape(n, -1)
+            tensors |= {"shifts": shifts.cpu()} if shifts.any() else {}
+            tensors |= {"sizes": torch.as_tensor(sizes[0]).cpu()} if sizes else {}
+        return {"features": torch.cat([first, *map(_flat, added)], dim=1).to("cpu", self.dtype), **tensors}
 
 
 def _flat(features: Any) -> Tensor:

@@ -171,6 +171,11 @@ def outlines(
     return _recorder().outlines(key, how, n_sequences, seq_len) if traces is None else traces
 
 
+def projector_trace(model: Model, n_tokens: int) -> tuple[str, dict[str, Any]]:
+    """Return name and trace of a vision-language model's projector for a number of tokens of images. WorkloadError without one."""
+    return _recorder().projector(key_of(model), n_tokens)  # type: ignore[no-any-return]
+
+
 def refuse_another(model: Model, n_layers: int) -> None:
     """Raise WorkloadError unless the model has `n_layers` layers, because building another may need unbounded memory."""
     n_found = len(outlines(model, supported_attention(model)[0], 1, 16)["layers"])

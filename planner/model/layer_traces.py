@@ -19,10 +19,11 @@ from torch import nn
 
 from penstock.runtime.errors import PenstockError, WorkloadError
 from penstock.runtime.layers.layer_chain import Call, Epilogue, LayerChain, kind_of, trace
-from penstock.runtime.layers.meta_models import meta_model, wide_weights
+from penstock.runtime.layers.meta_models import PROJECTORS, meta_model, wide_weights
 from penstock.runtime.layers.model_parts import ModelParts
 from penstock.runtime.layers.transformers_patches import LIBRARY_KERNELS, WITH_SINKS
 from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.train import Train
 
 from . import trace_cache
 from .record import functions, record, storage_of
@@ -138,6 +139,32 @@ def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[
         "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
         "has_experts": any(call[0] == "_grouped_mm" for tree in trees for call in tree["calls"]),
     }  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def projector(config: str, n_tokens: int) -> tuple[str, dict[str, Any]]:
+    """Return the name of a vision-language model's projector in the model, and its trace for `n_tokens` tokens of images.
+    WorkloadError for a type without support."""
+    fields = json.loads(config)
+    if (model_type := str(fields.get("model_type"))[:40]) not in PROJECTORS:
+        supported = ", ".join(sorted(PROJECTORS))
+        raise WorkloadError(f"--train projector: not supported for {model_type} models; supported: {supported}")
+    with _watched(config):
+        parts = ModelParts(meta_model(fields, Semantics(1, 1, 1, attention="eager", train=Train(projector=True))))
+        assert parts.projector_name is not None
+        module: Any = parts.model.get_submodule(parts.projector_name)
+        width, shape, arguments = next(module.parameters()).shape[-1], tuple[int, ...](), list[torch.Tensor]()
+        linear = next((part for part in module.modules() if isinstance(part, nn.Linear)), None)
+        if linear is None:  # Gemma 3, which pools the patches of an image
+            n_images = -(-n_tokens // module.tokens_per_side**2)
+            shape = n_images, module.patches_per_image**2, module.mm_soft_emb_norm.weight.numel()
+        else:
+            shape = n_tokens * linear.in_features // width, width
+        if model_type == "mistral3":  # sizes in pixels
+            edge = module.patch_merger.patch_size * module.patch_merger.spatial_merge_size
+            arguments = [torch.tensor([[edge, edge * n_tokens]])]
+        x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        return parts.projector_name, record(module, lambda: module(x, *arguments), x, [])
 
 
 def _trace_embedding(split: LayerChain, tokens_BT: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor, list[Call]]:

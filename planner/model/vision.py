@@ -25,6 +25,7 @@ class VisionTower:
     n_tokens: int
     n_features: int
     width: int  # elements per stored row
+    unprojected_width: int  # the same if the projector is trained
     matmuls: tuple[Matmul, ...]
     n_heads: int
     head_dim: int
@@ -41,9 +42,9 @@ class VisionTower:
         attention = (4 * self.n_patches * n * self.n_heads * self.head_dim for n in self.n_visible)
         return sum(m.flop for m in self.matmuls) + sum(attention)
 
-    def file_bytes(self, n_images: int, item_bytes: int) -> int:
-        """Bytes of stored features."""
-        return n_images * self.n_features * self.width * item_bytes
+    def file_bytes(self, n_images: int, item_bytes: int, projects: bool = True) -> int:
+        """Bytes of stored features: after a frozen projector, or before a trained one."""
+        return n_images * self.n_features * (self.width if projects else self.unprojected_width) * item_bytes
 
 
 def vision_tower(config: Mapping[str, Any], width: int, height: int) -> VisionTower:
@@ -73,6 +74,7 @@ def vision_tower(config: Mapping[str, Any], width: int, height: int) -> VisionTo
         n_features + (rows // merge if model_type == "mistral3" else 0),
         n_features,
         d * (1 + n_added),
+        rows * columns * hidden // n_features + d * n_added,
         (
             Matmul(rows * columns, pixels, hidden),
             *of_layer,

@@ -21,6 +21,7 @@ from penstock.runtime.plan.train import (
     ALL_LINEAR,
     EXPERTS,
     IN_EXPERTS,
+    IN_PROJECTOR,
     STACK,
     TARGETS,
     Lora,
@@ -45,7 +46,7 @@ from penstock.runtime.plan.workload import (
     text_of,
 )
 
-from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
+from .config import key_of, library_kernels, outlines, projector_trace, read_model, shipped_models, supported_attention
 from .memory_replay import FP32, FP64, INT64, Tape
 from .trace import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, replay, scaled_weights
 
@@ -132,7 +133,7 @@ def spelled_out(model: Model, semantics: Semantics) -> Semantics:
     targets = in_order({*lora.targets, *map(last_part, names)} - {ALL_LINEAR}) or lora.targets
     if targets == TARGETS and has_experts:  # which means attention alone (`_is_older`)
         targets = in_order(".".join(name.split(".")[-2:]) for name in names)
-    return replace(semantics, train=Train(lora=replace(lora, targets=targets)))
+    return replace(semantics, train=replace(semantics.train, lora=replace(lora, targets=targets)))
 
 
 def _adaptable(model: Model, trace: LayerTrace) -> list[str]:
@@ -167,6 +168,8 @@ def _refuse_untrained(model: Model, train: Train, workload: Workload) -> None:
     if train.lora is not None:
         modules = [name.removesuffix(".lora_A.weight") for name in trained if name.endswith(".lora_A.weight")]
         ends = {module.rpartition(".")[2] for module in modules}
+        if train.projector and not any(map(IN_PROJECTOR.search, modules)):
+            _fail(model, "--train: its projector has no linear layer for adapters; leave out projector, or train it whole")
         if train.lora.dropout and (renamed := ends & {*IN_EXPERTS}) and _modules(model)["has_experts"]:
             subject = f"adapters of {min(renamed)} in a model with experts need dropout 0"
             _fail(model, f"{subject}, because PEFT takes such names for experts; set it to 0 or name other targets")
@@ -274,7 +277,10 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
             kinds[key] = layout.layer(trace, key[1], constants, shared_bytes)
         block = kinds[key]
         layers.append(replace(block, name=name, parameters=_under(name, block.parameters)))
-    return layout.embedding(), *layers, layout.head()
+    embedding = layout.embedding()
+    if semantics.train.projector:
+        embedding = layout.with_projector(embedding, *projector_trace(model, layout.n_tokens))
+    return embedding, *layers, layout.head()
 
 
 def _bytes_of(sizes: Iterable[tuple[int, int]], item_bytes: int) -> int:
@@ -366,6 +372,26 @@ class _Layout:
             + 2 * self.boundary_bytes
             + handed_bytes
             + ids_bytes,
+        )
+
+    def with_projector(self, block: Block, name: str, tree: Mapping[str, Any]) -> Block:
+        """Add a vision-language model's projector to the embedding, as if every token were of an image."""
+        trace, tape, lora = LayerTrace.from_json(tree), Tape(self.item_bytes), self.semantics.train.lora
+        part = Part(frozenset(() if lora else trace.parameters), frozenset(trace.linear if lora else ()), lora)
+        plain: dict[str, Any] = {"norm": "eager", "pointwise": "eager", "products": "compute", "mlp_tile_tokens": None}
+        replay(trace, tape, replace(self.semantics, **plain), part, self.n_tokens)
+        parameters = _under(name, tuple(_with_adapters(trace, part)))
+        work = {name: n + getattr(block, name) for name, n in tape.work._asdict().items()}
+        # Weights are copied, because the backward has no slot of them
+        held = trace.tensors[0].n_elements + sum(p.n_elements for p in parameters)
+        return replace(
+            block,
+            parameters=(*block.parameters, *parameters),
+            matmuls=(*block.matmuls, *tape.matmuls),
+            side_bytes=block.side_bytes + tape.kept_bytes + held * self.item_bytes,
+            # Gradients of the rows of images, and of the others
+            transient_bytes=block.transient_bytes + tape.backward_peak_bytes() + 2 * self.boundary_bytes,
+            **work,
         )
 
     def _parameters(self, shapes: Mapping[str, Sequence[int]], tied_to: str | None = None) -> Iterator[Parameter]:

@@ -179,7 +179,8 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
     is_tiled = s.mlp_tile_tokens is not None and "mlp_tile_tokens" not in request.free
     if request.fixed is not None or is_tiled:
         return
-    prefix, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
+    lora = Train(lora=Lora(), projector=s.train.projector)
+    prefix, train = ("", s.train) if s.train.lora else (f"--train lora{',projector' * lora.projector} ", lora)
     form = published(request.model)
     bases = BASES if form in ("bf16", None) else [base for base in ("bf16", form) if base != "fp8-rows"]
     for base in [base for base in bases if s.train.all or base != s.base]:

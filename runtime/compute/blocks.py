@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import Batch, Images
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.host.memory import DTYPE
 from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors, use_scaled_products
@@ -69,6 +69,8 @@ class Templates:
             if semantics.train.lora is not None:
                 shared_inputs = self.chain.results[block - 1].shared_inputs
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora, shared_inputs)
+        if semantics.train.lora is not None and (name := self.parts.projector_name) is not None:
+            adapt(self.model.get_submodule(name), f"{name}.", self._adapters(0), semantics.train.lora)
         self._check_parameters()
         if semantics.products == "fp8":
             refuse_device(self.device)
@@ -106,7 +108,9 @@ class Templates:
 
     def embed(self, weights: Weights, batch: Batch) -> tuple[torch.Tensor, list[Call]]:
         """First layer's input (B, T, D), with an autograd graph in grad mode, and the call of each layer."""
-        return self.chain.embed(self._of_body(weights, batch), batch.input_ids, batch.padded_documents, **self._of_images(batch))
+        return self.chain.embed(
+            self._of_body(weights, batch), batch.input_ids, batch.padded_documents, **self._of_images(weights, batch)
+        )
 
     def look_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table (B, T, D), by the model's embedding module."""
@@ -118,21 +122,21 @@ class Templates:
         """Like `embed`, for packed documents; `plain`: calls without packing. Data readers check document isolation."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
-        options = self._of_images(packed)
+        options = self._of_images(weights, packed)
         arguments = packed.input_ids, options.pop("position_ids", packed.positions_BT), plain, packed.document_tokens
         return embed_packed(self.chain, self._of_body(weights, packed), *arguments, **options)
 
     def _of_body(self, weights: Weights, batch: Batch) -> Weights:
         """Weights before the layers, by names in the body, or with images in the model around it."""
         name = self.parts.whole_body_name if batch.has_images else self.parts.body_name
-        return {n.removeprefix(f"{name}."): weight for n, weight in weights.items()}
+        return weights_within(f"{name}.", weights) if name else weights
 
-    def _of_images(self, batch: Batch) -> dict[str, Any]:
+    def _of_images(self, weights: Weights, batch: Batch) -> dict[str, Any]:
         """Arguments of the model in place of images: its tower's outputs, positions and token types."""
         images, device = batch.images, batch.input_ids.device
         if images is None or not batch.has_images:
             return {}
-        features_ND = images.of_block(0, device)
+        features_ND = self._projected(weights, images, images.of_block(0, device))
         output = TowerOutput(pooler_output=(features_ND,) if images.is_listed else features_ND, deepstack_features=[])
         options: dict[str, Any] = {OF_TOWERS: {"image": output}}
         if images.positions is not None:
@@ -140,6 +144,17 @@ class Templates:
         if images.token_types is not None:
             options["token_type_ids"] = images.token_types.to(device, non_blocking=True)
         return options
+
+    def _projected(self, weights: Weights, images: Images, rows: torch.Tensor) -> torch.Tensor:
+        """Features (N, D) of the first layer's input, by the model's own projector if it is trained. `rows`: its input."""
+        if (name := self.parts.projector_name) is None:
+            return rows
+        projector, arguments = self.model.get_submodule(name), [rows.reshape(-1, *images.shape)]
+        arguments += [torch.cat(images.sizes)] if images.sizes else []
+        out_ND: torch.Tensor = functional_call(projector, weights_within(f"{name}.", weights), (*arguments,)).flatten(0, -2)
+        if not images.shifts:
+            return out_ND
+        return out_ND[(torch.arange(len(out_ND)) + torch.cat(images.shifts)).to(rows.device, non_blocking=True)]
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, graph_only: bool = False) -> torch.Tensor:
         """Output (B, T, D) of layer `block` (from 1). `graph_only`, for a recompute: without the output of a tiled MLP."""
@@ -173,7 +188,7 @@ class Templates:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        parts = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear | AdaptedExperts)]
+        parts = [part for part in self.model.modules() if isinstance(part, AdaptedLinear | AdaptedExperts)]
         for part in parts:
             part.is_disabled = True
         try:

@@ -124,6 +124,7 @@ class Compute:
             with torch.set_grad_enabled(has_backward), self._weight_hooks(op.block, weight_slot):
                 output_BTD = self.inputs.embed(weights, m)
             if has_backward:
+                output_BTD = output_BTD.requires_grad_()  # of texts if only a projector is trained: nothing gets a gradient
                 self._graphs[0, m] = _graph(output_BTD, [], weights, self.inputs.detach_arguments(m))
         elif not has_backward or (checkpointing := self._checkpointing(op, step, weight_slot)) is None:
             hidden_BTD = self._activation(op, op["x"])

@@ -24,6 +24,10 @@ _IRRELEVANT = {
     *("id2label", "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
     *("output_router_logits", "router_aux_loss_coef", "use_sliding_window", "max_window_layers"),
 }
+# Module within the body that maps features of the tower, row by row of the decoder's tokens, to its width: by model type
+PROJECTORS = dict.fromkeys(("gemma3", "internvl", "llava", "mistral3"), "multi_modal_projector")
+PROJECTORS |= dict.fromkeys(("idefics3", "smolvlm"), "connector.modality_projection")
+PROJECTORS |= dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "visual.merger")
 _ANY_LENGTH = ("default", "linear", "llama3")  # rotary embeddings that do not depend on `max_position_embeddings`
 
 
@@ -99,8 +103,11 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> hf.PreTra
         return model
     decoder, body = model.get_decoder(), model.base_model
     towers = [name for name, part in body.named_children() if all(module is not decoder for module in part.modules())]
-    for name in (*towers, *body._parameters):
+    owner, _, projector = PROJECTORS.get(config.model_type, "").rpartition(".") if semantics.train.projector else ("", "", "")
+    for name in {*towers, *body._parameters} - {owner or projector}:
         setattr(body, name, None)
+    for name in [name for name, _ in body.get_submodule(owner).named_children() if owner and name != projector]:
+        setattr(body.get_submodule(owner), name, None)
     return model
 
 

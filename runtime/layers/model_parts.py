@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from penstock.runtime.errors import WorkloadError
 
-from .meta_models import sees_images
+from .meta_models import PROJECTORS, sees_images
 from .transformers_patches import FINAL_NORMS, BaseModelOutputWithPast, PreTrainedModel, replaced_forwards
 
 
@@ -39,6 +39,8 @@ class ModelParts:
         self.body: nn.Module = model.get_decoder() if has_towers else self.whole_body
         self.body_name = names[id(self.body)]
         self.embedding_name = names[id(model.get_input_embeddings())]
+        path = f"{self.whole_body_name}.{PROJECTORS.get(model.config.model_type)}"
+        self.projector_name = path if path in names.values() else None  # None: frozen, so that the model does not have it
         self.head: Any = getattr(model, "score", None) or model.get_output_embeddings()
         self.head_name = names[id(self.head)] if self.head is not None else self.fail("it has no output matrix")
         self._check_shared_weights()

@@ -35,6 +35,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 # Stacked weights of a layer's experts
 STACK = re.compile(r"(?:^|\.)((?:mlp|feed_forward|block_sparse_moe)\.experts)\.(?:gate_up_proj|down_proj)$")
 ADAPTERS = ("lora_A", "lora_B")  # the two factors, as named in adapter files
+IN_PROJECTOR = re.compile(r"(?:^|\.)(?:multi_modal_projector|connector|visual\.merger)\.")  # of vision-language models
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 
@@ -67,6 +68,7 @@ class Train:
     lora: Lora | None = None
     names: tuple[Name, ...] = ()  # of parameters, with `*` as a wildcard
     layers: tuple[Natural, Natural] | None = None  # first and last, from 0 as in names
+    projector: bool = False  # of a vision-language model, too (with lora by adapters); without the other fields it alone
 
     def __post_init__(self) -> None:
         if (self.lora is not None) + bool(self.names) + (self.layers is not None) > 1:
@@ -74,20 +76,25 @@ class Train:
 
     @property
     def all(self) -> bool:
-        return self == Train()
+        return self == Train() or self.names == _EVERY
 
     def trains(self, name: str) -> bool:
         if self.lora is not None:
             return is_adapter(name) or name == SCORE
+        if IN_PROJECTOR.search(name):
+            return self.projector
         if self.names:
             return any(fnmatchcase(name, pattern) for pattern in self.names)
         if self.layers is not None:
             layer = OF_LAYER.match(name)
             return layer is not None and self.layers[0] <= int(layer[1]) <= self.layers[1]
-        return True
+        return not self.projector
 
     def __str__(self) -> str:
         """Return text for `parse_train`."""
+        if self.projector:
+            decoder = "all" if self.names == _EVERY else str(replace(self, projector=False))
+            return PROJECTOR if self == Train(projector=True) else f"{decoder},{PROJECTOR}"
         if (lora := self.lora) is not None:
             options = [f"r={lora.rank}", f"alpha={lora.alpha:g}"]
             options += [f"dropout={lora.dropout:g}"] if lora.dropout else []
@@ -100,6 +107,7 @@ class Train:
 
 
 ALL = Train()
+PROJECTOR, _EVERY = "projector", ("*",)
 
 
 def is_selected(module: str, target: str) -> bool:
@@ -136,12 +144,21 @@ def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dty
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_HOW = "write all, lora, lora:r=16,alpha=32,dropout=0.05,rslora,targets=q_proj+v_proj, names:*.norm.weight or layers:20-31"
+_HOW = (
+    "write all, lora, lora:r=16,alpha=32,dropout=0.05,rslora,targets=q_proj+v_proj, names:*.norm.weight, layers:20-31, or projector"
+)
 
 
 def parse_train(text: str) -> Train:
+    """Parse `lora:r=16` and the like; with `,projector` at the end the projector is trained, too. PlanError for other texts."""
+    decoder, comma, end = text.strip().rpartition(",")
+    if comma and end.strip() == PROJECTOR:
+        train = parse_train(decoder)
+        return replace(train, names=_EVERY if train.all else train.names, projector=True)
     word, _, rest = text.strip().partition(":")
     match word:
+        case "projector" if not rest:
+            return Train(projector=True)
         case "all" if not rest:
             return Train()
         case "lora":

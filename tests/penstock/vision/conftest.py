@@ -7,7 +7,7 @@ import pytest
 from transformers.models.mistral3 import Mistral3Config
 
 from penstock.data import image_processor
-from tests.seers import HAS_IMAGES
+from tests.seers import HAS_IMAGES, write_drawings
 
 collect_ignore_glob = [] if HAS_IMAGES else ["test_*.py"]
 _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
@@ -30,3 +30,11 @@ def use_pixtral(monkeypatch):
 @pytest.fixture(autouse=True)
 def without_torchvision(monkeypatch):
     use_pixtral(monkeypatch)
+
+
+@pytest.fixture
+def home(tmp_path, no_fsync, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    write_drawings(tmp_path / "rows", 12, n_each=2)
+    write_drawings(tmp_path / "held", 3, first=20)
+    return tmp_path

@@ -19,17 +19,9 @@ from tests.lanes import mostly_slow
 from tests.penstock.test_run_ranks import logged
 from tests.rank_runs import contents, run_to_end
 from tests.running import SIZES, UNSEARCHED, lines_of, one_line, penstock, succeeded, weights_sha
-from tests.seers import data_with_images, drawing, own_inputs, write_drawings, write_seer
+from tests.seers import data_with_images, drawing, own_inputs, write_seer
 
 LONG = [64 if word == "32" else word for word in SIZES]
-
-
-@pytest.fixture
-def home(tmp_path, no_fsync, monkeypatch):
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    write_drawings(tmp_path / "rows", 12, n_each=2)
-    write_drawings(tmp_path / "held", 3, first=20)
-    return tmp_path
 
 
 def planned(home, model_type, *extra, name="plan.json"):

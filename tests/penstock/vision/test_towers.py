@@ -28,11 +28,11 @@ def test_features_and_flop_are_those_of_transformers(tmp_path, model_type):
     _, inputs = reader.tower_inputs(image, "here")
     tower = Tower(tmp_path, config, torch.float32, torch.device("cpu"))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # fused attention on a CPU is not counted
-        features = tower.features(inputs)
+        features = tower.features(inputs)["features"]
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
     out = model.base_model.get_image_features(**{k: v for k, v in inputs.items() if k in tower._accepted}, return_dict=True)
     pooled = out.pooler_output if isinstance(out.pooler_output, torch.Tensor) else torch.cat(list(out.pooler_output))
-    assert torch.equal(tower.features(inputs)[:, : pooled.shape[-1]], pooled.detach().flatten(0, -2))
+    assert torch.equal(tower.features(inputs)["features"][:, : pooled.shape[-1]], pooled.detach().flatten(0, -2))
     planned = vision_tower(config, *size)
     assert (planned.n_features, planned.width) == features.shape
     assert planned.n_tokens == (inputs["input_ids"].shape[1] if model_type == "mistral3" else len(features))
