@@ -25,6 +25,7 @@ from penstock.runtime.machines.streams import CudaStreams, use_same_kernels
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, saves
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import Model, Saved
+from penstock.runtime.scaled_products import LEAST_CAPABILITY
 from penstock.training.validation import evaluate, generate
 from tests import reference, training
 from tests.every_type import tiny
@@ -158,6 +159,18 @@ def test_adapters_beside_packed_weights_keep_their_bits(model_type, base, on_dev
     assert differences(sleepy, as_expected(expected)) == []
     initial, on_cpu = training.initial_masters(config, semantics), trained(plan_of(config, semantics, Policy()))
     assert all(training.same_bits(initial[name], weight) for name, weight in training.frozen_of(sleepy).items())
+    for step in range(N_STEPS):
+        assert expected.results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=2e-2)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe"])
+def test_fp8_products_of_trained_weights_keep_their_bits_on_a_gpu(model_type):
+    if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+        pytest.skip("this GPU has no FP8 products")
+    config, semantics = tiny_config(model_type, num_hidden_layers=4), semantics_of(model_type, products="fp8")
+    expected = run(config, semantics, Policy(save=saves(all=(1, 2, 3, 4)), accumulation_group=4))
+    assert differences(run(config, semantics, EVERYTHING, Sleepy), as_expected(expected)) == []
+    on_cpu = trained(plan_of(config, semantics, Policy()))
     for step in range(N_STEPS):
         assert expected.results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=2e-2)
 
