@@ -61,8 +61,11 @@ def job_of(row: Mapping[str, Any]) -> Job | str:
         return "; ".join(reason for reason, is_true in reasons.items() if is_true)
     assert machine is not None
     fields = {"seq_len": seq_len, "batch_size": batch}
-    if row.get("compute", "bf16") != "bf16":
-        differs.append(f"it computes in {row['compute']}, ours in bf16")
+    if (compute := row.get("compute", "bf16")) == "fp8":
+        fields["compute_dtype"] = "fp8"
+        differs.append("ours: a scale per row, weight gradients in bf16")
+    elif compute != "bf16":
+        differs.append(f"it computes in {compute}, ours in bf16")
     if "lora" in kind:
         fields |= {"train": EXPERTS if "experts" in kind else LORA} | ({"base": "nf4"} if "nf4" in kind else {})
         differs += ["its adapters' moments have 8 bits"] if "adamw_8bit" in kind else []
