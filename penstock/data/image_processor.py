@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +28,22 @@ from .messages import Chat
 from .tokenizer import ModelTokenizer, reason_of
 
 # Types with the bits of transformers' own forward in steps with images (tests/penstock/vision)
-TYPES = ("gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+TYPES = (
+    *(
+        "aya_vision",
+        "deepseek_vl",
+        "gemma3",
+        "gemma4",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+        "hyperclovax_vision_v2",
+        "idefics3",
+    ),
+    *("internvl", "janus", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "paddleocr_vl", "qwen2_5_vl"),
+    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3"),
+)
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja")
 _OFFSETS = "return_text_replacement_offsets"
 
@@ -78,7 +94,7 @@ class ImageReader:
         """The processor of transformers, without videos. CheckpointError if the folder lacks its files."""
         from transformers import AutoImageProcessor, ProcessorMixin  # seconds, which runs on text do not spend
 
-        cls = processor_class(self.config)
+        cls = processor_class(self.folder, self.config)
         if getattr(cls, "is_dummy", False):
             raise CheckpointError(f"{self.folder}: {cls.__name__} of transformers needs torchvision: pip install torchvision")
         if _OFFSETS not in inspect.getsource(ProcessorMixin.__call__):
@@ -193,11 +209,18 @@ class ImageReader:
         return digest_of(image), {name: torch.as_tensor(value) for name, value in out.items()}
 
 
-def processor_class(config: Any) -> Any:
-    """Class of transformers' processor for a model's configuration."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+def processor_class(folder: Path, config: Any) -> Any:
+    """Class of transformers' processor that a folder's files name, else that of the model's configuration. CheckpointError if
+    transformers has neither."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
-    return PROCESSOR_MAPPING[type(config)]
+    for path in (folder / "processor_config.json", folder / "preprocessor_config.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if (cls := processor_class_from_name(json.loads(path.read_text(encoding="utf-8"))["processor_class"])) is not None:
+                return cls
+    if (cls := PROCESSOR_MAPPING.get(type(config), None)) is None:
+        raise CheckpointError(f"{folder}: its {PROCESSOR_FILES[1]} names no processor of transformers; copy it from the model")
+    return cls
 
 
 def image_token(folder: Path) -> int | None:

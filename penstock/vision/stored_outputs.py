@@ -6,7 +6,6 @@ device and versions. A folder with another key is rejected. A killed pass contin
 
 # B sequences, T tokens, N image tokens, D width of the decoder
 import hashlib
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from penstock.runtime.batch import Batch, Images
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.executor import Stop
 from penstock.runtime.host.memory import DTYPE
-from penstock.runtime.layers.transformers_patches import version
+from penstock.runtime.layers.transformers_patches import types_argument, version
 from penstock.runtime.plan import Plan
 
 from .tower import Tower, tower_digest, tower_model
@@ -78,8 +77,7 @@ class StoredOutputs:
         self.folder, self.key, self.config, self.reader, self._lock = folder, key, config, reader, Lock()
         self._body = tower_model(config, torch.float32).base_model  # for positions
         self._has_positions = callable(getattr(self._body, "get_rope_index", None))
-        # Models with attention in both directions within an image
-        self._takes_types = "token_type_ids" in inspect.signature(inspect.unwrap(self._body.forward)).parameters
+        self._takes_types = types_argument(self._body) is not None
         self._files = Shards(files := sorted(folder.glob(f"{_PREFIX}*.safetensors")))
         self.form: dict[str, int] = {}
         for path in files:
