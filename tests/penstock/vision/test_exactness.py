@@ -7,12 +7,14 @@ import torch
 
 from penstock.data.image_processor import TYPES
 from penstock.planner.model.workload import supported_attention
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import Batch, Images
 from penstock.runtime.plan import Policy, Semantics, saves
 from penstock.runtime.plan.workload import Model
 from penstock.training.streamed_forward import _padded
 from tests.lanes import mostly_slow
+from tests.runtime.test_replay import device_bytes
 from tests.seers import data_with_images, length_of, own_inputs, own_model, streamed, write_drawings, write_seer
+from tests.training import plan_of
 
 TESTED = [*TYPES, "pixtral"]
 NOT_PACKED = ("qwen3_5", "qwen3_5_moe")  # linear attention
@@ -114,3 +116,24 @@ def test_joined_batches_of_texts_and_images_keep_the_places_of_images(tmp_path, 
     for name in ("positions", "token_types"):
         joined, parts = getattr(batch.images, name), [getattr(images, name) for images in whole]
         assert joined is None if parts[0] is None else torch.equal(joined[:5], torch.cat(parts))
+
+
+@mostly_slow("model_type", ["qwen3_vl", "llava", "gemma3"], fast=(0,))
+def test_features_take_no_memory_beyond_the_block_being_computed(tmp_path, model_type):
+    """Two micro-batches of images alone, as much as the first layer and the later ones ever get, and no activation is saved."""
+    n_tokens, width = 96, 128
+    config = write_seer(tmp_path, model_type, hidden_size=width, intermediate_size=352)
+    semantics = Semantics(n_tokens, 2, 1, attention="sdpa", compute_dtype="fp32", gradient_dtype="fp32", loss_tile_tokens=16)
+    plan = plan_of(config, semantics, Policy(accumulation_group=2))
+    n_added, has_types = 2 * (model_type == "qwen3_vl"), model_type == "gemma3"
+    token = config.get("image_token_id", config.get("image_token_index"))
+    ids, places = torch.full((2, n_tokens), token), torch.arange(n_tokens)
+    images = Images(
+        **{"features": (torch.randn(n_tokens, width * (1 + n_added)),) * 2, "places": (places, places), "is_listed": not has_types},
+        **{"n_added": n_added, "token_types": torch.ones_like(ids) if has_types else None},
+        positions=torch.arange(n_tokens).expand(2, 3, -1) if n_added else None,
+    )
+    without, with_images = (device_bytes(plan, [Batch(ids, ids % 300, images=part)])[1] for part in (None, images))
+    masks_bytes = 2 * 2 * n_tokens**2 * has_types  # of a micro-batch and kind of layer
+    assert without < with_images - masks_bytes <= plan.kept_bytes + plan.transient_bytes
+    assert plan.transient_bytes > 13 * n_tokens * width * 4, "with the copies that CUDA makes"
