@@ -12,6 +12,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from penstock.runtime.layers.meta_models import read_config
 
 from .chat import ChatTemplate, Rendered
 from .files import Limits
-from .images import digest_of, image_token_of, open_image, stamp_of, text_in
+from .images import digest_of, image_token_of, open_image, pillow_version, stamp_of, text_in
 from .messages import Chat
 from .tokenizer import ModelTokenizer, reason_of
 
@@ -54,10 +55,18 @@ class ImageTokens:
     number of tokens and grid of each; `end`: one past the last token of an image; `stamps`: JSON of a list with path, size, time
     and digest of each image that is a file."""
 
-    encoding: Any
-    images: str
+    encoding: Any  # None: its image cannot be read
+    images: str | None
     end: int
     stamps: str
+
+
+class UnreadableImageError(DataError):
+    """An image that cannot be read. `stamps`: as in `ImageTokens`, without a digest."""
+
+    def __init__(self, message: str, stamp: list[Any] | None) -> None:
+        super().__init__(message)
+        self.stamps = json.dumps([] if stamp is None else [[*stamp, ""]])
 
 
 @dataclass
@@ -79,7 +88,7 @@ class ImageReader:
 
     @property
     def identity(self) -> list[str]:
-        return [self.digest, str(self.root)]
+        return [self.digest, str(self.root), pillow_version()]
 
     @cached_property
     def config(self) -> Any:
@@ -157,12 +166,12 @@ class ImageReader:
             try:
                 images.append(open_image(source, self.root))
             except ValueError as error:
-                raise DataError(f"{where}: image {number}: {error}") from None
+                raise UnreadableImageError(f"{where}: image {number}: {error}", stamp_of(source, self.root)) from None
             if (stamp := stamp_of(source, self.root)) is not None:
                 stamps.append([*stamp, digest_of(images[-1])])
         try:
             out = self.processor(text=[text], images=images, return_tensors="pt", **{_OFFSETS: True})
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
             raise DataError(f"{where}: the model's processor rejects it ({reason_of(error)}); leave the row out") from None
         (places,) = out[_OFFSETS.removeprefix("return_")]
         expanded = _expanded(text, places)
@@ -185,6 +194,8 @@ class ImageReader:
         counts = [sum(place["new_span"][0] <= begin < place["new_span"][1] for begin in begins) for place in places]
         if sum(counts) != len(begins):
             raise DataError("the token of images is in a text too; leave it out")
+        if grids is not None and any(a["span"][1] == b["span"][0] for a, b in pairwise(places)):
+            raise DataError("its template writes nothing between two images, so their positions are not known; use the model's own")
         grid_of = [{}] * len(counts) if grids is None else [{"grid": grid} for grid in torch.as_tensor(grids).tolist()]
         return [{"n_tokens": n, **grid} for n, grid in zip(counts, grid_of, strict=True)]
 

@@ -8,8 +8,9 @@ device and versions. A folder with another key is rejected. A killed pass contin
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -22,7 +23,9 @@ from penstock.checkpoint.disk import writing
 from penstock.checkpoint.tensor_files import Shards, read_metadata, write_tensors
 from penstock.data.documents import Documents, changed_images
 from penstock.data.image_processor import ImageReader
+from penstock.data.images import pillow_version
 from penstock.data.sampling import MapStyleData
+from penstock.data.tokenizer import reason_of
 from penstock.runtime.batch import Batch, Images
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.executor import Stop
@@ -34,7 +37,8 @@ from .tower import Tower, tower_digest, tower_model
 
 FORMAT = 1
 FILE_BYTES, FILE_IMAGES = 2**28, 256  # limits of one file, so of the work that a killed pass repeats
-_PREFIX = "images-"
+_PREFIX, _UNFINISHED = "images-", ".partial"
+OLD_S = 24 * 3600  # an unfinished file is of a pass that was killed
 Report = Callable[[str], None]
 Rows = Sequence[tuple[Documents, set[tuple[int, int]]]]  # (file, row) by data set
 
@@ -59,6 +63,7 @@ def attach_images(
     key = {
         **{"format": FORMAT, "tower": tower_digest(model, plan.model.config), "processor": readers[0].digest},
         **{"dtype": plan.semantics.compute_dtype, "device": device, "transformers": version, "torch": torch.__version__},
+        "pillow": pillow_version(),
     }
     named, cache = where
     folder = named or cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
@@ -100,6 +105,7 @@ class StoredOutputs:
                 places |= {documents.place(d)} if images.keys() - known else set()
             rows.append((documents, places))
         if missing := {sha: n for sha, n in wanted.items() if sha not in known}:
+            self._remove_unfinished()
             report(f"the vision tower: 0 of {len(missing):,} images")
             self._compute(rows, missing, Tower(model, self.config, DTYPE[self.key["dtype"]], device), report, stop)
         if gone := missing.keys() - {*self._files}:
@@ -129,7 +135,8 @@ class StoredOutputs:
                 sha, inputs = documents.reader.images.tower_inputs(source, where)
                 if sha in missing and sha not in finished:
                     finished.add(sha)
-                    features = tower.features(inputs)
+                    with _fitting(where):
+                        features = tower.features(inputs)
                     if len(features) != missing[sha]:
                         problem = f"its processor makes {missing[sha]:,} tokens of an image, its tower {len(features):,} features"
                         raise DataError(f"{where}: {problem}; copy the processor again from the model")
@@ -140,12 +147,19 @@ class StoredOutputs:
             return
         self.form = {"is_listed": int(tower.is_listed), "n_added": tower.n_added}
         path = self.folder / f"{_PREFIX}{hashlib.sha256(''.join(batch).encode()).hexdigest()[:24]}.safetensors"
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             unfinished.unlink(missing_ok=True)
             write_tensors(unfinished, batch, batch.values(), {"key": json.dumps(self.key), "form": json.dumps(self.form)})
             os.replace(unfinished, path)
+
+    def _remove_unfinished(self) -> None:
+        """Remove the files of killed passes, not those of other processes at work."""
+        for path in self.folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > OLD_S:
+                    path.unlink()
 
     def add_to(self, batch: Batch, rows: Sequence[tuple[Documents, Sequence[Sequence[Sequence[int]]]]]) -> Batch:
         """Return the batch with the features, positions and token types of its rows. Batches of text have them, too, because
@@ -185,6 +199,18 @@ class StoredOutputs:
             offset += n
         parts.append(torch.arange(len(ids_T) - offset).expand(3, -1))
         return torch.cat(parts, dim=1), None
+
+
+@contextmanager
+def _fitting(where: str) -> Iterator[None]:
+    """Convert an error of a tower that gets pixels of other shapes to a DataError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        problem = f"the tower does not take the pixels of its processor ({reason_of(error)})"
+        raise DataError(f"{where}: {problem}; copy the processor again from the model") from None
 
 
 def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
