@@ -129,9 +129,9 @@ Accepted: {", ".join(accepted)}.
 Of {len(images)} vision-language types {len(as_text)} are accepted, held to the same: their decoder of text is
 trained, and their towers are saved along, unchanged: {", ".join(as_text)}.
 [With images](images.md), the frozen tower's features of which have the bits of the model's own forward: {", ".join(TYPES)}.
-The others are trained on text alone, and rows with images are refused: {", ".join(without_pil)}, whose image processors need
-torchvision; ovis2, whose decoder takes indicators next to features; idefics2 and hunyuan_vl, whose processors do not give the
-places of images that they expand; and, not held to their own forward so far, {", ".join(untried)}.
+The others are trained on text alone, and rows with images are refused: {", ".join(without_pil)} (their image processors need
+torchvision), ovis2 (its decoder takes indicators next to features), idefics2 and hunyuan_vl (their processors do not give the
+places of images that they expand) and, not held to their own forward so far, {", ".join(untried)}.
 
 In {n_apart[0]} of the former, and {n_apart[1]} of the latter, documents of a packed sequence are kept apart, which is proven of
 each model when it is run ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence;

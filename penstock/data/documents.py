@@ -106,10 +106,10 @@ class Reader:
             inputs = [(place, *one) for place, value in values for one in self._read(value, *place)]
         try:
             backend = self.template.tokenizer.backend
-            own = [None if with_images is None else with_images.encoding for *_, with_images in inputs]
-            plain = [text for (_, (text, _), *_), encoding in zip(inputs, own, strict=True) if encoding is None]
+            encodings_of_images = [None if with_images is None else with_images.encoding for *_, with_images in inputs]
+            plain = [text for (_, (text, _), *_), encoding in zip(inputs, encodings_of_images, strict=True) if encoding is None]
             rest = iter(backend.encode_batch(plain, add_special_tokens=self.is_text))  # only plain text gets special tokens
-            encoded = [next(rest) if encoding is None else encoding for encoding in own]
+            encoded = [next(rest) if encoding is None else encoding for encoding in encodings_of_images]
             alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in inputs]
         except BaseException as error:
             if not is_tokenizer_error(error):

@@ -200,7 +200,7 @@ def image_token_of(config: Mapping[str, Any]) -> int | None:
 
 
 def stamp_of(source: Any, folder: Path) -> list[Any] | None:
-    """Return path, size and time of an image's file, -1 if there is none; None for an image without a path."""
+    """Return path, size and time of an image's file, -1 for a missing file; None for an image without a path."""
     if isinstance(source, dict):
         source = None if source.get("bytes") else source.get("path")
     if not isinstance(source, str) or source.startswith("data:"):

@@ -25,7 +25,7 @@ FIXED = ("gemma3", "llava", *TILED)  # every image, or tile, is scaled to one si
 PLANNED = {*GRID, *FIXED} - {"pixtral"}
 _GATED = ("qwen2_5_vl", *_PIXTRAL, *_GLM)
 NO_LIMITS: Mapping[str, Any] = MappingProxyType({})
-_MOST_BYTES = 2**20  # of a processor's file
+_MOST_BYTES = 2**20  # limit of a processor's file
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ def vision_tower(config: Mapping[str, Any], width: int, height: int, limits: Map
 def _n_tiles(v: Mapping[str, Any], model_type: str, width: int, height: int, limits: Mapping[str, Any]) -> int:
     """Parts of an image that pass the tower, the whole image included, as the processors of transformers cut them."""
     edge = _edge(v, "image_size", 224)
-    if model_type == "internvl":  # the grid nearest to the image's proportions; of equal ones the largest below twice its area
-        least, most = int(limits.get("min_patches", 1)), int(limits.get("max_patches", 12))
-        grids = [(x, y) for x in range(1, most + 1) for y in range(1, most + 1) if least <= x * y <= most]
+    if model_type == "internvl":  # the grid with the nearest proportions; among equal ones the largest below twice the image's area
+        smallest, largest = int(limits.get("min_patches", 1)), int(limits.get("max_patches", 12))
+        grids = [(x, y) for x in range(1, largest + 1) for y in range(1, largest + 1) if smallest <= x * y <= largest]
         best, nearest = (1, 1), math.inf
         for x, y in sorted(grids, key=math.prod):
             if (gap := abs(width / height - x / y)) < nearest or (gap == nearest and 2 * width * height > edge**2 * x * y):
@@ -167,12 +167,15 @@ def _patches(
         shrunk = max(1.0, max(edges) / min(_edge(v, "image_size", 1540), _edge(size, "longest_edge", 1540)))
         edges, turn = (int(height / shrunk), int(width / shrunk)), math.ceil
     else:
-        n_frames = 2 if model_type in _GLM else 1  # of which this processor counts the pixels, after it enlarged a thin image
+        n_frames = 2 if model_type in _GLM else 1  # their pixels are counted, and thin images enlarged first
         if n_frames == 2 and min(edges) < unit:
             edges = int(height * unit / min(edges)), int(width * unit / min(edges))
-        least, most = limits.get("min_pixels") or size.get("shortest_edge"), limits.get("max_pixels") or size.get("longest_edge")
+        smallest, largest = (
+            limits.get("min_pixels") or size.get("shortest_edge"),
+            limits.get("max_pixels") or size.get("longest_edge"),
+        )
         area = n_frames * math.prod(unit * max(1, round(edge / unit)) for edge in edges)
-        for bound, is_beyond, turned in ((most, int.__gt__, math.floor), (least, int.__lt__, math.ceil)):
+        for bound, is_beyond, turned in ((largest, int.__gt__, math.floor), (smallest, int.__lt__, math.ceil)):
             if isinstance(bound, int) and bound > 0 and is_beyond(area, bound):
                 scale, turn = math.sqrt(n_frames * math.prod(edges) / bound), turned
     rows, columns = (merge * max(1, turn(edge / scale / unit)) for edge in edges)

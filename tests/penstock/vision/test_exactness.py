@@ -120,7 +120,7 @@ def test_joined_batches_of_texts_and_images_keep_the_places_of_images(tmp_path, 
 
 @mostly_slow("model_type", ["qwen3_vl", "llava", "gemma3"], fast=(0,))
 def test_features_take_no_memory_beyond_the_block_being_computed(tmp_path, model_type):
-    """Two micro-batches of images alone, as much as the first layer and the later ones ever get, and no activation is saved."""
+    """Two micro-batches with an image token at every position: the largest features of any layer. No activation is saved."""
     n_tokens, width = 96, 128
     config = write_seer(tmp_path, model_type, hidden_size=width, intermediate_size=352)
     semantics = Semantics(n_tokens, 2, 1, attention="sdpa", compute_dtype="fp32", gradient_dtype="fp32", loss_tile_tokens=16)
@@ -133,7 +133,7 @@ def test_features_take_no_memory_beyond_the_block_being_computed(tmp_path, model
         **{"n_added": n_added, "token_types": torch.ones_like(ids) if has_types else None},
         positions=torch.arange(n_tokens).expand(2, 3, -1) if n_added else None,
     )
-    without, with_images = (device_bytes(plan, [Batch(ids, ids % 300, images=part)])[1] for part in (None, images))
+    of_text, with_images = (device_bytes(plan, [Batch(ids, ids % 300, images=part)])[1] for part in (None, images))
     masks_bytes = 2 * 2 * n_tokens**2 * has_types  # of a micro-batch and kind of layer
-    assert without < with_images - masks_bytes <= plan.kept_bytes + plan.transient_bytes
+    assert of_text < with_images - masks_bytes <= plan.kept_bytes + plan.transient_bytes
     assert plan.transient_bytes > 13 * n_tokens * width * 4, "with the copies that CUDA makes"

@@ -48,11 +48,11 @@ def logits_of(home, folder, number, answer):
     texts = [template.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)]
     texts += [f"{texts[0]}{answer}<|im_end|>"]
     image = drawing(number, (48 + 8 * number, 40))[0]
-    question, whole = (processor(text=[text], images=[image], return_tensors="pt") for text in texts)
+    prompt, chat = (processor(text=[text], images=[image], return_tensors="pt") for text in texts)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    n = whole["input_ids"].shape[1] - question["input_ids"].shape[1]
+    n = chat["input_ids"].shape[1] - prompt["input_ids"].shape[1]
     with torch.no_grad():
-        return model(**whole).logits[0, -n - 1 : -1], whole["input_ids"][0, -n:]
+        return model(**chat).logits[0, -n - 1 : -1], chat["input_ids"][0, -n:]
 
 
 def logp_of(*where):
@@ -87,7 +87,7 @@ def test_dpo_is_its_arithmetic(home, model_type):
 
 @mostly_slow("model_type", ["qwen3_vl", "gemma3"], fast=(1,))
 def test_kto_is_its_arithmetic_and_an_image_stays_with_its_prompt(home, model_type):
-    """As TRL has it: the baseline is the mean gain of each prompt, with its image, and the other row's answer."""
+    """TRL's arithmetic: the baseline is the mean gain of each prompt, with its image, and the other row's answer."""
     rewrite(home, lambda ask, answer, n: {"prompt": ask, "completion": answer, "label": n == 0})
     trained(home, model_type, "--loss", f"kto:beta={BETA},group=2", "--micro-batch", 4)
     baseline = torch.stack([gain(home, n, drawing(1 - n)[1]) for n in range(2)]).mean().clamp(min=0)
@@ -100,7 +100,7 @@ def test_kto_is_its_arithmetic_and_an_image_stays_with_its_prompt(home, model_ty
 
 
 def test_distillation_is_the_divergence_from_a_teacher_with_the_images(home):
-    """All tokens of the vocabulary in the teacher's file, which holds fp16."""
+    """The whole vocabulary is in the teacher's file, which holds fp16."""
     n_vocab = write_seer(home / "model", "qwen3_vl")["text_config"]["vocab_size"]
     write_seer(home / "teacher", "qwen3_vl", rms_norm_eps=0.3)
     loss = ("--loss", f"distill:k={n_vocab}")
