@@ -103,6 +103,7 @@ def attention_table() -> str:
 def page(verdicts: dict[str, str]) -> str:
     import transformers
     from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     from penstock.data.image_processor import TYPES
 
@@ -111,6 +112,9 @@ def page(verdicts: dict[str, str]) -> str:
     accepted, as_text = ([name for name, word in verdicts_of.items() if word == "accepted"] for verdicts_of in (texts, images))
     meet = {name: why.partition(": ")[2] for name in [*accepted, *as_text] if (why := meeting(name))}
     n_apart = [len({*verdicts_of} - meet.keys()) for verdicts_of in (accepted, as_text)]
+    kinds = {name: IMAGE_PROCESSOR_MAPPING_NAMES.get(name) or {} for name in as_text}
+    without_pil = [name for name in as_text if "torchvision" in kinds[name] and "pil" not in kinds[name]]
+    untried = [name for name in as_text if name not in {*TYPES, *without_pil, "ovis2", "idefics2", "hunyuan_vl"}]
     rejected = {name: word for name, word in verdicts.items() if word != "accepted"}
     return f"""# Models
 
@@ -125,7 +129,9 @@ Accepted: {", ".join(accepted)}.
 Of {len(images)} vision-language types {len(as_text)} are accepted, held to the same: their decoder of text is
 trained, and their towers are saved along, unchanged: {", ".join(as_text)}.
 [With images](images.md), the frozen tower's features of which have the bits of the model's own forward: {", ".join(TYPES)}.
-The others are trained on text alone, and rows with images are refused.
+The others are trained on text alone, and rows with images are refused: {", ".join(without_pil)} (their image processors need
+torchvision), ovis2 (its decoder takes indicators next to features), idefics2 and hunyuan_vl (their processors do not give the
+places of images that they expand) and, not held to their own forward so far, {", ".join(untried)}.
 
 In {n_apart[0]} of the former, and {n_apart[1]} of the latter, documents of a packed sequence are kept apart, which is proven of
 each model when it is run ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence;

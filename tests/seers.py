@@ -49,30 +49,80 @@ _IDEFICS: dict[str, Any] = {
     },
     "processor": {"processor_class": "Idefics3Processor", "image_seq_len": 4},
 }
-# By type: tokens of images (the first is that of the model's configuration), fields of the configuration and of the processor
+_GLM: dict[str, Any] = {
+    "tokens": ["<|image|>", "<|video|>", *(f"<|{edge}_of_{kind}|>" for kind in ("image", "video") for edge in ("begin", "end"))],
+    "template": "<|begin_of_image|><|image|><|end_of_image|>",
+    "vision": {"depth": 2, "image_size": 56, "patch_size": 14},
+    "images": {"image_processor_type": "Glm4vImageProcessor", "size": {key: 2 * edge for key, edge in _EDGES.items()}},
+    "processor": {"processor_class": "Glm4vProcessor"},
+}
+_GLM46 = {"images": _GLM["images"] | {"image_processor_type": "Glm46VImageProcessor"}}
+_GLM46 |= {"processor": {"processor_class": "Glm46VProcessor"}}
+_PIXTRAL: dict[str, Any] = {
+    "tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "template": "[IMG]",
+    "vision": {"image_size": 56, "patch_size": 14},
+    "images": {
+        "image_processor_type": "PixtralImageProcessor",
+        **{"size": {"longest_edge": 56}, "patch_size": {"height": 28, "width": 28}},
+    },
+    "processor": {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+}
+_LLAVA: dict[str, Any] = {
+    "tokens": ["<image>"],
+    "template": "<image>",
+    "vision": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 2},
+    "images": {
+        "image_processor_type": "CLIPImageProcessor",
+        **{"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
+    },
+    "processor": {
+        "processor_class": "LlavaProcessor",
+        **{"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    },
+}
+_GRIDS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
+_PLACE = "<image_placeholder>"
+_DEEPSEEK: dict[str, Any] = {
+    **{"tokens": [_PLACE, "<start>", "<end>"], "template": _PLACE, "vision": {"image_size": 28, "patch_size": 14}},
+    "images": {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": 28, "width": 28}, "min_size": 14},
+    "processor": {"processor_class": "DeepseekVLProcessor", "num_image_tokens": 4},
+    "named": {"image_token": _PLACE, "boi_token": "<start>", "eoi_token": "<end>"},
+}
+_QWEN2_5 = {"depth": 2, "fullatt_block_indexes": [1], "window_size": 56, "out_hidden_size": 64}
+# By type: tokens of images (the first is that of the model's configuration), fields of the configuration and of the processor.
+# `seq_len`: of a chat with an image. Idefics 3 shows images whole; SmolVLM, InternVL and LLaVA-NeXT also in tiles
 SEERS: dict[str, dict[str, Any]] = {
-    "llava": {
-        "tokens": ["<image>"],
-        "template": "<image>",
-        "vision": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 2},
-        "images": {
-            "image_processor_type": "CLIPImageProcessor",
-            **{"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
-        },
+    "llava": _LLAVA,
+    "llava_next": _LLAVA
+    | {
+        "config": _GRIDS,
+        "seq_len": 80,
+        "images": {**_LLAVA["images"], **_GRIDS, "image_processor_type": "LlavaNextImageProcessor"},
+        "processor": _LLAVA["processor"] | {"processor_class": "LlavaNextProcessor"},
+    },
+    "llava_onevision": _LLAVA
+    | {
+        **{"tokens": ["<image>", "<video>"], "config": _GRIDS, "seq_len": 80},
+        "vision": _LLAVA["vision"] | {"vision_use_head": False},
+        "images": {**_GRIDS, "image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 28, "width": 28}},
         "processor": {
-            "processor_class": "LlavaProcessor",
-            **{"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+            "processor_class": "LlavaOnevisionProcessor",
+            **{"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
         },
     },
-    "mistral3": {
-        "tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
-        "template": "[IMG]",
-        "vision": {"image_size": 56, "patch_size": 14},
-        "images": {
-            "image_processor_type": "PixtralImageProcessor",
-            **{"size": {"longest_edge": 56}, "patch_size": {"height": 28, "width": 28}},
-        },
-        "processor": {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+    "pixtral": _PIXTRAL
+    | {
+        **{"model_type": "llava", "vision": _PIXTRAL["vision"] | {"model_type": "pixtral", "head_dim": 16}},
+        "config": {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        "images": _PIXTRAL["images"] | {"patch_size": {"height": 14, "width": 14}},
+        "processor": _PIXTRAL["processor"] | {"spatial_merge_size": 1},
+    },
+    "mistral3": _PIXTRAL,
+    "lighton_ocr": _PIXTRAL
+    | {
+        "processor": _PIXTRAL["processor"] | {"processor_class": "LightOnOcrProcessor"},
+        "named": {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
     },
     "internvl": {
         "tokens": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
@@ -80,7 +130,7 @@ SEERS: dict[str, dict[str, Any]] = {
         "vision": {"image_size": [56, 56], "patch_size": [14, 14]},
         "images": {
             "image_processor_type": "GotOcr2ImageProcessor",
-            **{"size": {"height": 56, "width": 56}, "crop_to_patches": False, "min_patches": 1, "max_patches": 2},
+            **{"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 2},
         },
         "processor": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         "named": {
@@ -88,17 +138,36 @@ SEERS: dict[str, dict[str, Any]] = {
             **{"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"},
         },
     },
+    "aya_vision": {
+        "tokens": ["<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE", "TILE_GLOBAL", "TILE_1", "TILE_2"],
+        **{"template": "<image>", "config": {"downsample_factor": 2}, "named": {"pad_token": "TILE"}},
+        "vision": {"image_size": 28, "patch_size": 7, "vision_use_head": False},
+        "images": {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 28, "width": 28}, "max_patches": 2},
+        "processor": {"processor_class": "AyaVisionProcessor", "patch_size": 7, "img_size": 28, "downsample_factor": 2},
+    },
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS
     | {
-        "images": _IDEFICS["images"] | {"image_processor_type": "SmolVLMImageProcessor"},
+        "tokens": [*_IDEFICS["tokens"], *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))],
+        "images": _IDEFICS["images"]
+        | {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True, "size": {"longest_edge": 56}},
         "processor": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+        "seq_len": 96,
     },
     "qwen2_5_vl": {
         **_QWEN,
-        "vision": {"depth": 2, "fullatt_block_indexes": [1], "window_size": 56, "out_hidden_size": 64},
+        "vision": _QWEN2_5,
         "images": _QWEN_IMAGES,
         "processor": {"processor_class": "Qwen2_5_VLProcessor"},
+    },
+    "hyperclovax_vision_v2": {
+        **{**_QWEN, "vision": _QWEN2_5, "images": _QWEN_IMAGES},
+        "processor": {"processor_class": "HyperCLOVAXVisionV2Processor"},
+    },
+    "video_llama_3": {
+        **{**_QWEN, "vision": {"patch_size": 14}, "processor": {"processor_class": "VideoLlama3Processor"}},
+        "images": {"image_processor_type": "VideoLlama3ImageProcessor", "size": _EDGES, "patch_size": 14},
+        "seq_len": 80,
     },
     "qwen2_vl": {
         **_QWEN,
@@ -112,6 +181,23 @@ SEERS: dict[str, dict[str, Any]] = {
         "images": _QWEN_IMAGES | {"patch_size": 14},
         "processor": {"processor_class": "Qwen3VLProcessor"},
     },
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm46v": _GLM | _GLM46,
+    "glm_ocr": _GLM | _GLM46,
+    "paddleocr_vl": {
+        **{"tokens": ["<|place|>", "<start>", "<end>"], "template": "<start><|place|><end>"},
+        "vision": {"image_size": 56, "patch_size": 14},
+        "images": {"image_processor_type": "PaddleOCRVLImageProcessor", "size": _EDGES, "patch_size": 14},
+        **{"processor": {"processor_class": "PaddleOCRVLProcessor"}, "named": {"image_token": "<|place|>"}},
+    },
+    "deepseek_vl": _DEEPSEEK,
+    "janus": _DEEPSEEK
+    | {
+        "vision": _DEEPSEEK["vision"] | {"projection_dim": 64},
+        "images": _DEEPSEEK["images"] | {"image_processor_type": "JanusImageProcessor"},
+        "processor": {"processor_class": "JanusProcessor", "num_image_tokens": 4},
+    },
     "gemma3": {
         "tokens": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         "template": "<start_of_image>",
@@ -121,8 +207,24 @@ SEERS: dict[str, dict[str, Any]] = {
         "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
         "named": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     },
+    "gemma4": {
+        "tokens": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"],
+        **{"template": "<|image|>", "vision": {"patch_size": 4, "head_dim": 16, "num_key_value_heads": 2}, "seq_len": 160},
+        "text": {"use_bidirectional_attention": "vision"},
+        "images": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
+        "processor": {"processor_class": "Gemma4Processor"},
+        "named": {
+            **{"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "pad_token": "<audio|>"},
+            **{"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+        },
+    },
 }
-SEERS["qwen3_vl_moe"] = SEERS["qwen3_vl"]
+SEERS |= {"qwen3_vl_moe": SEERS["qwen3_vl"], "qwen3_5": SEERS["qwen3_vl"], "qwen3_5_moe": SEERS["qwen3_vl"]}
+
+
+def length_of(model_type: str) -> int:
+    """Length of a sequence for a chat with one image."""
+    return int(SEERS[model_type].get("seq_len", 64))
 
 
 def write_seer(folder: Path, model_type: str, vision: Mapping[str, Any] = MappingProxyType({}), **text: Any) -> dict[str, Any]:
@@ -136,9 +238,9 @@ def write_seer(folder: Path, model_type: str, vision: Mapping[str, Any] = Mappin
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer["added_tokens"] += [{"id": i, "content": token, **flags} for token, i in ids.items()]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = tiny(model_type)
+    config = tiny(parts.get("model_type", model_type))
     config["vision_config"] |= {**parts["vision"], **vision}
-    config["text_config"] |= {"vocab_size": n_vocab + len(ids), "tie_word_embeddings": False, **text}
+    config["text_config"] |= {"vocab_size": n_vocab + len(ids), "tie_word_embeddings": False, **parts.get("text", {}), **text}
     config |= parts.get("config", {}) | {"tie_word_embeddings": False}
     image = parts.get("image", parts["tokens"][0])
     config |= {key: ids[image] for key in ("image_token_id", "image_token_index") if key in config}
@@ -208,7 +310,7 @@ def own_model(folder: Path, semantics: Semantics) -> Any:
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=semantics.attention, **experts
     )
-    for p in model.parameters():  # aligned in memory, unlike those of the mapped file: a library's products depend on it
+    for p in model.parameters():  # rounding of products depends on the alignment, which a mapped file does not keep
         p.data = p.data.clone()
     return model.eval()
 

@@ -214,7 +214,7 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
 
 def _tower_for(model: str, n_images: int | None, image_size: str | None, seq_len: int) -> "VisionTower | None":
     """Return the vision tower for --images, or None without. UsageError for a wrong size, or an image that fills a sequence."""
-    from penstock.planner.model.vision import vision_tower
+    from penstock.planner.model.vision import processor_limits, vision_tower
 
     if n_images is None:
         if image_size is not None:
@@ -224,7 +224,8 @@ def _tower_for(model: str, n_images: int | None, image_size: str | None, seq_len
     edges = image_size.lower().split("x")
     if len(edges) != 2 or not all(edge.isdecimal() and 0 < int(edge) < 2**16 for edge in edges):
         raise click.UsageError(f"--image-size {image_size[:40]}: no width and height; write it as 1024x768")
-    tower = vision_tower(read_model(model).config, *map(int, edges))
+    width, height = map(int, edges)
+    tower = vision_tower(read_model(model).config, width, height, processor_limits(Path(model)))
     if tower.n_tokens >= seq_len:
         problem = f"--image-size {image_size}: {tower.n_tokens:,} tokens an image, and a sequence holds {seq_len:,}"
         raise click.UsageError(f"{problem}; give smaller images, or a longer --seq-len")

@@ -26,7 +26,7 @@ from penstock.runtime.errors import DataError, PenstockError
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line
 from .formats import NEEDED, ROLLOUTS, TOKENS, learned_tokens, read_row, renamed, rollouts, shown
-from .image_processor import ImageReader, ImageTokens
+from .image_processor import ImageReader, ImageTokens, UnreadableImageError
 from .images import images_in, text_in
 from .messages import Chat, Completion
 from .tokenizer import is_tokenizer_error, reason_of
@@ -106,9 +106,10 @@ class Reader:
             inputs = [(place, *one) for place, value in values for one in self._read(value, *place)]
         try:
             backend = self.template.tokenizer.backend
-            plain = [text for _, (text, _), *_, with_images in inputs if with_images is None]
+            encodings_of_images = [None if with_images is None else with_images.encoding for *_, with_images in inputs]
+            plain = [text for (_, (text, _), *_), encoding in zip(inputs, encodings_of_images, strict=True) if encoding is None]
             rest = iter(backend.encode_batch(plain, add_special_tokens=self.is_text))  # only plain text gets special tokens
-            encoded = [next(rest) if with_images is None else with_images.encoding for *_, with_images in inputs]
+            encoded = [next(rest) if encoding is None else encoding for encoding in encodings_of_images]
             alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in inputs]
         except BaseException as error:
             if not is_tokenizer_error(error):
@@ -153,7 +154,8 @@ class Reader:
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
             return [document for documents in rendered for document in documents]
         except DataError as error:
-            return [(("", []), [], (str(error), None), (), None)]
+            unread = ImageTokens(None, None, 0, error.stamps) if isinstance(error, UnreadableImageError) else None
+            return [(("", []), [], (str(error), None), (), unread)]
 
     def _fields(self, value: Any, where: str) -> Any:
         """Return the columns of a row, by our names. DataError for images next to a text or tokens, which would not be read."""

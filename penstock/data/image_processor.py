@@ -8,9 +8,11 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,27 @@ from penstock.runtime.layers.meta_models import read_config
 
 from .chat import ChatTemplate, Rendered
 from .files import Limits
-from .images import digest_of, image_token_of, open_image, stamp_of, text_in
+from .images import digest_of, image_token_of, open_image, pillow_version, stamp_of, text_in
 from .messages import Chat
 from .tokenizer import ModelTokenizer, reason_of
 
 # Types with the bits of transformers' own forward in steps with images (tests/penstock/vision)
-TYPES = ("gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+TYPES = (
+    *(
+        "aya_vision",
+        "deepseek_vl",
+        "gemma3",
+        "gemma4",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+        "hyperclovax_vision_v2",
+        "idefics3",
+    ),
+    *("internvl", "janus", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "paddleocr_vl", "qwen2_5_vl"),
+    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3"),
+)
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja")
 _OFFSETS = "return_text_replacement_offsets"
 
@@ -38,10 +55,18 @@ class ImageTokens:
     number of tokens and grid of each; `end`: one past the last token of an image; `stamps`: JSON of a list with path, size, time
     and digest of each image that is a file."""
 
-    encoding: Any
-    images: str
+    encoding: Any  # None: its image cannot be read
+    images: str | None
     end: int
     stamps: str
+
+
+class UnreadableImageError(DataError):
+    """An image that cannot be read. `stamps`: as in `ImageTokens`, without a digest."""
+
+    def __init__(self, message: str, stamp: list[Any] | None) -> None:
+        super().__init__(message)
+        self.stamps = json.dumps([] if stamp is None else [[*stamp, ""]])
 
 
 @dataclass
@@ -63,7 +88,7 @@ class ImageReader:
 
     @property
     def identity(self) -> list[str]:
-        return [self.digest, str(self.root)]
+        return [self.digest, str(self.root), pillow_version()]
 
     @cached_property
     def config(self) -> Any:
@@ -78,7 +103,7 @@ class ImageReader:
         """The processor of transformers, without videos. CheckpointError if the folder lacks its files."""
         from transformers import AutoImageProcessor, ProcessorMixin  # seconds, which runs on text do not spend
 
-        cls = processor_class(self.config)
+        cls = processor_class(self.folder, self.config)
         if getattr(cls, "is_dummy", False):
             raise CheckpointError(f"{self.folder}: {cls.__name__} of transformers needs torchvision: pip install torchvision")
         if _OFFSETS not in inspect.getsource(ProcessorMixin.__call__):
@@ -141,12 +166,12 @@ class ImageReader:
             try:
                 images.append(open_image(source, self.root))
             except ValueError as error:
-                raise DataError(f"{where}: image {number}: {error}") from None
+                raise UnreadableImageError(f"{where}: image {number}: {error}", stamp_of(source, self.root)) from None
             if (stamp := stamp_of(source, self.root)) is not None:
                 stamps.append([*stamp, digest_of(images[-1])])
         try:
             out = self.processor(text=[text], images=images, return_tensors="pt", **{_OFFSETS: True})
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
             raise DataError(f"{where}: the model's processor rejects it ({reason_of(error)}); leave the row out") from None
         (places,) = out[_OFFSETS.removeprefix("return_")]
         expanded = _expanded(text, places)
@@ -169,6 +194,8 @@ class ImageReader:
         counts = [sum(place["new_span"][0] <= begin < place["new_span"][1] for begin in begins) for place in places]
         if sum(counts) != len(begins):
             raise DataError("the token of images is in a text too; leave it out")
+        if grids is not None and any(a["span"][1] == b["span"][0] for a, b in pairwise(places)):
+            raise DataError("its template writes nothing between two images, so their positions are not known; use the model's own")
         grid_of = [{}] * len(counts) if grids is None else [{"grid": grid} for grid in torch.as_tensor(grids).tolist()]
         return [{"n_tokens": n, **grid} for n, grid in zip(counts, grid_of, strict=True)]
 
@@ -193,11 +220,18 @@ class ImageReader:
         return digest_of(image), {name: torch.as_tensor(value) for name, value in out.items()}
 
 
-def processor_class(config: Any) -> Any:
-    """Class of transformers' processor for a model's configuration."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+def processor_class(folder: Path, config: Any) -> Any:
+    """Class of transformers' processor that a folder's files name, else that of the model's configuration. CheckpointError if
+    transformers has neither."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
-    return PROCESSOR_MAPPING[type(config)]
+    for path in (folder / "processor_config.json", folder / "preprocessor_config.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if (cls := processor_class_from_name(json.loads(path.read_text(encoding="utf-8"))["processor_class"])) is not None:
+                return cls
+    if (cls := PROCESSOR_MAPPING.get(type(config), None)) is None:
+        raise CheckpointError(f"{folder}: its {PROCESSOR_FILES[1]} names no processor of transformers; copy it from the model")
+    return cls
 
 
 def image_token(folder: Path) -> int | None:

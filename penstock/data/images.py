@@ -147,6 +147,13 @@ def open_image(source: Any, folder: Path) -> "Image":
         raise ValueError(f"an image that cannot be read ({reason})") from None
 
 
+def pillow_version() -> str:
+    """Version of the decoders, which decide pixels."""
+    import PIL
+
+    return PIL.__version__
+
+
 def _bytes(source: Any, folder: Path) -> bytes:
     if isinstance(source, dict):  # value in a `datasets.Image` column
         source = source.get("bytes") or source.get("path")
@@ -193,12 +200,15 @@ def image_token_of(config: Mapping[str, Any]) -> int | None:
 
 
 def stamp_of(source: Any, folder: Path) -> list[Any] | None:
-    """Return path, size and time of the file of an image that `open_image` has read; None for an image without a file."""
+    """Return path, size and time of an image's file, -1 for a missing file; None for an image without a path."""
     if isinstance(source, dict):
         source = None if source.get("bytes") else source.get("path")
     if not isinstance(source, str) or source.startswith("data:"):
         return None
-    status = (folder / source).stat()
+    try:
+        status = (folder / source).stat()
+    except (OSError, ValueError):
+        return [source, -1, -1]
     return [source, status.st_size, status.st_mtime_ns]
 
 

@@ -7,11 +7,11 @@ pass continues with the missing images.
 
 # B sequences, T tokens, N image tokens, D width of the decoder
 import hashlib
-import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +25,14 @@ from penstock.checkpoint.disk import writing
 from penstock.checkpoint.tensor_files import Shards, read_metadata, write_tensors
 from penstock.data.documents import Documents, changed_images
 from penstock.data.image_processor import ImageReader
+from penstock.data.images import pillow_version
 from penstock.data.sampling import MapStyleData
+from penstock.data.tokenizer import reason_of
 from penstock.runtime.batch import Batch, Images
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.executor import Stop
 from penstock.runtime.host.memory import DTYPE
-from penstock.runtime.layers.transformers_patches import version
+from penstock.runtime.layers.transformers_patches import types_argument, version
 from penstock.runtime.plan import Plan
 
 from .tower import Tower, tower_digest, tower_model
@@ -38,7 +40,8 @@ from .tower import Tower, tower_digest, tower_model
 FORMAT = 1
 FILE_BYTES, FILE_IMAGES = 2**28, 256  # limits of one file, so of the work that a killed pass repeats
 STAGES = ("before the projector", "after the projector")
-_PREFIX = "images-"
+_PREFIX, _UNFINISHED = "images-", ".partial"
+OLD_S = 24 * 3600  # an unfinished file is of a pass that was killed
 Report = Callable[[str], None]
 Rows = Sequence[tuple[Documents, set[tuple[int, int]]]]  # (file, row) by data set
 
@@ -65,6 +68,7 @@ def attach_images(
         **{"format": FORMAT, "stage": STAGES[projects], "tower": tower_digest(model, plan.model.config, projects)},
         **{"processor": readers[0].digest},
         **{"dtype": plan.semantics.compute_dtype, "device": device, "transformers": version, "torch": torch.__version__},
+        "pillow": pillow_version(),
     }
     named, cache = where
     folder = named or cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
@@ -83,8 +87,7 @@ class StoredOutputs:
         self.folder, self.key, self.config, self.reader, self._lock = folder, key, config, reader, Lock()
         self._body = tower_model(config, torch.float32).base_model  # for positions
         self._has_positions = callable(getattr(self._body, "get_rope_index", None))
-        # Models with attention in both directions within an image
-        self._takes_types = "token_type_ids" in inspect.signature(inspect.unwrap(self._body.forward)).parameters
+        self._takes_types = types_argument(self._body) is not None
         self._files = Shards(files := sorted(folder.glob(f"{_PREFIX}*.safetensors")))
         self.form: dict[str, Any] = {}
         for path in files:
@@ -107,6 +110,7 @@ class StoredOutputs:
                 places |= {documents.place(d)} if images.keys() - known else set()
             rows.append((documents, places))
         if missing := {sha: n for sha, n in wanted.items() if sha not in known}:
+            self._remove_unfinished()
             report(f"the vision tower: 0 of {len(missing):,} images")
             tower = Tower(model, self.config, DTYPE[self.key["dtype"]], device, self.key["stage"] == STAGES[True])
             self._compute(rows, missing, tower, report, stop)
@@ -137,7 +141,8 @@ class StoredOutputs:
                 sha, inputs = documents.reader.images.tower_inputs(source, where)
                 if sha in missing and sha not in finished:
                     finished.add(sha)
-                    tensors = tower.features(inputs)
+                    with _fitting(where):
+                        tensors = tower.features(inputs)
                     if (n := len(tensors["features"])) != missing[sha]:
                         problem = f"its processor makes {missing[sha]:,} tokens of an image, its tower {n:,} features"
                         raise DataError(f"{where}: {problem}; copy the processor again from the model")
@@ -149,12 +154,19 @@ class StoredOutputs:
         self.form = {"is_listed": tower.is_listed, "n_added": tower.n_added, "width": tower.width, "shape": tower.shape}
         batch = dict(sorted(batch.items(), key=lambda item: -item[1].itemsize))  # for alignment
         path = self.folder / f"{_PREFIX}{hashlib.sha256(''.join(batch).encode()).hexdigest()[:24]}.safetensors"
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             unfinished.unlink(missing_ok=True)
             write_tensors(unfinished, batch, batch.values(), {"key": json.dumps(self.key), "form": json.dumps(self.form)})
             os.replace(unfinished, path)
+
+    def _remove_unfinished(self) -> None:
+        """Remove the files of killed passes, not those of other processes at work."""
+        for path in self.folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > OLD_S:
+                    path.unlink()
 
     def add_to(self, batch: Batch, rows: Sequence[tuple[Documents, Sequence[Sequence[Sequence[int]]]]]) -> Batch:
         """Return the batch with the features, positions and token types of its rows. Batches of text have them, too, because
@@ -208,6 +220,18 @@ class StoredOutputs:
             offset += n
         parts.append(torch.arange(len(ids_T) - offset).expand(3, -1))
         return torch.cat(parts, dim=1), None
+
+
+@contextmanager
+def _fitting(where: str) -> Iterator[None]:
+    """Convert an error of a tower that gets pixels of other shapes to a DataError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        problem = f"the tower does not take the pixels of its processor ({reason_of(error)})"
+        raise DataError(f"{where}: {problem}; copy the processor again from the model") from None
 
 
 def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:

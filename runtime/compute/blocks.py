@@ -26,6 +26,7 @@ from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.model_parts import ModelParts
 from penstock.runtime.layers.pointwise import CALL_BY_CALL, fastest
 from penstock.runtime.layers.tiles import TiledMlp
+from penstock.runtime.layers.transformers_patches import types_argument
 from penstock.runtime.layers.views import Weights
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.packed import is_packed
@@ -141,8 +142,8 @@ class Templates:
         options: dict[str, Any] = {OF_TOWERS: {"image": output}}
         if images.positions is not None:
             options["position_ids"] = images.positions.to(device, non_blocking=True).movedim(1, 0)
-        if images.token_types is not None:
-            options["token_type_ids"] = images.token_types.to(device, non_blocking=True)
+        if images.token_types is not None and (name := types_argument(self.parts.whole_body)) is not None:
+            options[name] = images.token_types.to(device, non_blocking=True)
         return options
 
     def _projected(self, weights: Weights, images: Images, rows: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS
 from .kernels import FusedAttention, is_plain, with_sinks
 from .layer_chain import Call, Documents, LayerChain, is_view_of_all
 from .recompute import unrecorded
-from .transformers_patches import ALL_ATTENTION_FUNCTIONS, EAGER_ATTENTION, replaced_attention
+from .transformers_patches import ALL_ATTENTION_FUNCTIONS, EAGER_ATTENTION, replaced_attention, types_argument
 from .views import Weights
 
 
@@ -63,9 +63,10 @@ def embed_packed(
     hidden_BTD, calls = chain.embed(weights, tokens_BT, documents, position_ids=positions_BT, attention_mask=no_mask, **options)
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
         raise WorkloadError("its layers get other arguments if positions are passed")
+    has_own_masks = types_argument(chain.parts.whole_body) in options
     for i, (call, unpacked) in enumerate(zip(calls, plain, strict=True)):
         leaves = tuple(p if is_view_of_all(t, no_mask) else t for t, p in zip(call.leaves, unpacked.leaves, strict=True))
-        calls[i] = replace(call, leaves=leaves, documents=documents, has_own_masks="token_type_ids" in options)
+        calls[i] = replace(call, leaves=leaves, documents=documents, has_own_masks=has_own_masks)
     return hidden_BTD, calls
 
 

@@ -112,6 +112,14 @@ def _by_document(part: Any, documents: Sequence[Sequence[int]], x: Tensor, posit
     return tree_map(joined, *tables.values())
 
 
+def types_argument(body: nn.Module) -> str | None:
+    """Argument of a vision-language model with token types, if its attention has both directions within an image; else None."""
+    parameters, text = inspect.signature(inspect.unwrap(type(body).forward)).parameters, body.config.get_text_config()  # type: ignore[operator,union-attr]
+    if "token_type_ids" in parameters:
+        return "token_type_ids"
+    return "mm_token_type_ids" if getattr(text, "use_bidirectional_attention", None) == "vision" else None
+
+
 def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Register an attention function. It gets the masks of `sdpa`: none if the causal mask hides enough."""
     ALL_ATTENTION_FUNCTIONS.register(name, function)

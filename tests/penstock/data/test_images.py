@@ -247,7 +247,7 @@ def test_a_model_that_reads_no_images_is_named(seer, tmp_path):
     with pytest.raises(DataError, match="has images; a vision-language model reads them"):
         read(seer, tmp_path, [LAYOUTS["in the part"]], model="text")
     (seer / "text" / "config.json").write_text('{"model_type": "kosmos-2", "vision_config": {}}')
-    with pytest.raises(DataError, match="kosmos-2 models are trained on text alone; supported: gemma3, "):
+    with pytest.raises(DataError, match="kosmos-2 models are trained on text alone; supported: aya_vision, "):
         read(seer, tmp_path, [LAYOUTS["LLaVA"]], model="text")
     one_line(
         penstock("data", seer / "rows" / "images.jsonl", "--seq-len", "64"), 2, "has images; a vision-language model reads them"

@@ -1,7 +1,9 @@
 """Runs on images: the same bytes after a kill and on two ranks, stored features, adapters in PEFT, generation with an image."""
 
 import json
+import os
 import shutil
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -105,6 +107,54 @@ def test_an_image_that_changes_after_its_row_was_read_is_an_error(home):
     succeeded(penstock("data", home / "rows" / "images.jsonl", "--model", home / "llava", "--seq-len", 64))
     drawing(77, (80, 80))[0].save(home / "rows" / "3-0.png")
     one_line(penstock(*words(home, plan)), 2, "1 images changed after their rows were read")
+
+
+def test_an_image_that_is_mended_is_not_left_out_of_cached_tokens(home):
+    """Missing, then damaged, then whole: a later run neither reports the old fault nor trains without the image."""
+    plan, image = planned(home, "llava"), home / "rows" / "3-0.png"
+    content = image.read_bytes()
+    image.unlink()
+    one_line(penstock(*words(home, plan)), 2, "no image '3-0.png'")
+    image.write_bytes(content[:200])
+    one_line(penstock(*words(home, plan, "--bad-rows", 0.5)), 2, "1 images changed after their rows were read")
+    shutil.rmtree(home / "cache")
+    one_line(penstock(*words(home, plan)), 2, "images.jsonl:4: image 1: an image that cannot be read")
+    assert "1 of 12, left out" in succeeded(penstock(*words(home, plan, "--bad-rows", 0.5, out="skipped", steps=1))).output
+    image.write_bytes(content)
+    one_line(penstock(*words(home, plan, "--bad-rows", 0.5)), 2, "1 images changed after their rows were read")
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        ({"patch_size": 16}, "the tower does not take the pixels of its processor"),
+        ({"merge_size": 1}, "the tower does not take the pixels of its processor"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "the model's processor rejects it"),
+    ],
+)
+def test_a_processor_of_another_model_is_a_line(home, processor, message):
+    plan, path = planned(home, "qwen2_5_vl"), home / "qwen2_5_vl" / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | processor))
+    one_line(penstock(*words(home, plan)), 2, message)
+
+
+def test_images_of_a_grid_next_to_each_other_are_refused(home):
+    """Positions of such models begin anew at each image, which its tokens alone do not show."""
+    template = home / "adjacent.jinja"
+    text = "{{ m.role }}{% for p in m.content %}{{ p.text or '<|image_pad|>' }}{% endfor %}"
+    template.write_text(f"{{% for m in messages %}}<|im_start|>{text}<|im_end|>{{% endfor %}}")
+    one_line(penstock(*words(home, planned(home, "qwen2_5_vl"), "--chat-template", template)), 2, "nothing between two images")
+
+
+def test_unfinished_files_of_killed_passes_are_removed(home):
+    plan, tower = planned(home, "llava"), home / "features"
+    tower.mkdir()
+    old, new = (tower / f"images-0.safetensors.{n}.partial" for n in (1, 2))
+    for path, age_s in ((old, 2 * stored_outputs.OLD_S), (new, 0)):
+        path.touch()
+        os.utime(path, times=(time.time() - age_s,) * 2)
+    succeeded(penstock("forward", plan, "--tower", "--data", home / "rows" / "images.jsonl", "--out", tower))
+    assert (old.exists(), new.exists()) == (False, True), "the new one may be that of another process"
 
 
 def test_batches_of_a_program_have_no_token_of_images(home):

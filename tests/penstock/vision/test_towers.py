@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -11,19 +12,19 @@ from transformers import AutoModelForImageTextToText
 
 from penstock.data.image_processor import TYPES, ImageReader
 from penstock.data.tokenizer import read_tokenizer
-from penstock.planner.model.vision import FIXED, GRID, vision_tower
+from penstock.planner.model.vision import PLANNED, processor_limits, vision_tower
 from penstock.runtime.errors import CheckpointError, WorkloadError
 from penstock.vision.tower import Tower, tower_digest
 from tests.lanes import mostly_slow
 from tests.running import one_line, penstock, succeeded
-from tests.seers import SEERS, drawing, write_seer
+from tests.seers import drawing, write_seer
 
 
-@mostly_slow("model_type", [name for name in TYPES if name in SEERS], fast=(0, 4, 5))
+@mostly_slow("model_type", [*TYPES, "pixtral"], fast=(2, 6, 10, 25))
 def test_features_and_flop_are_those_of_transformers(tmp_path, model_type):
     config = write_seer(tmp_path, model_type)
     reader = ImageReader(tmp_path, read_tokenizer(tmp_path), None, tmp_path)
-    size = (56, 56) if model_type in FIXED else (84, 56)  # of one tile for InternVL
+    size = (112, 56) if model_type in ("internvl", "smolvlm") else (84, 56)  # of two tiles
     image, _ = drawing(3, size)
     _, inputs = reader.tower_inputs(image, "here")
     tower = Tower(tmp_path, config, torch.float32, torch.device("cpu"))
@@ -33,15 +34,30 @@ def test_features_and_flop_are_those_of_transformers(tmp_path, model_type):
     out = model.base_model.get_image_features(**{k: v for k, v in inputs.items() if k in tower._accepted}, return_dict=True)
     pooled = out.pooler_output if isinstance(out.pooler_output, torch.Tensor) else torch.cat(list(out.pooler_output))
     assert torch.equal(tower.features(inputs)["features"][:, : pooled.shape[-1]], pooled.detach().flatten(0, -2))
-    planned = vision_tower(config, *size)
+    if config["model_type"] not in PLANNED:
+        return
+    planned = vision_tower(config, *size, processor_limits(tmp_path))
     assert (planned.n_features, planned.width) == features.shape
-    assert planned.n_tokens == (inputs["input_ids"].shape[1] if model_type == "mistral3" else len(features))
+    assert planned.n_tokens == (inputs["input_ids"].shape[1] if model_type in ("mistral3", "pixtral") else len(features))
     assert planned.file_bytes(2, 4) == 2 * features.nbytes
     assert planned.flop == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
-def test_every_type_is_planned_and_read():
-    assert sorted((*GRID, *FIXED)) == sorted(TYPES)
+@mostly_slow("model_type", [*sorted(PLANNED), "pixtral"], fast=(1, 5, 10, 13))
+def test_planned_tokens_are_those_of_the_processor(tmp_path, model_type):
+    """Also for images that a processor enlarges, shrinks or cuts into tiles."""
+    config = write_seer(tmp_path, model_type)
+    reader, limits = ImageReader(tmp_path, read_tokenizer(tmp_path), None, tmp_path), processor_limits(tmp_path)
+    for size in product((20, 57, 112, 333), (20, 70, 240)):
+        _, inputs = reader.tower_inputs(drawing(0, size)[0], "here")
+        assert vision_tower(config, *size, limits).n_features == int((inputs["input_ids"] == reader.token_id).sum()), size
+
+
+def test_planned_types_are_read(tmp_path):
+    assert {*TYPES} >= PLANNED
+    (tmp_path / "preprocessor_config.json").write_text("[")
+    with pytest.raises(WorkloadError, match="no JSON object; copy it again"):
+        processor_limits(tmp_path)
     with pytest.raises(WorkloadError, match="not supported for qwen3 models"):
         vision_tower({"model_type": "qwen3"}, 10, 10)
 
