@@ -91,7 +91,7 @@ def perform(flags: argparse.Namespace, run: Run) -> None:
     (n_layers, variant, seed), fp8 = run, {"compute_dtype": "fp8"} if run[1].endswith(" fp8") else {}
     optimizer = variant.partition(" ")[0]
     if is_lora := optimizer == "lora":
-        model = folder(flags.home, (n_layers, "adamw", 0)) / f"checkpoint-{flags.steps}"
+        (model,) = folder(flags.home, (n_layers, "adamw", 0)).glob("checkpoint-*")
         options = {"train": "lora:r=8", **fp8, **({"base": "fp8-rows"} if fp8 else {})}
     else:
         model, options = flags.home / f"model-{n_layers}-{optimizer.partition(':')[0]}-{seed}", {"optimizer": optimizer, **fp8}
