@@ -128,12 +128,17 @@ TRAINED_FP8 = pytest.mark.skip(reason="FP8 products with trained weights")
 def test_machines_without_fp8_are_named_and_not_planned_in_bf16(work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
     in_fp8, machines = (*work, "--compute", "fp8"), ("--machines", "rtx3090-desktop,rtx4090-desktop", "--json")
-    known, other = json.loads(output_of("compare", *SMALL, *machines, *in_fp8))["machines"]
-    assert (known["machine"], known["fits"], other["machine"], other["fits"]) == ("rtx4090-desktop", True, "rtx3090-desktop", False)
+    planned, refused = json.loads(output_of("compare", *SMALL, *machines, *in_fp8))["machines"]
+    assert (planned["machine"], planned["fits"], refused["machine"], refused["fits"]) == (
+        "rtx4090-desktop",
+        True,
+        "rtx3090-desktop",
+        False,
+    )
     reason = "the profile of NVIDIA GeForce RTX 3090 has no FP8 products"
-    assert (other["reason"], other["smallest_change"]) == (reason, "leave out --compute fp8")
+    assert (refused["reason"], refused["smallest_change"]) == (reason, "leave out --compute fp8")
     in_bf16 = json.loads(output_of("compare", *SMALL, *machines, *work[:2]))["machines"]
-    assert known["tokens_per_s"] > 1.01 * next(row["tokens_per_s"] for row in in_bf16 if row["machine"] == "rtx4090-desktop")
+    assert planned["tokens_per_s"] > 1.01 * next(row["tokens_per_s"] for row in in_bf16 if row["machine"] == "rtx4090-desktop")
     words = ("--families", "qwen2.5", "--host-memory", "64GB", "--batch-size", "1", *in_fp8)
     result = succeeded(penstock("fits", "rtx3090-desktop", "rtx4090-desktop", *words))
     assert "rtx3090-desktop: has no FP8 products, and is left out" in result.stderr.splitlines()

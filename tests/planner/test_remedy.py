@@ -193,19 +193,17 @@ def test_a_frozen_base_larger_than_the_host_goes_to_a_disk():
 
 def advice(answer, profile):
     facts = Facts(PlanFile(answer.plan, answer.claim.to_json()), "the plan", answer=answer)
-    (given,) = [text for name, text in short_report(facts) if name == "advice"] or [""]
-    rate, times = re.search(r"about ([\d,]+) tokens/s, ([\d.]+) times", given).groups() if given else ("0", "0")
-    assert given.startswith("--base fp8-rows --compute fp8: about ") or not given
+    (line,) = [text for name, text in short_report(facts) if name == "advice"] or [""]
+    rate, times = re.search(r"about ([\d,]+) tokens/s, ([\d.]+) times", line).groups() if line else ("0", "0")
+    assert line.startswith("--base fp8-rows --compute fp8: about ") or not line
     return float(rate.replace(",", "")), float(times)
 
 
 @mostly_slow("base", ["int8", "bf16", "fp8", "nf4"])
 def test_fp8_is_advised_with_the_speed_that_a_search_confirms(base):
     """Not for a base in 4 bits, on a GPU with slow or no FP8 products, or for a given policy."""
-    model, adapters = (
-        read_model("qwen2.5-3b"),
-        replace(SEMANTICS, batch_size=2, train=Train(lora=Lora()), gradient_dtype="fp32", base=base),
-    )
+    model = read_model("qwen2.5-3b")
+    adapters = replace(SEMANTICS, batch_size=2, train=Train(lora=Lora()), gradient_dtype="fp32", base=base)
     answer, profile = search_machine(model, adapters, DESKTOP, None, frozenset())
     rate, times = advice(answer, profile)
     assert (base == "nf4") == (rate == 0.0)
@@ -216,8 +214,8 @@ def test_fp8_is_advised_with_the_speed_that_a_search_confirms(base):
         assert times > 1.05
     fields = DESKTOP.to_json()
     fields["device"]["fp8_rate_fraction"] |= {"value": 0.5}
-    for other, policy in ((read_profile("rtx3090-desktop"), None), (Profile.from_json(fields), None), (DESKTOP, Policy())):
-        assert advice(*search_machine(model, adapters, other, policy, frozenset())) == (0.0, 0.0)
+    for machine, policy in ((read_profile("rtx3090-desktop"), None), (Profile.from_json(fields), None), (DESKTOP, Policy())):
+        assert advice(*search_machine(model, adapters, machine, policy, frozenset())) == (0.0, 0.0)
 
 
 @mostly_slow(("base", "machine"), [("bf16", "rtx4090-desktop"), ("bf16", "rtx3090-desktop"), ("nf4", "rtx4090-desktop")])
