@@ -113,16 +113,16 @@ def perform(flags: argparse.Namespace, run: Run) -> None:
 
 def table(home: Path) -> Iterator[str]:
     """Yield a row per model and variant over finished runs: mean training loss of the last steps, spread over seeds, differences
-    from `adamw` or `lora` by seed; and the same for held-out loss, with that of an adapted model before its first step."""
+    from `adamw` or `lora` by seed; and the same for held-out loss, with the mean before the first step of an adapted model."""
     results: dict[Run, tuple[float, float]] = {}
-    before: dict[tuple[int, str], str] = {}
+    before: dict[tuple[int, str], list[float]] = {}
     for path in sorted(home.glob("*/metrics.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         if "eval_loss" in rows[-1]:
             losses, run = [row["loss"] for row in rows if "loss" in row], tuple(json.loads((path.parent / "run.json").read_text()))
             results[run] = mean(losses[-LAST_STEPS:]), rows[-1]["eval_loss"]
             if rows[0] is not rows[-1] and "eval_loss" in rows[0]:
-                before[run[:2]] = f"{rows[0]['eval_loss']:.4f}"
+                before.setdefault(run[:2], []).append(rows[0]["eval_loss"])
     yield "| layers | variant | seeds | loss | spread of seeds | change, by seed | before | held out | spread | change, by seed |"
     yield "|---:|---|---:|---:|---:|---|---:|---:|---:|---|"
     for n_layers, variant in sorted({run[:2] for run in results}):
@@ -132,7 +132,7 @@ def table(home: Path) -> Iterator[str]:
             loss = {seed: results[n_layers, variant, seed][column] for seed in seeds}
             pairs = {seed: results.get((n_layers, first, seed)) for seed in seeds if first != variant}
             gaps = [f"{loss[seed] - pair[column]:+.4f}" for seed, pair in pairs.items() if pair is not None]
-            cells += [before.get((n_layers, variant), "")] * column
+            cells += [f"{mean(before[n_layers, variant]):.4f}" if (n_layers, variant) in before else ""] * column
             cells += [f"{mean(loss.values()):.4f}", f"{stdev(loss.values()):.4f}" if len(loss) > 1 else "", ", ".join(gaps)]
         yield f"| {' | '.join(cells)} |"
 
