@@ -120,7 +120,7 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
         yield "resident", advised
     if (rate := f.tokens_per_s_in_fp8 or 0.0) > LEAST_FASTER * f.tokens_per_s:
         gain = f"{IN_FP8_WORDS}: about {rate:,.0f} tokens/s, {rate / f.tokens_per_s:.2f} times as many"
-        yield "advice", f"{gain}; other results: base, activations and their gradients in 8 bits (docs/fp8.md)"
+        yield "advice", f"{gain}; it changes results: base, activations and their gradients in 8 bits (docs/fp8.md)"
     if f.answer is not None and f.answer.clipped_step_s is not None:
         extra = f.answer.clipped_step_s / f.prediction.step_s - 1
         yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {extra:.1%} more if its gradient is clipped"
