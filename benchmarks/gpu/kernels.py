@@ -180,14 +180,14 @@ def _scaled_product(t: Timer, name: str, k: int, n: int) -> None:
     quantise_by_calls(x, *by_calls)
     are_equal = torch.equal(codes.view(torch.uint8), by_calls[0].view(torch.uint8)) and torch.equal(scales, by_calls[1])
     seconds, transposed_s = t.seconds_behind(lambda: quantise(x)), t.seconds_behind(lambda: by_columns(weight))
-    t.note("quantise", name=f"({m}, {k})", seconds=seconds, bytes_per_s=3 * m * k / seconds, are_bits_equal=are_equal)
-    t.note("transpose", name=f"({n}, {k})", seconds=transposed_s, bytes_per_s=2 * n * k / transposed_s)
+    t.note("quantise", name=f"rows of ({m}, {k})", seconds=seconds, bytes_per_s=3 * m * k / seconds, are_bits_equal=are_equal)
+    t.note("transpose", name=f"codes of ({n}, {k})", seconds=transposed_s, bytes_per_s=2 * n * k / transposed_s)
     forward_s = t.seconds_behind(lambda: product(codes, scales, weight, fine))
     gradient_s = t.seconds_behind(lambda: input_gradient(dy, weight, fine))
     bf16_s, bf16_gradient_s = t.seconds_behind(lambda: F.linear(x, w)), t.seconds_behind(lambda: dy @ w)
     rates = {"forward_flop_per_s": 2 * m * k * n / forward_s, "of_input_flop_per_s": 2 * m * k * n / gradient_s}
     faster = {"speedup": bf16_s / forward_s, "of_input_speedup": bf16_gradient_s / gradient_s}
-    t.note("product in fp8", name=f"{name}, ({m}, {k}) @ ({k}, {n})", **rates, **faster)
+    t.note("product in fp8", name=f"fp8 {name}, ({m}, {k}) @ ({k}, {n})", **rates, **faster)
 
 
 def _eager_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -349,4 +349,4 @@ def _layer(t: Timer, name: str, config: dict) -> None:
         for weight in scaled.values():
             weight.data = pack(weight.data, "fp8-rows")
         faster = in_bf16["forward_and_backward_s"] / (in_fp8 := times())["forward_and_backward_s"]
-        t.note("layer in fp8", name=f"{name}, {n_tokens} tokens", speedup=faster, **in_fp8)
+        t.note("layer in fp8", name=f"{name} in fp8, {n_tokens} tokens", speedup=faster, **in_fp8)
