@@ -103,6 +103,11 @@ class Profile(Part):
         return (self.disk.under_copies_bytes_per_s or self.disk.read_bytes_per_s).value
 
     @property
+    def has_fp8(self) -> bool:
+        """True if the rate of FP8 products is known."""
+        return self.device.fp8_rate_fraction is not None
+
+    @property
     def fp8_rate_fraction(self) -> float:
         """Rate of FP8 products over bf16 products. Raise ProfileError if the device has none, or the profile no rate of them."""
         if (fraction := self.device.fp8_rate_fraction) is None:

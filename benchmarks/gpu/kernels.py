@@ -21,12 +21,14 @@ from penstock.planner.model.workload import read_model
 from penstock.runtime.compute.cross_entropy import add_product, row_losses
 from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, Step, device_kernel, summed
 from penstock.runtime.host.rounding import StochasticRounding, group_bytes
+from penstock.runtime.layers.adapters import use_scaled_products
 from penstock.runtime.layers.kernels import use_kernels
 from penstock.runtime.layers.packed_weights import pack, unpack_by_calls, unpack_into
 from penstock.runtime.layers.pointwise import CALL_BY_CALL, GATES, bits, fastest, several
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.optimizer import AdamW
-from penstock.runtime.plan.packed import Base
+from penstock.runtime.plan.packed import Base, is_packed
+from penstock.runtime.scaled_products import by_columns, input_gradient, product, quantise, quantise_by_calls
 
 from .stages import Note, Request
 
@@ -141,6 +143,7 @@ def _all(t: Timer, config: dict) -> Iterator[tuple[str, Work]]:
     products = {"q, o": (width, width), "k, v": (width, n_kv_heads * head_dim), "gate, up": (width, inner), "down": (inner, width)}
     for name, (k, n) in products.items():
         yield f"product {name}", lambda name=name, k=k, n=n: _product(t, name, k, n)
+        yield f"product in fp8, {name}", lambda name=name, k=k, n=n: _scaled_product(t, name, k, n)
     yield "product of the head", lambda: _product(t, "head", width, config["vocab_size"], t.shapes.loss_tokens)
     for n_rows, d in ((t.shapes.n_tokens, width), (t.shapes.n_tokens * n_heads, head_dim)):
         for name, norm in (("eager", _eager_norm), ("fused", _fused_norm)):
@@ -152,11 +155,11 @@ def _all(t: Timer, config: dict) -> Iterator[tuple[str, Work]]:
     yield "pointwise", lambda: _pointwise(t, inner, n_heads, head_dim)
     for n_tokens in t.shapes.loss_tiles:
         yield "loss", lambda n_tokens=n_tokens: _loss(t, n_tokens, width, config["vocab_size"])
-    for base in get_args(Base)[1:]:
+    for base in (base for base in get_args(Base)[1:] if base != "fp8-rows"):  # which is multiplied as it is
         yield f"unpack {base}", lambda base=base: _unpack(t, base, width, inner)
     for layout in STATE_LAYOUTS:
         yield f"update of {_named(layout)}", lambda layout=layout: _update(t, layout)
-    for name in ("eager", "fused"):
+    for name in ("eager", "fused", "frozen"):
         yield f"layer {name}", lambda name=name: _layer(t, name, config)
 
 
@@ -166,6 +169,25 @@ def _product(t: Timer, name: str, k: int, n: int, n_tokens: int | None = None) -
     works = {"forward": lambda: F.linear(x, w), "of_input": lambda: dy @ w, "of_weight": lambda: dy.t() @ x}
     rates = {f"{key}_flop_per_s": 2 * m * k * n / t.seconds(work) for key, work in works.items()}
     t.note("product", name=f"{name}, ({m}, {k}) @ ({k}, {n})", **rates)
+
+
+def _scaled_product(t: Timer, name: str, k: int, n: int) -> None:
+    """Time quantising rows, transposing codes, and FP8 products beside those in bf16. The input's gradient includes both."""
+    m = t.shapes.n_tokens
+    x, w, dy = t.random(m, k), t.random(n, k) * k**-0.5, t.random(m, n)
+    (codes, scales), (weight, weight_scales) = quantise(x), quantise(w)
+    by_calls, fine = (torch.empty_like(codes), torch.empty_like(scales)), weight_scales[:, 0]
+    quantise_by_calls(x, *by_calls)
+    are_equal = torch.equal(codes.view(torch.uint8), by_calls[0].view(torch.uint8)) and torch.equal(scales, by_calls[1])
+    seconds, transposed_s = t.seconds_behind(lambda: quantise(x)), t.seconds_behind(lambda: by_columns(weight))
+    t.note("quantise", name=f"rows of ({m}, {k})", seconds=seconds, bytes_per_s=3 * m * k / seconds, are_bits_equal=are_equal)
+    t.note("transpose", name=f"codes of ({n}, {k})", seconds=transposed_s, bytes_per_s=2 * n * k / transposed_s)
+    forward_s = t.seconds_behind(lambda: product(codes, scales, weight, fine))
+    gradient_s = t.seconds_behind(lambda: input_gradient(dy, weight, fine))
+    bf16_s, bf16_gradient_s = t.seconds_behind(lambda: F.linear(x, w)), t.seconds_behind(lambda: dy @ w)
+    rates = {"forward_flop_per_s": 2 * m * k * n / forward_s, "of_input_flop_per_s": 2 * m * k * n / gradient_s}
+    faster = {"speedup": bf16_s / forward_s, "of_input_speedup": bf16_gradient_s / gradient_s}
+    t.note("product in fp8", name=f"fp8 {name}, ({m}, {k}) @ ({k}, {n})", **rates, **faster)
 
 
 def _eager_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -293,7 +315,8 @@ def _unpack(t: Timer, base: Base, width: int, inner: int) -> None:
 
 
 def _layer(t: Timer, name: str, config: dict) -> None:
-    """Time one decoder layer of transformers, unmodified or with the runtime's fused kernels, with all activations saved."""
+    """Time one decoder layer of transformers, unmodified or with the runtime's fused kernels, with all activations saved. If its
+    weights are frozen, time it again with FP8 products."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     n_sequences, seq_len = t.shapes.contexts[0]
@@ -302,18 +325,28 @@ def _layer(t: Timer, name: str, config: dict) -> None:
     of_layer = AutoConfig.for_model(config["model_type"], **fields)
     model = AutoModelForCausalLM.from_config(of_layer, dtype=torch.bfloat16, attn_implementation="sdpa").to(t.device).model
     layer, hidden = model.layers[0], t.random(n_sequences, seq_len, config["hidden_size"]).requires_grad_()
-    if name == "fused":
+    if name != "eager":
         use_kernels(layer, Semantics(seq_len, 1, 1, norm="fused", pointwise="fused"), fastest(t.device, torch.bfloat16))
     rotary = model.rotary_emb(hidden, torch.arange(seq_len, device=t.device)[None])
-    parameters, dy = [hidden, *layer.parameters()], torch.randn_like(hidden)
+    weights, dy = dict(layer.named_parameters()), torch.randn_like(hidden)
+    trained = [] if name == "frozen" else [*weights.values()]
 
     def out() -> torch.Tensor:
         result = layer(hidden, attention_mask=None, position_embeddings=rotary)
         return result[0] if isinstance(result, tuple) else result
 
-    forward_s = t.seconds(out)
-    both_s = t.seconds(lambda: torch.autograd.grad(out(), parameters, dy))
-    n_params, n_tokens = sum(p.numel() for p in layer.parameters()), n_sequences * seq_len
-    flop = 3 * (2 * n_params * n_tokens + 2 * n_tokens * seq_len * config["hidden_size"])  # causal half of attention
-    times = {"forward_s": forward_s, "forward_and_backward_s": both_s, "flop_per_s": flop / both_s}
-    t.note("layer", name=f"{name}, {n_tokens} tokens", **times)
+    def times() -> dict[str, float]:
+        both_s = t.seconds_behind(lambda: torch.autograd.grad(out(), [hidden, *trained], dy))
+        return {"forward_s": t.seconds_behind(out), "forward_and_backward_s": both_s, "flop_per_s": flop / both_s}
+
+    layer.requires_grad_(bool(trained))
+    n_params, n_tokens = sum(p.numel() for p in weights.values()), n_sequences * seq_len
+    flop = (3 if trained else 2) * 2 * n_params * n_tokens + 3 * 2 * n_tokens * seq_len * config["hidden_size"]  # causal half
+    t.note("layer", name=f"{name}, {n_tokens} tokens", **(in_bf16 := times()))
+    if not trained:
+        scaled = {key: w for key, w in weights.items() if is_packed(f"model.layers.0.{key}", tuple(w.shape), "fp8-rows")}
+        use_scaled_products(layer, scaled)
+        for weight in scaled.values():
+            weight.data = pack(weight.data, "fp8-rows")
+        faster = in_bf16["forward_and_backward_s"] / (in_fp8 := times())["forward_and_backward_s"]
+        t.note("layer in fp8", name=f"{name} in fp8, {n_tokens} tokens", speedup=faster, **in_fp8)

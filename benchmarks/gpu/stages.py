@@ -43,7 +43,8 @@ STAGES = (
     Stage("lora", 2, 80, "training:planned"),
     Stage("whole-14b", 2, 150, "training:planned", in_tiny=False),
     Stage("lora-72b", 2, 160, "training:planned", in_tiny=False),
-    Stage("tests-of-kernels", 2, 130, "commands:tests_of_kernels", ("pytest", "hypothesis")),
+    Stage("lora-72b-fp8", 2, 150, "training:planned", in_tiny=False),
+    Stage("tests-of-kernels", 3, 130, "commands:tests_of_kernels", ("pytest", "hypothesis")),
     Stage("smoke-llama", 3, 100, "smoke:smoke"),
     Stage("tests", 3, 300, "commands:tests", ("pytest", "hypothesis")),
     Stage("batch-16", 4, 150, "training:planned"),
@@ -108,6 +109,9 @@ FULL = Sizes(
         "batch-64": Case(64, 4, is_probed=True, is_profiled=True),
         "lora": Case(16, 6, is_probed=True, plan_words=LORA),
         "lora-72b": Case(4, 5, is_probed=True, model="qwen2.5-72b", plan_words=(*LORA, "--base", "int8")),
+        "lora-72b-fp8": Case(
+            4, 5, is_probed=True, model="qwen2.5-72b", plan_words=(*LORA, "--base", "fp8-rows", "--compute", "fp8")
+        ),
         "whole-14b": Case(16, 5, is_probed=True, model="qwen2.5-14b"),  # its state exceeds both memories
     },
     8,

@@ -115,6 +115,12 @@ def fits(
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; choose from {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
     remarks: list[str] = []
+    if semantics.products == "fp8":
+        every = [*chain(*groups.values())]
+        _ = max(every, key=lambda profile: profile.has_fp8).fp8_rate_fraction  # raises if none has
+        remarks += [f"{profile.name}: has no FP8 products, and is left out" for profile in every if not profile.has_fp8]
+        able = {name: [profile for profile in profiles if profile.has_fp8] for name, profiles in groups.items()}
+        groups = {name: profiles for name, profiles in able.items() if profiles}
     for (name, profiles), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
             remarks.append(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")

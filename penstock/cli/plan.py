@@ -195,6 +195,7 @@ def _run_flags(model: Model) -> str:
 def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     """Return the fields of `--json`; `job` only with `--tokens`."""
     from penstock.planner.predict.provenance import provenance_of
+    from penstock.planner.search.remedy import tokens_per_s_in_fp8
     from penstock.planner.show.price import hourly, moved_bytes
 
     answer, hour, (device, remainder) = planned.answer, hourly(planned.profile), provenance_of(planned.plan, planned.profile)
@@ -205,6 +206,7 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
         **answer.claim.to_json(),
         "baselines": answer.all_baselines(),
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
+        "tokens_per_s_in_fp8": tokens_per_s_in_fp8(answer, planned.profile),
         "usd_per_million_tokens": rented,
         "bought_usd_per_million_tokens": bought,
         **hour.job_fields(tokens, planned.tokens_per_s, moved_bytes(planned.plan)),

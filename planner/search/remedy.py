@@ -1,6 +1,7 @@
 """Smallest changes with which a model fits."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -10,7 +11,7 @@ from penstock.planner.lower.lower import MOST_ALIKE_GROUPS, plan_ops
 from penstock.planner.model.config import published
 from penstock.planner.model.workload import build_workload
 from penstock.planner.predict.memory import Footprint, footprint, frame, short_of
-from penstock.runtime.errors import DoesNotFitError, PlanError
+from penstock.runtime.errors import DoesNotFitError, PlanError, WorkloadError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.legality import refuse_illegal
 from penstock.runtime.plan.optimizer import optimizing
@@ -24,11 +25,13 @@ from .evaluation import Evaluator
 from .greedy import Greedy
 from .micro_batch import candidates, sizes_of
 from .policies import policy_of, smallest_plans
+from .result import SearchResult
 
 # Optimizers in order of decreasing state
 _MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
 SMALLER_OPTIMIZERS = (*_MOMENTS, "adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=split24", *_BF16)
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # for frozen weights published in bf16, the largest first
+IN_FP8, IN_FP8_WORDS = {"base": "fp8-rows", "products": "fp8"}, "--base fp8-rows --compute fp8"
 MAX_CHANGES = 3
 USUAL_READ_BYTES_PER_S = 7 * GB  # of a PCIe 4 disk; it does not affect memory
 MOST_HALVINGS = 8  # of a sequence or a batch
@@ -106,7 +109,9 @@ def does_not_fit(request: Request, needs: list[Footprint]) -> DoesNotFitError:
     """
     nearest = _nearest(needs)
     every = chain(_bitwise_identical(request, nearest), _changes(request, needs))
-    fitting = islice((change for change in every if change[1].fits()), MAX_CHANGES)
+    fitting = [*islice((change for change in every if change[1].fits()), MAX_CHANGES)]
+    if (changed := in_fp8(request)) is not None:
+        fitting.append((f"{IN_FP8_WORDS} (activations in 8 bits, too: docs/fp8.md)", changed))
     changes = [_with_rate(*change) for change in fitting]
     smallest = ", or ".join(changes) or "no change that was tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
@@ -190,6 +195,26 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
             suffix = " without --compute fp8" if s.products == "fp8" else ""
             yield f"{prefix}--base {base}{suffix}" if base != "bf16" or not prefix else prefix.strip(), changed
             return
+
+
+def in_fp8(request: Request) -> Request | None:
+    """Change products with a frozen base of 8 or 16 bits to FP8. None if adapters are not trained, if the machine or the model has
+    no FP8 products, or if it does not fit."""
+    s, has_fp8 = request.semantics, request.profile.has_fp8
+    if s.train.lora is None or s.base not in ("bf16", "int8", "fp8") or s.compute_dtype != "bf16" or not has_fp8:
+        return None
+    with suppress(WorkloadError):  # no such linear layers
+        return changed if (changed := _changed(request, **IN_FP8)).fits() else None
+    return None
+
+
+def tokens_per_s_in_fp8(answer: SearchResult, profile: Profile) -> float | None:
+    """Estimate the speed of a found plan's step with FP8 products, with its sizes and without a search: that of its own policy, or
+    of a greedy one. None if the plan cannot have them, or if its policy was given."""
+    plan = answer.plan
+    changed = in_fp8(Request(plan.model, plan.semantics, profile, None, frozenset())) if answer.certificate.n_families else None
+    same = None if changed is None else replace(changed, fixed=plan.policy)
+    return max((one.tokens_per_s() for one in (changed, same) if one is not None and one.fits()), default=None)
 
 
 def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:

@@ -84,9 +84,10 @@ class Candidate:
         return 0 if self.speed is None else self.speed.moved_bytes
 
     def rank(self) -> tuple[bool, bool, float, str]:
-        """Sort key: by speed, then machines that do not fit by missing bytes, then those with plans that are too long."""
+        """Sort key: by speed, then machines that do not fit by missing bytes, then those without FP8 or with too long plans."""
         missing = {} if self.refusal is None else self.refusal.fields
-        return self.speed is None, "n_ops" in missing, sum(missing.values()) - (self.tokens_per_s or 0.0), self.machine
+        is_other = self.refusal is not None and "short_host_bytes" not in missing
+        return self.speed is None, is_other, sum(missing.values()) - (self.tokens_per_s or 0.0), self.machine
 
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
         """Convert to JSON fields, with the job of `--tokens` if given and possible."""
@@ -190,8 +191,11 @@ def candidate(
     """Search a machine, or evaluate a `fixed` policy. `free`: sizes to choose per machine; kernels are always chosen per machine.
     PlanError for illegal semantics or policy."""
     gc.collect()  # the search of the machine before has reference cycles
-    semantics = with_kernels(model, semantics, profile)
     hour, n_here = hourly(profile), semantics.ranks // profile.n_hosts
+    if semantics.products == "fp8" and not profile.has_fp8:
+        reason = f"the profile of {profile.device.name} has no FP8 products"
+        return Candidate(profile.name, hour, None, Refusal("no FP8", reason, "leave out --compute fp8", {}))
+    semantics = with_kernels(model, semantics, profile)
     sizes = sizes_of(model, semantics, profile, free)
     every = chain.from_iterable(Request(model, size, profile, fixed, free).needs() for size, _ in sizes)
     least_bytes = min((n_here * needs.host_peak_bytes for needs in every if not needs.short_device_bytes), default=None)

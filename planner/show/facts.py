@@ -15,6 +15,7 @@ from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import claimed
 from penstock.planner.search.evaluation import Evaluator
 from penstock.planner.search.greedy import resident_baseline
+from penstock.planner.search.remedy import tokens_per_s_in_fp8
 from penstock.planner.search.result import SearchResult, model_flop
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.timeline import Timeline
@@ -104,6 +105,11 @@ class Facts:
     def rests_on(self) -> tuple[Provenance, Provenance | None]:
         """Provenance of the device's seconds, and of the seconds of other lanes."""
         return provenance_of(self.plan, self.profile)
+
+    @cached_property
+    def tokens_per_s_in_fp8(self) -> float | None:
+        """Estimated speed with FP8 products; None without a search, or if the plan cannot have them."""
+        return None if self.answer is None else tokens_per_s_in_fp8(self.answer, self.profile)
 
     @cached_property
     def resident_s(self) -> float | None:

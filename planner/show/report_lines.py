@@ -13,6 +13,7 @@ from penstock.planner.predict.compute_time import BACKWARD_POINTWISE
 from penstock.planner.predict.provenance import Provenance
 from penstock.planner.predict.uncertainty import UNPROBED_P90
 from penstock.planner.search.claim import CUT, Claim, Predicted
+from penstock.planner.search.remedy import IN_FP8_WORDS
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Lane
 from penstock.runtime.plan.workload import Saved
@@ -55,6 +56,7 @@ PARTS = {
     "fill_drain_and_launch_s": "fill, drain and launch",
 }
 ENOUGH_FRACTION = 0.75  # share of the device's seconds from its own measurements; below it the report recommends a probe
+LEAST_FASTER = 1.05  # times the speed, to advise other semantics
 N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # number of bottlenecks shown, minimum gain
 MOST_LETTERS = 200  # maximum length of the schedule in the short report: two lines
 FAR = 3.0  # times the prediction; from here on not shown in percent
@@ -116,6 +118,9 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
         yield "price", "; ".join(prices)
     if (advised := resident_hint(f.resident_s, f.step_s)) is not None:
         yield "resident", advised
+    if (rate := f.tokens_per_s_in_fp8 or 0.0) > LEAST_FASTER * f.tokens_per_s:
+        gain = f"{IN_FP8_WORDS}: about {rate:,.0f} tokens/s, {rate / f.tokens_per_s:.2f} times as many"
+        yield "advice", f"{gain}; it changes results: base, activations and their gradients in 8 bits (docs/fp8.md)"
     if f.answer is not None and f.answer.clipped_step_s is not None:
         extra = f.answer.clipped_step_s / f.prediction.step_s - 1
         yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {extra:.1%} more if its gradient is clipped"

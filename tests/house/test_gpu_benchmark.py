@@ -32,6 +32,7 @@ NAMES = [stage.name for stage in STAGES]
 # Lines with figures on a CPU, too
 DECIDED = {
     ("facts", "cores"), ("kernels", "kernel"), ("kernels", "loss"), ("kernels", "head's weight gradient"), ("kernels", "unpack"),
+    ("kernels", "product in fp8"), ("kernels", "quantise"), ("kernels", "transpose"), ("kernels", "layer in fp8"),
     ("kernels", "update"), ("probe", "measured"), ("batch-64", "measured"), ("batch-64", "update alone"), ("batch-64", "profile"),
     ("lora", "measured"), ("tests-of-kernels", "measured"),
 }  # fmt: skip

@@ -39,7 +39,7 @@ def test_json_has_the_keys_of_the_contract(answered):
     answer = json.loads(answered[0].stdout)
     assert set(answer) == {
         *("semantics", "policy", "prediction", "certificate", "baselines", "next_best"),
-        *("usd_per_million_tokens", "bought_usd_per_million_tokens", "rests_on"),
+        *("usd_per_million_tokens", "bought_usd_per_million_tokens", "rests_on", "tokens_per_s_in_fp8"),
     }
     assert answer["next_best"]["step_s"] >= answer["prediction"]["step_s"]
     assert set(answer["prediction"]) == {

@@ -121,6 +121,31 @@ def test_less_state_has_a_row_where_a_larger_model_fits() -> None:
 FITS = [("a", 1, None), ("a", 2, 4), ("b", 1, None), ("b", 2, 8), ("c", 1, 3), ("c", 2, 8)]
 
 
+TRAINED_FP8 = pytest.mark.skip(reason="FP8 products with trained weights")
+
+
+@pytest.mark.parametrize("work", [("--train", "lora", "--base", "fp8-rows"), pytest.param((), marks=TRAINED_FP8)], ids=" ".join)
+def test_machines_without_fp8_are_named_and_not_planned_in_bf16(work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
+    in_fp8, machines = (*work, "--compute", "fp8"), ("--machines", "rtx3090-desktop,rtx4090-desktop", "--json")
+    planned, refused = json.loads(output_of("compare", *SMALL, *machines, *in_fp8))["machines"]
+    assert (planned["machine"], planned["fits"], refused["machine"], refused["fits"]) == (
+        "rtx4090-desktop",
+        True,
+        "rtx3090-desktop",
+        False,
+    )
+    reason = "the profile of NVIDIA GeForce RTX 3090 has no FP8 products"
+    assert (refused["reason"], refused["smallest_change"]) == (reason, "leave out --compute fp8")
+    in_bf16 = json.loads(output_of("compare", *SMALL, *machines, *work[:2]))["machines"]
+    assert planned["tokens_per_s"] not in [row["tokens_per_s"] for row in in_bf16]
+    words = ("--families", "qwen2.5", "--host-memory", "64GB", "--batch-size", "1", *in_fp8)
+    result = succeeded(penstock("fits", "rtx3090-desktop", "rtx4090-desktop", *words))
+    assert "rtx3090-desktop: has no FP8 products, and is left out" in result.stderr.splitlines()
+    assert [line.split("\t")[0] for line in result.stdout.splitlines()[1:]] == ["rtx4090-desktop"]
+    one_line(penstock("fits", "rtx3090-desktop", *words), 2, "leave out --compute fp8")
+
+
 @pytest.mark.parametrize("command", [("fits", "rtx4090"), ("compare", "qwen3-8b")], ids=lambda command: command[0])
 def test_a_page_that_cannot_be_written_is_refused_before_the_search(command, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("penstock.cli.fits_compare.swept", None)

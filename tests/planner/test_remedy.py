@@ -6,14 +6,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from penstock.hwprofiles.schema import read_profile
+from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower.lower import lower, plan_ops
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.policies import baseline, smallest_plans
 from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _bitwise_identical, _changes, _with_memory, does_not_fit, most_ops
-from penstock.runtime.plan import MAX_REPETITIONS, Policy, Semantics
+from penstock.planner.search.search import search_machine
+from penstock.planner.show.facts import Facts
+from penstock.planner.show.report_lines import short_report
+from penstock.runtime.plan import MAX_REPETITIONS, PlanFile, Policy, Semantics
 from penstock.runtime.plan.optimizer import optimizing
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.units import GB, MB, parse_bytes
@@ -186,3 +189,42 @@ def test_a_frozen_base_larger_than_the_host_goes_to_a_disk():
     assert changed.fits()
     assert not named(replace(adapters, train=Train()), profile)
     assert not named(adapters, profile.with_memory(None, 6 * GB).with_disk(7 * GB))
+
+
+def advice(answer, profile):
+    facts = Facts(PlanFile(answer.plan, answer.claim.to_json()), "the plan", answer=answer)
+    (line,) = [text for name, text in short_report(facts) if name == "advice"] or [""]
+    rate, times = re.search(r"about ([\d,]+) tokens/s, ([\d.]+) times", line).groups() if line else ("0", "0")
+    assert line.startswith("--base fp8-rows --compute fp8: about ") or not line
+    return float(rate.replace(",", "")), float(times)
+
+
+@mostly_slow("base", ["int8", "bf16", "fp8", "nf4"])
+def test_fp8_is_advised_with_the_speed_that_a_search_confirms(base):
+    """Not for a base in 4 bits, on a GPU with slow or no FP8 products, or for a given policy."""
+    model = read_model("qwen2.5-3b")
+    adapters = replace(SEMANTICS, batch_size=2, train=Train(lora=Lora()), gradient_dtype="fp32", base=base)
+    answer, profile = search_machine(model, adapters, DESKTOP, None, frozenset())
+    rate, times = advice(answer, profile)
+    assert (base == "nf4") == (rate == 0.0)
+    if base != "nf4":
+        searched = search_machine(model, replace(adapters, base="fp8-rows", products="fp8"), DESKTOP, None, frozenset())[0].claim
+        assert 0.9 * searched.prediction.tokens_per_s <= rate <= 1.001 * searched.prediction.tokens_per_s
+        assert times == pytest.approx(rate / answer.claim.prediction.tokens_per_s, abs=0.01)
+        assert times > 1.05
+    fields = DESKTOP.to_json()
+    fields["device"]["fp8_rate_fraction"] |= {"value": 0.5}
+    for machine, policy in ((read_profile("rtx3090-desktop"), None), (Profile.from_json(fields), None), (DESKTOP, Policy())):
+        assert advice(*search_machine(model, adapters, machine, policy, frozenset())) == (0.0, 0.0)
+
+
+@mostly_slow(("base", "machine"), [("bf16", "rtx4090-desktop"), ("bf16", "rtx3090-desktop"), ("nf4", "rtx4090-desktop")])
+def test_fp8_is_the_last_change_of_a_base_that_does_not_fit(base, machine):
+    model, profile = read_model("qwen3-8b"), read_profile(machine).with_memory(None, 16 * GB)
+    adapters = Semantics(4096, 16, 1, train=Train(lora=Lora()), gradient_dtype="fp32", base=base)
+    request = Request(model, adapters, profile, None, SIZES).resized()
+    changes = does_not_fit(request, [needs_with(request)]).smallest_change.split(", or ")
+    start = "--base fp8-rows --compute fp8 (activations in 8 bits, too: docs/fp8.md, about"
+    in_fp8 = [text for text in changes if text.startswith(start)]
+    assert in_fp8 == (changes[-1:] if (base, machine) == ("bf16", "rtx4090-desktop") else [])
+    assert len(changes) - len(in_fp8) <= 3
