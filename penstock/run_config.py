@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from penstock.runtime.executor import Stop
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan import PlanFile, Policy
 from penstock.runtime.units import on_one_line
-from penstock.settings import DataSettings, RunSettings, settings_of
+from penstock.settings import FLAGS, DataSettings, RunSettings, read_table, settings_of
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import UserBatches
@@ -37,11 +36,11 @@ WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
 
-_TABLES = tomllib.loads(resources.files("penstock").joinpath("other_trainers.toml").read_text("utf-8"))
+TABLES = read_table("other_trainers.toml")
 
 
 def _by_alias(table: str) -> dict[str, str]:
-    return {alias: setting for setting, names in _TABLES[table].items() for alias in names}
+    return {alias: setting for setting, names in TABLES[table].items() for alias in names}
 
 
 ALSO_KNOWN_AS = _by_alias("settings")  # other trainer's name of a setting: our name
@@ -166,7 +165,7 @@ def data_named(paths: Iterable[Any]) -> dict[str, Any]:
 
 def absent_advice(name: str) -> str | None:
     """Return the advice on another trainer's name that no setting has, or None."""
-    return next((str(words) for names, words in _TABLES["absent"].items() if re.fullmatch(names, name)), None)
+    return next((str(words) for names, words in TABLES["absent"].items() if re.fullmatch(names, name)), None)
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.75) -> str | None:
@@ -270,8 +269,7 @@ def _problem(error: ValidationError, where: str, flags: Mapping[str, Any]) -> st
         return f"{where}: {listing}"
     first = errors[0]
     name = re.split(r"\.\d+", _place(first["loc"]))[0]
-    flags_used = (field.metadata["flag"].name for key, field in settings_of() if key == name and name in flags and field.metadata)
-    flag = next(flags_used, None)
+    flag = FLAGS[name].name if name in FLAGS and name in flags else None
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     subject = flag or f"{'the command line' if name in flags else where}: {_place(first['loc']) or 'the settings'}"
     return f"{subject}: {expected[:200]}, found {reprlib.repr(first['input'])}"

@@ -13,7 +13,7 @@ from penstock.run_config import ALSO_KNOWN_AS, PLAN_KEYS, absent_advice, closest
 from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.executor import phrasing
 from penstock.runtime.units import parse_bytes
-from penstock.settings import settings_of
+from penstock.settings import FLAGS, settings_of
 
 from .options import SETTINGS, StepOptions, TrainOptions
 
@@ -46,7 +46,7 @@ def _keywords() -> dict[str, tuple[str, bool]]:
     table = {flag: (name, name in _SWITCHES) for flag, name in keywords.items()}
     arguments = {setting: name for name, setting in SETTINGS.items()}
     for setting, field in settings_of():
-        if field.metadata and (flag := field.metadata["flag"].name) not in table:
+        if setting in FLAGS and (flag := FLAGS[setting].name) not in table:
             table[flag] = arguments.get(setting, setting), field.default is False
     return table
 

@@ -32,24 +32,11 @@ from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.legality import refuse_products
 from penstock.runtime.plan.packed import Base
-from penstock.runtime.plan.policy import COMPUTES, computing, trained
+from penstock.runtime.plan.policy import computing, trained
 from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import (
-    AS_JSON,
-    BYTES,
-    COUNT,
-    HOST,
-    NO_DROPOUT,
-    PRICES,
-    TOKENS,
-    sequences_of_a_step,
-    with_batch,
-    with_host,
-    with_prices,
-    with_work,
-)
+from .options import HOST, PRICES, options, sequences_of_a_step
 from .outputs import check_page, created, json_text, note, show_table, write_drawing
 
 if TYPE_CHECKING:
@@ -57,30 +44,18 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
-COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 CHEAPEST = {"cheapest": False, "cheapest_bought": True}  # key of JSON -> bought, not rented
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
-MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
-COMPUTE = click.option("--compute", type=click.Choice(COMPUTES), help="As in penstock plan.  [default: bf16]")
 FILE = click.Path(dir_okay=False, path_type=Path)
 HTML = click.option("--html", type=FILE, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
 
 
 @click.command()
 @click.argument("machines", nargs=-1)
-@click.option("--host-memory", help="Sizes with commas between: 64GB,128GB.  [default: 32GB to 2048GB, by doubling]")
-@click.option("--families", help="Families of models with commas between: qwen3,llama.  [default: all that are shipped]")
-@click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
-@click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
-@click.option("--less-state", is_flag=True, help="Also optimizers with smaller state, in rows where a larger model fits.")
-@click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
-@with_work
-@with_host
-@MASTER
-@COMPUTE
+@options("fits")
 @HTML
-@AS_JSON
+@options("json")
 def fits(
     machines: tuple[str, ...],
     host_memory: str | None,
@@ -168,20 +143,9 @@ def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]
 
 @click.command()
 @click.argument("model")
-@click.option(
-    "--machines", default=COMMON, help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {COMMON}]"
-)
-@with_batch
-@click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
-@click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
-@with_prices
-@with_work
-@with_host
-@NO_DROPOUT
-@MASTER
-@COMPUTE
+@options("compare")
 @HTML
-@AS_JSON
+@options("json")
 def compare(
     model: str,
     machines: str,
@@ -250,7 +214,7 @@ def compare(
 
 @click.command()
 @click.argument("name", required=False)
-@AS_JSON
+@options("machines")
 def machines(name: str | None, as_json: bool) -> None:
     """List the machines that can be planned for by name, their prices, and the sources of their speeds.
 

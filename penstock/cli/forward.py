@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,28 +12,20 @@ from penstock.run_config import RunRequest, read_run
 from penstock.runtime.errors import DataError
 from penstock.runtime.executor import Stop
 from penstock.runtime.plan import PlanFile
-from penstock.runtime.plan.packed import Base
-from penstock.runtime.plan.policy import COMPUTES
 from penstock.runtime.units import on_one_line, show_bytes
 from penstock.signals import handled
 
-from .options import COUNT, PATH, RunCommand, flag_of, given_settings, together
+from .options import PATH, RunCommand, given_settings, options
 from .outputs import check_output
 from .progress import Preparing
 
 if TYPE_CHECKING:
     from penstock.chat.conversation import Answer, Conversation
 
-_FLAGS = ("data.path", "data.format", "data.columns", "data.split", "data.bad_rows", "evaluation.data", "model", "from_scratch")
-with_flags = together(*map(flag_of, (*_FLAGS, "data.images", "adapter", "packed", "tokenizer", "seed", "device", "deterministic")))
-
 
 @click.command(cls=RunCommand)
 @click.argument("plan_file", metavar="PLAN", type=PATH)
-@click.option("--config", type=PATH, help="YAML or TOML file of a run's settings; flags override it.")
-@with_flags
-@click.option("--tower", "of_images", is_flag=True, help="Write the features of images instead, for the --tower of a run.")
-@click.option("--out", "output", required=True, type=click.Path(path_type=Path), help="The file to write; with --tower a folder.")
+@options("forward")
 def forward(plan_file: Path, config: Path | None, of_images: bool, output: Path, **flags: Any) -> None:
     """Write the log-probability of each answer of --data and --eval-data under the model of PLAN, with the adapter in --adapter if
     given. If the plan's loss is distill, write its most likely tokens at each position.
@@ -57,21 +49,10 @@ def forward(plan_file: Path, config: Path | None, of_images: bool, output: Path,
 
 # -- chat -----------------------------------------------------------------------------------------------------------------
 
-_CHAT_FLAGS = ("adapter", "packed", "tokenizer", "data.chat_template", "seed", "device")
-
 
 @click.command(cls=RunCommand)
 @click.argument("model", metavar="MODEL|CHECKPOINT")
-@together(*map(flag_of, _CHAT_FLAGS))
-@click.option("--system", help="Text of a system message.")
-@click.option("--max-new-tokens", type=COUNT, default=256, show_default=True, help="Longest answer, in tokens.")
-@click.option("--context", type=COUNT, help="Longest conversation, in tokens.  [default: 4096, or the model's positions]")
-@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: the likeliest token.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the probability to draw from.")
-@click.option("--compute", type=click.Choice(COMPUTES), default="bf16", show_default=True, help="As in penstock plan.")
-@click.option(
-    "--base", type=click.Choice(get_args(Base)), default="bf16", show_default=True, help="Storage of the model's weights."
-)
+@options("chat")
 def chat(
     model: str, system: str | None, max_new_tokens: int, context: int | None, temperature: float, top_p: float, **flags: Any
 ) -> None:

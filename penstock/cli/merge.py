@@ -6,13 +6,14 @@ import click
 
 from penstock.runtime.units import on_one_line, show_bytes
 
+from .options import options
 from .progress import Preparing
 
 
 @click.command()
 @click.argument("base", type=click.Path(path_type=Path))
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The new model's folder.")
+@options("merge")
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Merge the LoRA adapter in ADAPTER into the model in BASE, and write the model to a new folder, tensor by tensor.
 

@@ -1,4 +1,4 @@
-"""Options shared by commands, and flags generated from the fields of settings and semantics.
+"""Options of commands: those of options.toml, and flags generated from the fields of settings and semantics.
 
 An absent flag is None: the file of `--config` or the default applies. Ranges are checked where the settings or semantics are
 validated.
@@ -16,10 +16,10 @@ import click
 from penstock.run_config import ALSO_KNOWN_AS, advice, data_named
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.optimizer import RULES
+from penstock.runtime.plan.packed import Base
 from penstock.runtime.plan.policy import COMPUTES
 from penstock.runtime.units import parse_bytes, parse_count
-from penstock.settings import Flag, Fraction, settings_of
+from penstock.settings import FLAGS, Flag, Fraction, read_table, settings_of
 
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
@@ -77,19 +77,12 @@ def above_0(maximum: float) -> Parsed:
     return Parsed("number", parse)
 
 
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
-BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
-
-
 def parse_rate(text: str) -> int:
     """Parse bytes per second: `12GB` or `12GB/s`. Raise PenstockError for bits and numbers without a unit."""
     size = text.strip().removesuffix("/s")
     if not re.fullmatch(r"[0-9.]+\s*(?:[kKMGT][iI]?B?|[kmgt]i?b)|[0-9]{7,}", size):
         raise PenstockError(f"{text[:40]!r} is not a rate in bytes; write for example 12GB/s (bits: divide by 8)")
     return parse_bytes(size)
-
-
-RATE = Parsed("rate", parse_rate)
 
 
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
@@ -111,102 +104,55 @@ def together(*options: Option) -> Option:
     return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
 
-with_batch = together(
-    click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]"),
-    click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len."),
-)
-# Other options that define a step
-with_work = together(
-    click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence."),
-    click.option(
-        "--clip-norm",
-        type=Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
-        default=1.0,
-        show_default=True,
-        help="Largest norm of the whole gradient.",
-    ),
-    click.option(
-        "--train",
-        metavar="WHAT",
-        help="all, lora (or lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj: names, an expression /.*_proj/, by default "
-        "all-linear; experts are a target, too, without dropout), "
-        "names:*norm.weight, layers:20-31; the rest is frozen.  [default: all]",
-    ),
-    click.option(
-        "--base",
-        type=click.Choice(["bf16", "nf4", "int8", "fp8", "mxfp4", "fp8-rows"]),
-        help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits; mxfp4: gpt-oss, as published; fp8-rows: for "
-        "--compute fp8.  [default: bf16]",
-    ),
-    click.option(
-        "--optimizer",
-        metavar="WHAT",
-        help=f"{' or '.join(RULES)}, optionally with low-bit state: adamw:moments=int8,master=split24.  [default: adamw]",
-    ),
-    click.option(
-        "--gpus",
-        type=COUNT,
-        default=1,
-        show_default=True,
-        help="GPUs of a host that share each step (compare: all of a machine, unless given). Results are bitwise identical for any "
-        "number of GPUs with the same --sum-groups.",
-    ),
-    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts, each with --gpus GPUs."),
-    click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
-)
-# The host of a rented machine, as it differs from the profile's: the arguments of `rented`
-with_host = together(
-    click.option("--host-cores", type=COUNT, help="Cores of the host; more than its profile's add nothing."),
-    click.option(
-        "--link", "link_bytes_per_s", type=RATE, help="Rate of host to GPU, each direction: 12GB/s.  [default: the profile's]"
-    ),
-    click.option(
-        "--host-bandwidth",
-        "host_bandwidth_bytes_per_s",
-        type=RATE,
-        help="Rate of host memory: 100GB/s.  [default: the profile's, with fewer --host-cores their share of it]",
-    ),
-)
-HOST = ("host_cores", "link_bytes_per_s", "host_bandwidth_bytes_per_s")
-NO_DROPOUT = click.option("--no-dropout", is_flag=True, help="Train with all dropout of the model's config.json off.")
+_TABLES = read_table("cli/options.toml")
+_SETTINGS = {name: setting for name, setting in settings_of() if name in FLAGS}
+HOST = ("host_cores", "link_bytes_per_s", "host_bandwidth_bytes_per_s")  # parameters of the group `host`
 PRICES = ("usd_per_hour", "usd", "usd_per_kwh")
-with_prices = together(
-    click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M."),
-    click.option("--usd-per-hour", type=above_0(9_999_999), help="Rent of the machine.  [default: the profile's]"),
-    click.option("--usd", type=above_0(9_999_999), help="Price of the whole machine, bought.  [default: the profile's]"),
-    click.option("--usd-per-kwh", type=above_0(9_999_999), help="Price of power.  [default: 0.15]"),
-)
-
-# -- generated from fields --------------------------------------------------------------------------------------------------
-
-_SETTINGS = {name: setting for name, setting in settings_of() if "flag" in setting.metadata}
-_SEMANTICS = {
-    "micro_batch": Flag("--micro-batch", "Sequences computed at a time; the last may be fewer.", "the fastest"),
-    "on_nonfinite": Flag("--on-nonfinite", "When a gradient is not finite."),
-    "master_dtype": Flag("--master", "Dtype of the master weights."),
-    "compute_dtype": Flag("--compute", "Compute dtype (matmuls); fp8: of products with frozen weights, all else in bf16."),
-    "gradient_dtype": Flag("--gradient-dtype", "Dtype of gradients.", "bf16; adapters: fp32"),
-    "attention": Flag("--attention", "Attention implementation.", "the best that the model supports"),
-    "loss_tile_tokens": Flag(
-        "--loss-tile-tokens", "Tokens per tile of logits.", "4096 with fused kernels, else 1024; fewer if memory is short"
-    ),
-    "mlp_tile_tokens": Flag("--mlp-tile-tokens", "Tokens per tile of an MLP.", "all; fewer if memory is short"),
-    "router_loss": Flag("--router-loss", "Weight of the loss of routers, as a config's router_aux_loss_coef.", "none"),
-    "sum_groups": Flag(
-        "--sum-groups",
-        "Tree-reduce gradients in this many groups. Results are identical on 1, 2, 4, ... up to that many GPUs.",
-        "1; with several GPUs 8, or fewer that divide the batch",
-    ),
+TYPES: dict[str, Any] = {
+    "base": click.Choice(get_args(Base)),
+    "bytes": Parsed("size", parse_bytes),
+    "compute": click.Choice(COMPUTES),
+    "count": COUNT,
+    "file": click.Path(dir_okay=False, path_type=Path),
+    "gbit": above_0(99_999),
+    "length": click.IntRange(2),
+    "natural": click.IntRange(0),
+    "norm": Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
+    "path": PATH,
+    "price": above_0(9_999_999),
+    "rate": Parsed("rate", parse_rate),
+    "share": click.FloatRange(0, 1),
+    "slowdown": above_0(1e6),
+    "temperature": click.FloatRange(0, 100),
+    "tokens": Parsed("count", parse_count),
+    "top-p": click.FloatRange(0, 1, min_open=True),
 }
 
 
 class RunCommand(Command):
     """Command that accepts other trainers' names of settings."""
 
-    also = {alias: _SETTINGS[name].metadata["flag"].name for alias, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
+    also = {alias: FLAGS[name].name for alias, name in ALSO_KNOWN_AS.items() if name in FLAGS}
 
 
-def option(flag: Flag, param: str, field: Field[Any]) -> Option:
+def options(name: str) -> Option:
+    """Return a decorator with the options of a command, or of a group of options, in options.toml."""
+    if name == "settings":
+        return together(*map(options, _SETTINGS))
+    if name in _SETTINGS:
+        return _flag(FLAGS[name], name.replace(".", "__"), _SETTINGS[name])
+    if name == "semantics":
+        flags = {name: Flag(**flag) for name, flag in _TABLES[name].items()}
+        return together(*(_flag(flags[f.name], f.name, f) for f in fields(Semantics) if f.name in flags))
+    return together(*(options(key) if value is True else _option(key, **value) for key, value in _TABLES[name].items()))
+
+
+def _option(declaration: str, type: str | list[str] | None = None, **arguments: Any) -> Option:
+    kind = click.Choice(type) if isinstance(type, list) else TYPES[type] if type is not None else None
+    return click.option(*declaration.split(), type=kind, **{"show_default": "default" in arguments} | arguments)
+
+
+def _flag(flag: Flag, param: str, field: Field[Any]) -> Option:
     if field.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
     shown = field.default if flag.default is None else flag.default
@@ -231,15 +177,6 @@ def _share(text: str) -> float:
     if number.replace(".", "", 1).isdecimal() and (is_percent or float(number) < 1):
         return float(number) / (100 if is_percent else 1)
     raise ValueError(f"{text[:40]!r} is no share of the rows; write 1% or 0.01")
-
-
-def flag_of(name: str) -> Option:
-    """Return the flag of a setting, for example `optimizer.lr`."""
-    return option(_SETTINGS[name].metadata["flag"], name.replace(".", "__"), _SETTINGS[name])
-
-
-setting_flags = together(*map(flag_of, _SETTINGS))
-semantics_flags = together(*(option(_SEMANTICS[f.name], f.name, f) for f in fields(Semantics) if f.name in _SEMANTICS))
 
 
 def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:

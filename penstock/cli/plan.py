@@ -23,27 +23,13 @@ from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.plan.workload import ITEM_BYTES, Model
 from penstock.runtime.units import in_shell, on_one_line, show_bytes, show_seconds
 
-from .options import (
-    AS_JSON,
-    BYTES,
-    NO_DROPOUT,
-    PRICES,
-    RATE,
-    Command,
-    semantics_flags,
-    sequences_of_a_step,
-    with_batch,
-    with_host,
-    with_prices,
-    with_work,
-)
+from .options import PRICES, Command, options, sequences_of_a_step
 from .outputs import beyond_positions, check_output, note
 
 if TYPE_CHECKING:
     from penstock.planner.model.vision import VisionTower
 
 IMAGE_SIZE = "1024x768"  # without --image-size
-BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload", "llmq")
 
 
 class _Plan(Command):
@@ -59,64 +45,7 @@ class _Plan(Command):
 
 @click.command(cls=_Plan)
 @click.argument("model")
-@click.option("--machine", required=True, help="A shipped machine, named below, or the file of one (penstock probe -o).")
-@with_batch
-@with_work
-@click.option(
-    "--host-memory", "host_memory_bytes", type=BYTES, help="Host memory to use, for example 1.5TB.  [default: the profile's]"
-)
-@click.option(
-    "--device-memory", "device_memory_bytes", type=BYTES, help="Device memory to use, for example 24GB.  [default: the profile's]"
-)
-@with_host
-@click.option(
-    "--disk-read",
-    "disk_read_bytes_per_s",
-    type=RATE,
-    help="Read rate in bytes per second, for example 7GB, of a disk for frozen layers that do not fit in host memory.  "
-    "[default: the profile's]",
-)
-@click.option(
-    "--policy",
-    default="search",
-    show_default=True,
-    metavar="search|NAME|FILE",
-    help=f"The schedule: the fastest found; that of another system ({', '.join(BASELINE_NAMES)}) under these semantics; or that "
-    "of a plan or JSON file.",
-)
-@semantics_flags
-@click.option(
-    "--kernels",
-    type=click.Choice(["eager", "fused"]),
-    help="Norm, loss, activation and attention kernels: as transformers has them, or fused.  [default: the machine's fastest]",
-)
-@click.option(
-    "--loss",
-    metavar="NAME|FILE.py:FUNCTION",
-    help="Loss: cross-entropy, label-smoothing:0.1, z-loss:1e-4; for pairs dpo:beta=0.1, ipo, hinge, robust, orpo, simpo; for "
-    "single answers kto; for rollouts grpo, dapo, dr-grpo; or a function of your own, which is executed.  "
-    "[default: cross-entropy]",
-)
-@NO_DROPOUT
-@click.option("--deterministic", is_flag=True, help="Attention with gradients summed in a fixed order, which is slower.")
-@click.option(
-    "--clipped-steps",
-    "clipped_fraction",
-    type=click.FloatRange(0, 1),
-    help="Known share of steps with a clipped gradient: blocks may then be updated before the norm is known.",
-)
-@click.option(
-    "--measured",
-    metavar="RUN",
-    type=click.Path(path_type=Path),
-    help="The --out folder of a run of this model on this machine: op times are scaled by its measured over predicted times.",
-)
-@click.option("--images", "n_images", type=click.IntRange(1), help="Number of images of the data, for the pass of a vision tower.")
-@click.option("--image-size", metavar="WxH", help="Width and height of an image of --images in pixels.  [default: 1024x768]")
-@with_prices
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
-@AS_JSON
-@click.option("-v", "--verbose", is_flag=True, help="Print sources of the numbers, time and memory in parts, other systems.")
+@options("plan")
 def plan(
     model: str,
     machine: str,

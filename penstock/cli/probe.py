@@ -16,27 +16,13 @@ from penstock.hwprofiles.quantity import Share
 from penstock.hwprofiles.schema import Profile
 from penstock.runtime.units import in_shell, show_bytes, show_rate, show_seconds
 
-from .options import BYTES, PATH
+from .options import options
 from .outputs import check_output, json_text, write_output
 from .progress import Preparing
 
 
 @click.command("probe")
-@click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Device to measure. [auto: cuda, if available]"
-)
-@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, or a minute for a GPU.")
-@click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device.")
-@click.option(
-    "--host-memory",
-    type=BYTES,
-    help="Host memory for a run, for example 118GB: for a virtual machine with memory that grows when it is used. "
-    "[default: the system's available memory]",
-)
-@click.option(
-    "--disk", type=PATH, metavar="FOLDER", help="Also measure the disk of this folder: frozen weights may be read from it."
-)
-@click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
+@options("probe")
 def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Path | None, output: Path | None) -> None:
     """Measure this machine: about 90 seconds, or four minutes for a GPU, which runs each product until its clock is steady.
 

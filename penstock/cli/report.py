@@ -13,6 +13,7 @@ from penstock.runtime.errors import PlanError, WrongPlanError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import in_shell, on_one_line
 
+from .options import options
 from .outputs import PAGES, created, write_drawing
 
 TRACES = (".json",)
@@ -20,7 +21,7 @@ TRACES = (".json",)
 
 @click.command(short_help="Prove that a plan is right and that its claim is true, or name the error.")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--search", is_flag=True, help="Repeat the search too, to check the bound over all policies.")
+@options("check")
 def check(plan_file: Path, search: bool) -> None:
     """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine. Prove its claim: its
     blocks are the model's, and its memory, times and bounds follow from the profile.
@@ -41,13 +42,7 @@ def check(plan_file: Path, search: bool) -> None:
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="FILE.html: a page for any browser. FILE.json: a trace for ui.perfetto.dev or chrome://tracing.",
-)
+@options("report")
 def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     """Draw PLAN as predicted and, given the --out folder of a run, as measured.
 

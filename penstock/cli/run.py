@@ -16,7 +16,7 @@ from penstock.runtime.units import in_shell
 from penstock.settings import RunSettings
 from penstock.signals import handled
 
-from .options import PATH, RunCommand, above_0, given_settings, setting_flags
+from .options import PATH, RunCommand, given_settings, options
 from .progress import Preparing, Progress, overview, show_outcome, show_overview
 
 if TYPE_CHECKING:
@@ -34,14 +34,8 @@ def _refuse_to_recalibrate(ctx: click.Context, parameter: click.Parameter, path:
 
 @click.command("run", cls=RunCommand)
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
-@click.option("--config", type=PATH, help="YAML or TOML file of settings; flags override it.")
-@setting_flags
-@click.option("--resume", is_flag=True, help="Resume from the last checkpoint in --out.")
-@click.option("--resume-from", metavar="CHECKPOINT", help="Resume from this one, as checkpoint-20.")
+@options("run")
 @click.option("--recalibrate", type=PATH, metavar="FILE.json", hidden=True, expose_value=False, callback=_refuse_to_recalibrate)
-@click.option(
-    "--time-scale", type=above_0(1e6), help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
-)
 @click.pass_context
 def run(
     ctx: click.Context,

@@ -2,17 +2,15 @@
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from importlib import resources
 from typing import Any
 
+from penstock.run_config import TABLES
 from penstock.runtime.errors import PlanError
 from penstock.runtime.units import on_one_line
 
-TABLE = tomllib.loads(resources.files("penstock").joinpath("other_trainers.toml").read_text("utf-8"))
-FIELDS: dict[str, dict[str, str]] = TABLE["training_arguments"]
+FIELDS: dict[str, dict[str, str]] = TABLES["training_arguments"]
 NEWER = "this version of Penstock does not know the field; leave it out"
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 SCHEDULES |= {"cosine_with_min_lr": "cosine", "warmup_stable_decay": "warmup-stable-decay"}

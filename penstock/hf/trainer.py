@@ -20,7 +20,7 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.workload import read_model
 from penstock.ranks import is_follower, joined, n_started
 from penstock.results import Planned
-from penstock.run_config import PLAN_FILE, RunRequest, read_run
+from penstock.run_config import PLAN_FILE, TABLES, RunRequest, read_run
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.objective import parse_objective
@@ -33,7 +33,7 @@ from penstock.training.run_folder import write_settings
 from penstock.training.session import open_session
 from penstock.training.validation import held_out_loss
 
-from .arguments import TABLE, Job, adapter_of, entry_of, is_kind, read_arguments, schedule_of
+from .arguments import Job, adapter_of, entry_of, is_kind, read_arguments, schedule_of
 from .loop import STATE_OF_TRAINER, Loop, evaluated
 from .rows import Row, collated, is_stream, row_errors, rows_of, write_rows
 from .start import leave_group, profile_of, router_loss_of, start_of, tokenizer_of
@@ -121,7 +121,8 @@ class Trainer:
         args, start = self.args, self._start
         job = read_arguments(args, n_started())
         for name in [name for name, value in unsupported.items() if value not in UNSET]:
-            job.refuse(name, unsupported[name], entry_of(name, TABLE["trainer_arguments"]) or "no such argument here; leave it out")
+            advice = entry_of(name, TABLES["trainer_arguments"]) or "no such argument here; leave it out"
+            job.refuse(name, unsupported[name], advice)
         config = read_model(start.folder).config
         self._n_ids = text_of(config).get("vocab_size")
         if start.lora is not None or peft_config is not None:
