@@ -166,12 +166,13 @@ def _at_most(data: Iterable[Any], name: str) -> list[Any]:
     return items
 
 
-def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = ()) -> Path:
-    """Write rows as a JSONL in the user's cache, named by its content, and return its path. Images become `data:` URLs. Columns
-    that are not read are left out if they are no JSON. DataError for a row that is none, or a cache that cannot be written."""
+def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = (), path: Path | None = None) -> Path:
+    """Write rows as a JSONL, to `path` or in the user's cache under a name by its content, and return its path. Images become
+    `data:` URLs. Columns that are not read are left out if they are no JSON. DataError for a row that is none, or a file that
+    cannot be written."""
     partial, digest = None, hashlib.sha256()
     try:
-        folder = cache_folder() / ROWS_FOLDER
+        folder = cache_folder() / ROWS_FOLDER if path is None else path.parent
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
             partial = Path(file.name)
@@ -179,11 +180,12 @@ def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = ())
                 line = _json(row, columns, n)
                 file.write(line)
                 digest.update(line)
-        path = folder / f"{digest.hexdigest()[:32]}.jsonl"
+        path = path or folder / f"{digest.hexdigest()[:32]}.jsonl"
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        reason = getattr(error, "strerror", None) or str(error)[:80]
-        raise DataError(f"rows cannot be kept in the cache ({reason}); make room, or name a folder in PENSTOCK_CACHE") from None
+        reason, place = getattr(error, "strerror", None) or str(error)[:80], "in the cache" if path is None else f"as {path}"
+        how = "make room, or name " + ("a folder in PENSTOCK_CACHE" if path is None else "another output_dir")
+        raise DataError(f"rows cannot be kept {place} ({reason}); {how}") from None
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)

@@ -1,11 +1,9 @@
-"""Rows of a script's data set: tokenised as TRL does, ordered like its rollouts, written to a file for a run."""
+"""Rows of a script's data set: tokenised as TRL does, ordered like its rollouts."""
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,26 +19,6 @@ from .arguments import Job
 Row = dict[str, Any]
 SFT_LENGTH = 1024  # default of SFTConfig, into which TRL converts TrainingArguments
 MESSAGES = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as JSON lines, whole or not at all, without columns that are None. DataError for a value that JSON lacks, or for
-    no rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    n_rows = 0
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            for n_rows, row in enumerate(rows, start=1):
-                present = {name: value for name, value in row.items() if value is not None}
-                with row_errors(n_rows - 1, row):
-                    file.write(json.dumps(present, ensure_ascii=False) + "\n")
-        if not n_rows:
-            raise DataError(f"{path.stem}_dataset: no rows with a token to learn; give rows")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
 
 
 def row_errors(number: int, row: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
 
 from penstock import api
+from penstock.arguments.objects import write_rows
 from penstock.checkpoint.checkpoint import STATE_FILE, latest
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
@@ -35,7 +36,7 @@ from penstock.training.validation import held_out_loss
 
 from .arguments import Job, adapter_of, entry_of, is_kind, read_arguments, schedule_of
 from .loop import STATE_OF_TRAINER, Loop, evaluated
-from .rows import Row, collated, is_stream, row_errors, rows_of, write_rows
+from .rows import Row, collated, is_stream, row_errors, rows_of
 from .start import leave_group, profile_of, router_loss_of, start_of, tokenizer_of
 
 LENGTH_STEP = 64  # sequences of a plan are a multiple, for kernels, unless max_length is shorter
@@ -81,12 +82,13 @@ class Trainer:
         if self._start.saved is not None:
             self.processing_class.save_pretrained(self._start.saved.name)
         self._describe(job)
-        if args.label_smoothing_factor and not str(job.plan["loss"]).startswith("label-smoothing"):
-            job.refuse("label_smoothing_factor", args.label_smoothing_factor, "leave it out: the loss of this trainer has none")
-        if not isinstance(callbacks, list | tuple | None):
-            job.refuse("callbacks", callbacks, "give a list of TrainerCallback")
-        if not isinstance(penstock_plan, Planned | PlanFile | str | Path | None):
-            job.refuse("penstock_plan", type(penstock_plan).__name__, "give what penstock.plan returns, or a plan's file")
+        is_smoothed = str(job.plan["loss"]).startswith("label-smoothing")
+        job.refuse_if(args.label_smoothing_factor and not is_smoothed, "label_smoothing_factor", args.label_smoothing_factor)
+        job.refuse_if(not isinstance(callbacks, list | tuple | None), "callbacks", callbacks)
+        is_plan = isinstance(penstock_plan, Planned | PlanFile | str | Path | None)
+        job.refuse_if(not is_plan, "penstock_plan", type(penstock_plan).__name__)
+        is_collated = data_collator is None or type(self)._prepared is Trainer._prepared
+        job.refuse_if(not is_collated, "data_collator", type(data_collator).__name__)
         job.raise_problems()
         self._job, out = job, Path(args.output_dir)
         self._longest = 0
@@ -127,12 +129,10 @@ class Trainer:
         self._n_ids = text_of(config).get("vocab_size")
         if start.lora is not None or peft_config is not None:
             job.plan["train"] = adapter_of(peft_config or start.lora, config.get("model_type", ""), job)
-        if start.lora is not None and peft_config is not None:
-            job.refuse("peft_config", type(peft_config).__name__, "leave it out: the model has an adapter, which is continued")
+        job.refuse_if(start.lora is not None and peft_config is not None, "peft_config", type(peft_config).__name__)
         if getattr(args, "router_aux_loss_coef", 0.0) is None:
             job.plan["router_loss"] = router_loss_of(config)
-        if args.eval_strategy != "no" and self.eval_dataset is None:
-            job.refuse("eval_strategy", str(args.eval_strategy), "eval_dataset is missing; give one")
+        job.refuse_if(args.eval_strategy != "no" and self.eval_dataset is None, "eval_strategy", str(args.eval_strategy))
         return job
 
     def _describe(self, job: Job) -> None:
@@ -153,13 +153,18 @@ class Trainer:
         return len(row["input_ids"])
 
     def _written(self, out: Path, name: str, rows: Iterator[Row]) -> Path:
+        """Write rows without columns that are None, and note the longest. DataError for no rows."""
+
         def measured() -> Iterator[Row]:
+            number = -1
             for number, row in enumerate(rows):
                 with row_errors(number, row):
                     self._longest = max(self._longest, self._n_tokens(row))
-                yield row
+                yield {column: value for column, value in row.items() if value is not None}
+            if number < 0:
+                raise DataError(f"{name}_dataset: no rows with a token to learn; give rows")
 
-        return write_rows(out / "rows" / f"{name}.jsonl", measured())
+        return write_rows(measured(), path=out / "rows" / f"{name}.jsonl")
 
     def _planned(self, plan: Any, machine: Any) -> PlanFile:
         """Return the given plan if it is one of these arguments, or search one and print it."""
