@@ -133,7 +133,7 @@ def plan(
     described = without_dropout(read_model(str(model))) if no_dropout else read_model(str(model))
     fields = {name: value for name, value in semantics.items() if value is not None}
     fields |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}
-    step = _semantics(fields, described, profile, kernels, deterministic)
+    step = semantics_of(fields, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
         step = shared_step(step, gpus * hosts, "sum_groups" in fields)
     if measured is not None:
@@ -147,7 +147,7 @@ def _profile(machine: str | Path | Profile) -> Profile:
     return machine if isinstance(machine, Profile) else read_profile(str(machine))
 
 
-def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
+def semantics_of(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
     """Return the semantics of a step, with defaults and kernels for the model and the machine."""
     from penstock.planner.search.tuning import LOSS_TILE
 
@@ -156,12 +156,8 @@ def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: 
     if raw.get("compute_dtype") == "fp8":  # products alone; all else is computed in bf16
         raw = {**raw, **computing("fp8")}
     objective = raw["objective"]
-    fields = {
-        "micro_batch": objective.rows_each,
-        "loss_tile_tokens": LOSS_TILE["eager"],
-        "attention": supported_attention(model)[0],
-        **raw,
-    }
+    defaults = {"loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0]}
+    fields = {"micro_batch": objective.rows_each, **defaults, **raw}
     fields |= training(raw.get("train"), raw.get("base"), raw.get("gradient_dtype"))
     fields |= optimizing(raw.get("optimizer"), raw.get("master_dtype"))
     del fields["objective"]

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
 CHEAPEST = {"cheapest": False, "cheapest_bought": True}  # key of JSON -> bought, not rented
-FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
+FIT_TITLES = ("optimizer", "gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 HTML = click.option("--html", type=FILE, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
@@ -72,9 +72,8 @@ def fits(
 ) -> None:
     """List the largest model of each family that host memory of 32 to 2048 GB can train, and its approximate speed.
 
-    MACHINES are shipped machines, profile files, or GPUs: rtx4090 is each shipped machine with a name that begins so. A size of
-    memory is planned on the machine with the nearest memory; soldered memory does not change. Default: rtx3090, rtx4090, rtx5090
-    and h100-sxm.
+    MACHINES are shipped machines, profile files, or GPUs: rtx4090 is each shipped machine with a name that begins so. A size is
+    planned on the machine with the nearest memory; soldered memory does not change. Default: rtx3090, rtx4090, rtx5090, h100-sxm.
     """
     from penstock.planner.search.remedy import SMALLER_OPTIMIZERS
     from penstock.planner.show import fits as planned
@@ -89,24 +88,22 @@ def fits(
     if wrong := [name for name in names or () if name not in planned.known()]:
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; choose from {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
-    remarks: list[str] = []
-    for (name, profiles), n_bytes in product(groups.items(), sizes):
-        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
-            remarks.append(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")
+    remarks = [
+        f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out"
+        for (name, profiles), n_bytes in product(groups.items(), sizes)
+        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles)
+    ]
     click.echo("\n".join(remarks), err=True, nl=bool(remarks))
-    variants = [semantics]
-    if less_state:
-        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in SMALLER_OPTIMIZERS)
-        variants += [variant for variant in leaner if variant.state_bytes < semantics.state_bytes]
+    smaller = [work | {"optimizer": name, "master": None} for name in SMALLER_OPTIMIZERS if less_state]
+    leaner = (_part(gpus * hosts, micro_batch=1, **options) for options in smaller)
+    variants = [semantics, *(variant for variant in leaner if variant.state_bytes < semantics.state_bytes)]
     # Machines of a family in sequence, because they share the blocks of its models
     families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
     tasks = [(*group, *family, variant, sizes, search, hosts) for family, group in families_of_gpus for variant in variants]
-    at_once = len(groups) * len(variants)
-    estimates, step = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.all_ranks
+    estimates = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once=len(groups) * len(variants)))
     results = iter(_larger(estimates) if less_state else estimates)
-    optimizer = ["optimizer"] if less_state else []
-    titles = (*optimizer, *FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
-    row = partial(_row, tokens=tokens, has_optimizer=less_state)
+    titles = (*FIT_TITLES[not less_state : -1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
+    step, row = semantics.all_ranks, partial(_row, tokens=tokens, has_optimizer=less_state)
     known = [] if html is None else [*results]  # without a page, a row is printed as soon as it is known
     if as_json:
         rows = [fit.to_json(tokens) for fit in chain(known, results)]
@@ -179,12 +176,11 @@ def compare(
     tasks, remarks = [], list[str]()
     for machine in _compared(machines, None if has_all else gpus):
         profile = rented(machine.with_prices(**prices), *host)
+        n_bytes = host_memory
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
-            limit = show_bytes(profile.most_host_bytes or 0)
-            remarks.append(f"{profile.name}: has at most {limit} of memory, and is planned with that")
-            profile = profile.with_memory(None, profile.most_host_bytes)
-        else:
-            profile = profile.with_memory(None, host_memory)
+            n_bytes = profile.most_host_bytes
+            remarks.append(f"{profile.name}: has at most {show_bytes(n_bytes or 0)} of memory, and is planned with that")
+        profile = profile.with_memory(None, n_bytes)
         fields = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
         n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
@@ -194,8 +190,6 @@ def compare(
         semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
     click.echo("\n".join(remarks), err=True, nl=bool(remarks))
-    if not tasks:
-        raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
     names = {key: (least := cheapest(ranked, bought)) and least[1] for key, bought in CHEAPEST.items()}
@@ -261,6 +255,8 @@ def _compared(names: str, n_gpus: int | None) -> list[Profile]:
         profile_names = [p.name for p in distinct]
         if (twice := next((name for i, name in enumerate(profile_names) if name in profile_names[:i]), None)) is not None:
             raise click.UsageError(f"--machines: two different profiles have the name {twice!r}; change `name` in one of the files")
+        if not distinct:
+            raise click.UsageError(f"--machines {names!r} names none; write for example gh200,h100-sxm")
         return distinct
     return [p for p in _profiles() if n_gpus is None or (p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1))]
 

@@ -85,6 +85,14 @@ def parse_rate(text: str) -> int:
     return parse_bytes(size)
 
 
+def parse_pixels(text: str) -> tuple[int, int]:
+    """Parse width and height: `1024x768`. ValueError for another text."""
+    edges = [int(edge) if edge.isdecimal() else 0 for edge in text.lower().split("x")]
+    if len(edges) != 2 or not all(0 < edge < 2**16 for edge in edges):
+        raise ValueError(f"{text[:40]!r}: no width and height; write it as 1024x768")
+    return edges[0], edges[1]
+
+
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
     """Return the sequences per step, given directly or as tokens."""
     if tokens_per_step is None:
@@ -119,6 +127,7 @@ TYPES: dict[str, Any] = {
     "natural": click.IntRange(0),
     "norm": Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
     "path": PATH,
+    "pixels": Parsed("WxH", parse_pixels),
     "price": above_0(9_999_999),
     "rate": Parsed("rate", parse_rate),
     "share": click.FloatRange(0, 1),

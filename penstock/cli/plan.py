@@ -20,7 +20,8 @@ from penstock.planner.model.workload import read_model
 from penstock.results import Planned
 from penstock.run_config import PLAN_FLAGS
 from penstock.runtime.errors import DoesNotFitError
-from penstock.runtime.plan.workload import ITEM_BYTES, Model
+from penstock.runtime.plan import Plan
+from penstock.runtime.plan.workload import ITEM_BYTES
 from penstock.runtime.units import in_shell, on_one_line, show_bytes, show_seconds
 
 from .options import PRICES, Command, options, sequences_of_a_step
@@ -29,7 +30,7 @@ from .outputs import beyond_positions, check_output, note
 if TYPE_CHECKING:
     from penstock.planner.model.vision import VisionTower
 
-IMAGE_SIZE = "1024x768"  # without --image-size
+IMAGE_SIZE = 1024, 768  # without --image-size
 
 
 class _Plan(Command):
@@ -58,7 +59,7 @@ def plan(
     as_json: bool,
     verbose: bool,
     n_images: int | None,
-    image_size: str | None,
+    image_size: tuple[int, int] | None,
     **options: Any,
 ) -> None:
     """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
@@ -105,20 +106,19 @@ def plan(
     for text in filter(None, notes):
         note(text)
     if output is not None:
-        written = in_shell(output)
-        disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
-        run = f"penstock run {written} --data FOLDER{disk}{_run_flags(planned.plan.model)}"
-        click.echo(f"wrote {on_one_line(str(output))}; next: penstock check {written}, then {run}", err=True)
+        click.echo(f"wrote {on_one_line(str(output))}; next: {_next_commands(planned.plan, in_shell(output))}", err=True)
 
 
-def _run_flags(model: Model) -> str:
-    """Return the further flags of `run` for a model folder without weights or tokenizer."""
+def _next_commands(plan: Plan, written: str) -> str:
+    """Return the commands to check and run a plan, with flags for a model folder without weights or tokenizer."""
+    disk, model = " --disk FOLDER" if plan.policy.disk_blocks else "", plan.model
+    commands = f"penstock check {written}, then penstock run {written} --data FOLDER{disk}"
     if (repository := hub_name(model.name)) is not None and model.path is None:
-        return f" --model {repository.partition('/')[2]}{download(model)}"
+        return f"{commands} --model {repository.partition('/')[2]}{download(model)}"
     folder = Path(model.path) if model.path is not None else None
     has_weights = folder is not None and any(True for pattern in WEIGHT_PATTERNS for _ in folder.glob(pattern))
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
-    return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
+    return commands + ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
 
 
 def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
@@ -141,31 +141,28 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     }
 
 
-def _tower_for(model: str, n_images: int | None, image_size: str | None, seq_len: int) -> "VisionTower | None":
-    """Return the vision tower for --images, or None without. UsageError for a wrong size, or an image that fills a sequence."""
+def _tower_for(model: str, n_images: int | None, image_size: tuple[int, int] | None, seq_len: int) -> "VisionTower | None":
+    """Return the vision tower for --images, or None without. UsageError for an image that fills a sequence."""
     from penstock.planner.model.vision import vision_tower
 
     if n_images is None:
         if image_size is not None:
             raise click.UsageError("--image-size does nothing without --images; add it, or leave out --image-size")
         return None
-    image_size = image_size or IMAGE_SIZE
-    edges = image_size.lower().split("x")
-    if len(edges) != 2 or not all(edge.isdecimal() and 0 < int(edge) < 2**16 for edge in edges):
-        raise click.UsageError(f"--image-size {image_size[:40]}: no width and height; write it as 1024x768")
-    tower = vision_tower(read_model(model).config, *map(int, edges))
+    width, height = image_size or IMAGE_SIZE
+    tower = vision_tower(read_model(model).config, width, height)
     if tower.n_tokens >= seq_len:
-        problem = f"--image-size {image_size}: {tower.n_tokens:,} tokens an image, and a sequence holds {seq_len:,}"
+        problem = f"--image-size {width}x{height}: {tower.n_tokens:,} tokens an image, and a sequence holds {seq_len:,}"
         raise click.UsageError(f"{problem}; give smaller images, or a longer --seq-len")
     return tower
 
 
-def _image_fields(planned: Planned, tower: "VisionTower", n_images: int, image_size: str) -> dict[str, Any]:
+def _image_fields(planned: Planned, tower: "VisionTower", n_images: int, image_size: tuple[int, int]) -> dict[str, Any]:
     """Return the fields of `images` in `--json`."""
     from penstock.planner.predict.cost import CostModel
     from penstock.planner.predict.forward_pass import tower_s
 
-    (width, height), dtype = map(int, image_size.lower().split("x")), planned.plan.semantics.compute_dtype
+    (width, height), dtype = image_size, planned.plan.semantics.compute_dtype
     seconds = tower_s(tower, dtype, CostModel(planned.profile))
     return {
         **{"n": n_images, "width": width, "height": height, "tokens_each": tower.n_tokens, "flop_each": tower.flop},

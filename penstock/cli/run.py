@@ -26,16 +26,9 @@ if TYPE_CHECKING:
 STATES = "checkpoint-*/trainer_state.json"
 
 
-def _refuse_to_recalibrate(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    if path is not None:
-        instead = f"plan with --measured RUN, or measure the machine with penstock probe -o {in_shell(path)}"
-        raise click.UsageError(f"--recalibrate is no longer available: rates fitted to one run predicted others worse; {instead}")
-
-
 @click.command("run", cls=RunCommand)
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
 @options("run")
-@click.option("--recalibrate", type=PATH, metavar="FILE.json", hidden=True, expose_value=False, callback=_refuse_to_recalibrate)
 @click.pass_context
 def run(
     ctx: click.Context,

@@ -16,6 +16,7 @@ from transformers.trainer_utils import TrainOutput
 from penstock import api
 from penstock.arguments.objects import write_rows
 from penstock.checkpoint.checkpoint import STATE_FILE, latest
+from penstock.data.data import read_data
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.workload import read_model
@@ -28,7 +29,7 @@ from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import text_of
 from penstock.training import trainer as runs
-from penstock.training.inputs import data_of
+from penstock.training.inputs import data_request
 from penstock.training.references import FILE_NAME
 from penstock.training.run_folder import write_settings
 from penstock.training.session import open_session
@@ -216,7 +217,7 @@ class Trainer:
         return max_steps if max_steps > 0 else math.ceil(self.args.num_train_epochs * n_each)
 
     def _steps_per_epoch(self, settings: dict[str, Any]) -> float:
-        data = data_of(read_run(None, settings), self.plan.plan, Path(self._start.folder))
+        data = read_data(data_request(read_run(None, settings), self.plan.plan, Path(self._start.folder)))
         assert isinstance(data, MapStyleData)
         return data.n_steps if data.by_epoch else data.n_sequences / data.samples_per_step
 

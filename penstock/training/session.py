@@ -13,6 +13,7 @@ from penstock.checkpoint.checkpoint import State, refuse_another
 from penstock.checkpoint.model_files import note_on_zeros
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.checkpoint.saver import StateReader
+from penstock.data.data import read_data
 from penstock.data.formats import required_format
 from penstock.data.sampling import MapStyleData
 from penstock.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
@@ -42,7 +43,16 @@ from penstock.user_loss import planned_loss
 from . import monitors
 from .build import build
 from .device import device_of, release_memory, select_kernels
-from .inputs import RunInputs, attach_stored, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
+from .inputs import (
+    RunInputs,
+    attach_stored,
+    data_request,
+    file_on_disk,
+    prompts_of,
+    read_inputs,
+    with_defaults,
+    with_ends_of_answers,
+)
 from .rank0 import Leader, begin, wait_for_others
 from .references import adapter_digest, attach_initial_reference, in_words, with_reference, write_reference
 from .run_folder import run_folder, state_to_resume, with_replanned
@@ -267,7 +277,7 @@ def _emulated(request: RunRequest) -> Session:
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     request.report("reading the data")
     request = replace(request, settings=replace(settings, tokenizer="bytes", adapter=None))
-    data = data_of(request.settings, small, None, report=request.report, rows=request.rows)
+    data = read_data(data_request(request.settings, small, None, rows=request.rows), request.report)
     disk = file_on_disk(settings, small, f"random, by seed {settings.seed}, of a stand-in")
     inputs = with_reference(RunInputs(request, small, "cpu", data, disk=disk))
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
