@@ -135,8 +135,7 @@ class Replanning:
         return self._found is not None
 
     def following(self, fits: Callable[[Plan], None]) -> RunRequest | None:
-        """Return the request to resume from the next checkpoint with the plan of the search; None without one, or if `fits` raises
-        DoesNotFitError."""
+        """Return the request to resume with the plan of the search; None without one, or if `fits` raises DoesNotFitError."""
         if self._found is None:
             return None
         (file, former_s, step_s), self._found = self._found, None

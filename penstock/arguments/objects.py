@@ -69,9 +69,8 @@ def held_out_data(data: Any, plan: Plan, no_documents: str | None = None, column
     n = batches.count_rows() // n_rows
     if not n:
         raise DataError(f"eval_data: a {type(data).__name__} with fewer than {n_rows} rows; give more")
-    return GivenData(
-        {"evaluation.data": f"batches of {type(data).__qualname__}"}, user_batches(batches, plan, n_rows, no_documents, n)
-    )
+    settings = {"evaluation.data": f"batches of {type(data).__qualname__}"}
+    return GivenData(settings, user_batches(batches, plan, n_rows, no_documents, n))
 
 
 def user_batches(
@@ -90,18 +89,14 @@ def _has_batches(data: Any) -> bool:
 def _dicts(data: Any, plan: Plan, n_rows: int, argument: str) -> DictBatches:
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         advice = "one of its splits, as data['train']" if isinstance(data, DatasetDict | IterableDatasetDict) else ACCEPTED
-        how = (
-            ", or put it into a DataLoader"
-            if callable(getattr(data, "__getitem__", None)) and not isinstance(data, Mapping)
-            else ""
-        )
+        has_items = callable(getattr(data, "__getitem__", None)) and not isinstance(data, Mapping)
+        how = ", or put it into a DataLoader" * has_items
         raise DataError(f"{argument}: a {type(data).__qualname__} is not read; give {advice}{how}")
     return DictBatches(data, plan.semantics.seq_len, n_rows, plan.semantics.objective.inputs)
 
 
 def _in_files(data: Any, columns: Collection[str], argument: str) -> dict[str, Any] | None:
-    """Return the settings that name files: those of paths, or one that is written here. None if no file can hold the data.
-    DataError for no rows."""
+    """Return the settings that name the given files, or one that is written here; None if no file can hold the data."""
     if isinstance(data, list | tuple | Dataset) and not len(data):
         raise DataError(f"{argument}: the {type(data).__name__} is empty; give rows")
     match data:
@@ -123,19 +118,14 @@ def _of_list(items: list[Any] | tuple[Any, ...], columns: Collection[str], argum
         if not isinstance(item, str | Path | Mapping):
             raise DataError(f"{argument}: item {i} of the list is a {type(item).__qualname__}; give {ACCEPTED}")
         if is_named is not is_path[0]:
-            raise DataError(
-                f"{argument}: item {i} of the list is {_kind(is_named)}, and item 0 {_kind(is_path[0])}; give a list of one kind"
-            )
+            kinds = ("a path", "a row") if is_named else ("a row", "a path")
+            raise DataError("{}: item {} of the list is {}, and item 0 {}; give a list of one kind".format(argument, i, *kinds))
         if isinstance(item, Mapping) and is_named and (unknown := [str(name) for name in item if name not in _PART]):
             problem = f"{argument}: item {i} of the list has path, as an entry of data.mix, and {', '.join(unknown)[:80]}, as a row"
             raise DataError(f"{problem}; call the column path otherwise, or leave the others out")
     if not is_path[0]:
         return {"data.path": str(write_rows(items, columns))}
     return {"data.mix": [dict(part) if isinstance(part, Mapping) else {"path": str(part)} for part in items]}
-
-
-def _kind(is_path: bool) -> str:
-    return "a path" if is_path else "a row"
 
 
 def _dataset_rows(data: Dataset, columns: Collection[str]) -> Iterator[dict[str, Any]]:
@@ -167,9 +157,8 @@ def _at_most(data: Iterable[Any], name: str) -> list[Any]:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = (), path: Path | None = None) -> Path:
-    """Write rows as a JSONL, to `path` or in the user's cache under a name by its content, and return its path. Images become
-    `data:` URLs. Columns that are not read are left out if they are no JSON. DataError for a row that is none, or a file that
-    cannot be written."""
+    """Write rows as a JSONL, to `path` or in the cache under a name by its content. Return its path. Images become `data:` URLs.
+    Unread columns without JSON are left out. DataError for a row that is no JSON, or a file that cannot be written."""
     partial, digest = None, hashlib.sha256()
     try:
         folder = cache_folder() / ROWS_FOLDER if path is None else path.parent

@@ -36,8 +36,7 @@ LOGITS = 16  # positions with logits at a time; an answer needs one
 
 
 def located_model(settings: RunSettings) -> RunSettings:
-    """Return settings with the folders of a model and of an adapter. The checkpoint of an adapter names its base model.
-    RunConfigError if a folder is missing."""
+    """Return settings with the folders of a model and, if any, of an adapter. RunConfigError if a folder is missing."""
     folder = Path(settings.model or "")
     if not folder.is_dir():
         raise RunConfigError(f"{folder}: no such folder; give a model's folder, a checkpoint, or a model and --adapter FOLDER")
@@ -45,9 +44,8 @@ def located_model(settings: RunSettings) -> RunSettings:
         return settings
     base = read_json(folder / CONFIG_FILE).get("base_model_name_or_path")
     if settings.adapter is not None or not isinstance(base, str) or not Path(base).is_dir():
-        raise RunConfigError(
-            f"{folder}: an adapter without its base ({on_one_line(str(base), 120)} is no folder); give BASE --adapter {folder}"
-        )
+        problem = f"an adapter without its base ({on_one_line(str(base), 120)} is no folder)"
+        raise RunConfigError(f"{folder}: {problem}; give BASE --adapter {folder}")
     return replace(settings, model=base, adapter=str(folder))
 
 

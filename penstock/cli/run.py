@@ -53,9 +53,8 @@ def run(
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
-            raise click.UsageError(
-                f"no checkpoint in {settings.out}, but some next to {config}; give --out {in_shell(config.parent)}"
-            )
+            out = in_shell(config.parent)
+            raise click.UsageError(f"no checkpoint in {settings.out}, but some next to {config}; give --out {out}")
         report("reading the plan")
         file = PlanFile.read(Path(settings.plan))
         if (n := file.plan.semantics.ranks) > 1 and settings.device != "emulated" and not is_rank():

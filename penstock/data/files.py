@@ -104,8 +104,7 @@ class DataFiles:
         return replace(self, files=row_files, n_left_out=self.n_left_out + len(self.files) - len(row_files))
 
     def first_rows(self) -> Iterator[tuple[str, Any]]:
-        """Yield (place, first readable row with all columns) of each file of rows. DataError for a file that has only unreadable
-        ones."""
+        """Yield (place, first readable row with all columns) of each file of rows. DataError for a file without one."""
         for number, file in enumerate(self.files):
             value, where = None, ""
             for n, value in file.numbered_rows(None, self.limits.row_bytes) if file.kind != "text" else ():

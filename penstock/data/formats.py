@@ -32,8 +32,7 @@ TOKENS = "tokens"
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """An entry of formats.toml. `loss`: name of the losses that require the format in errors; `inputs`: what the numbers of a row
-    become for them."""
+    """An entry of formats.toml. `inputs`: loss inputs that the numbers of a row become."""
 
     columns: Sequence[str]
     example: str
@@ -215,8 +214,7 @@ def _labelled_text(row: Row) -> tuple[Completion, tuple[float]]:
 
 
 def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
-    """Return the completions of a row: a group for one prompt. Rewards are converted to GRPO advantages. DataError for an invalid
-    row."""
+    """Return the completions of a row, a group for one prompt, with rewards as GRPO advantages. DataError for an invalid row."""
     with _fields_of(row, ROLLOUTS, where) as fields:
         prompt, completions, logps = (value_of(fields, name, list) for name in NEEDED[ROLLOUTS].columns)
         kind = "rewards" if fields.get("advantages") is None else "advantages"

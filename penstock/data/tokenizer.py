@@ -85,9 +85,8 @@ def read_template(name: str) -> tuple[str, bool]:
         return read_whole(path, MAX_TEMPLATE_BYTES).decode("utf-8-sig"), trl is None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8 text"
-        raise DataError(
-            f"--chat-template {name}: {path} cannot be read ({reason}); give a file, or one of {', '.join(TEMPLATES)}"
-        ) from None
+        advice = f"give a file, or one of {', '.join(TEMPLATES)}"
+        raise DataError(f"--chat-template {name}: {path} cannot be read ({reason}); {advice}") from None
 
 
 def read_tokenizer(folder: Path | None, template: str | None = None) -> ModelTokenizer:

@@ -31,8 +31,7 @@ def is_stream(data: Any) -> bool:
 
 
 def rows_of(data: Any, n_most: int | None) -> Iterator[Row]:
-    """Yield the rows of a data set or a list, or the first `n_most` of a stream; tensors and arrays as lists. DataError for another
-    object."""
+    """Yield the rows of a data set or list, or the first `n_most` of a stream. Arrays are lists. DataError for another object."""
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise DataError(f"the data set is a {type(data).__name__}; give a Dataset, an IterableDataset or a list of dicts")
     if is_stream(data) and n_most is None:
@@ -69,8 +68,7 @@ class Tokens:
             job.refuse("assistant_only_loss", True, "the chat template has no {% generation %}; set one with it on the tokenizer")
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield tokenised rows with at least one learned token, and print the number of others. DataError names a row of unknown
-        columns."""
+        """Yield tokenised rows with a learned token, and print the number of others. DataError names a row of unknown columns."""
         tokenised = (self._read(number, row) for number, row in enumerate(rows))
         return _learned(tokenised) if self.chunk is None else _in_chunks(tokenised, self.chunk)
 
@@ -155,9 +153,8 @@ def collated(rows: Iterable[Row], collator: Any) -> Iterator[Row]:
         if getattr(collator, "mlm", None) is False:
             labels = [UNSUPERVISED if token == collator.tokenizer.pad_token_id else token for token in ids]
         if labels is None:
-            raise DataError(
-                f"row {number} of the data set: no labels; give data_collator=DataCollatorForLanguageModeling(mlm=False)"
-            )
+            advice = "give data_collator=DataCollatorForLanguageModeling(mlm=False)"
+            raise DataError(f"row {number} of the data set: no labels; {advice}")
         yield {"input_ids": ids, "labels": labels, "attention_mask": row.get("attention_mask")}
 
 

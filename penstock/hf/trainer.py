@@ -190,9 +190,8 @@ class Trainer:
             if held[name] != value:
                 problems.refuse(f"penstock_plan: {name}", str(held[name]), f"args ask for {value}; change one of them")
         if semantics.seq_len < min(self._longest, seq_len):
-            problems.refuse(
-                "penstock_plan: seq_len", semantics.seq_len, f"the longest row has {self._longest} tokens; plan with that"
-            )
+            advice = f"the longest row has {self._longest} tokens; plan with that"
+            problems.refuse("penstock_plan: seq_len", semantics.seq_len, advice)
         problems.raise_problems()
         return file
 

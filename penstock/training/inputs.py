@@ -231,8 +231,7 @@ def repeated_samples(settings: RunSettings, data: RunData) -> int:
 
 
 def plan_of_folder(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:
-    """Return the plan with the configuration in the model's folder, and that folder. None if neither plan nor settings name a
-    folder."""
+    """Return the plan with the configuration in the model's folder, and that folder; None if plan and settings name none."""
     folder = Path(path) if path is not None else Path(plan.model.path) if plan.model.path is not None else None
     if folder is None:
         return plan, None
@@ -269,8 +268,7 @@ def are_saved_whole(plan: Plan) -> bool:
 
 
 def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None:
-    """Return the file for weights that the plan reads from disk. Its name is a hash of `weights` and the layout. None if all
-    weights are in memory."""
+    """Return the file for weights that the plan reads from disk, named by a hash of `weights` and the layout; None without."""
     if not (blocks := plan.policy.disk_blocks):
         return None
     if settings.disk is None:
@@ -303,8 +301,7 @@ def with_ends_of_answers(inputs: RunInputs) -> tuple[RunInputs, str | None]:
 def data_request(
     settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, rows: Iterable[Any] | None = None
 ) -> DataRequest:
-    """Return a request for the training data, or with `held_out` for sequences for evaluation. `rows`: of a program, instead of
-    files."""
+    """Return a request for training data, or for sequences to evaluate. `rows`: of a program, instead of files."""
     semantics, rows_each = plan.semantics, plan.semantics.objective.rows_each
     if settings.tokenizer == "model" and folder is None:
         raise RunConfigError("no tokenizer: name the model's folder with --model, or train on bytes with --tokenizer bytes")

@@ -139,8 +139,7 @@ class Session:
 
 @contextmanager
 def open_session(request: RunRequest, ranks: Processes | None = None) -> Iterator[Session]:
-    """Assemble a run. PenstockError for invalid inputs, before anything but a cache of tokens is written. `ranks`: all ranks of the
-    run, if this is rank 0."""
+    """Assemble a run. PenstockError for invalid inputs, before anything but cached tokens is written. `ranks`: all, on rank 0."""
     settings, report = request.settings, request.report
     report("checking the plan")
     plan, device, out = checked(request.file, request.where).plan, device_of(settings.device), Path(settings.out)
@@ -250,8 +249,7 @@ def write_forward(request: RunRequest, path: Path) -> int:
 
 
 def write_image_features(request: RunRequest, folder: Path) -> int:
-    """Write the features of all images of training and held-out data, for `--tower`. Return the number of images. PenstockError for
-    invalid inputs, and for data without images."""
+    """Write the features of all images of the data, for `--tower`. Return the number of images. PenstockError for no images."""
     if not (n_images := attach_stored(_forward_inputs(request), folder)):
         raise PlanError("--tower: the data has no images; leave it out")
     return n_images
