@@ -34,7 +34,7 @@ def _keywords() -> dict[str, tuple[str, bool]]:
     keywords = {flag["name"]: (name, False) for name, flag in tables["semantics"].items()}
     for group in ("plan", "batch", "step", "host", "no-dropout", "check", "run"):
         for option, fields in tables[group].items():
-            if isinstance(fields, dict):
+            if option.startswith("-"):
                 flag, name = (words := option.split())[0], words[-1].lstrip("-").replace("-", "_")
                 in_bytes = "*" * (fields.get("type") in ("bytes", "rate"))
                 keywords[flag] = f"{name}{in_bytes}", fields.get("is_flag", False)

@@ -14,7 +14,7 @@ import click
 
 from penstock.run_config import read_run
 
-from .options import Command, given_settings, options
+from .options import Command, command, given_settings
 from .outputs import show_table
 from .progress import Preparing, show_overview
 
@@ -37,14 +37,8 @@ class Sample:
     images: tuple[str, ...] = ()  # size and tokens of each, as `64 x 48: 12 tokens`
 
 
-@click.command("data", cls=Command)
-@click.argument("paths", metavar="PATH[:WEIGHT]...", nargs=-1, required=True)
-@options("data")
+@command("data", Command)
 def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int, as_json: bool, **flags: Any) -> None:
-    """Show the first documents of PATH as the model reads them, mark the learned tokens, and count all documents.
-
-    Learned tokens are green on a terminal, elsewhere in [[ ]].
-    """
     from penstock.data.data import DataRequest, read_data
     from penstock.data.sampling import MapStyleData
     from penstock.data.tokenizer import read_tokenizer

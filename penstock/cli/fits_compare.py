@@ -36,8 +36,8 @@ from penstock.runtime.plan.policy import computing, trained
 from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import HOST, PRICES, options, sequences_of_a_step
-from .outputs import check_page, created, json_text, note, show_table, write_drawing
+from .options import HOST, PRICES, command, sequences_of_a_step
+from .outputs import created, json_text, note, show_table, write_drawing
 
 if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
@@ -47,15 +47,8 @@ MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
 CHEAPEST = {"cheapest": False, "cheapest_bought": True}  # key of JSON -> bought, not rented
 FIT_TITLES = ("optimizer", "gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
-FILE = click.Path(dir_okay=False, path_type=Path)
-HTML = click.option("--html", type=FILE, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
 
-
-@click.command()
-@click.argument("machines", nargs=-1)
-@options("fits")
-@HTML
-@options("json")
+@command("fits")
 def fits(
     machines: tuple[str, ...],
     host_memory: str | None,
@@ -70,11 +63,6 @@ def fits(
     as_json: bool,
     **work: Any,
 ) -> None:
-    """List the largest model of each family that host memory of 32 to 2048 GB can train, and its approximate speed.
-
-    MACHINES are shipped machines, profile files, or GPUs: rtx4090 is each shipped machine with a name that begins so. A size is
-    planned on the machine with the nearest memory; soldered memory does not change. Default: rtx3090, rtx4090, rtx5090, h100-sxm.
-    """
     from penstock.planner.search.remedy import SMALLER_OPTIMIZERS
     from penstock.planner.show import fits as planned
 
@@ -138,11 +126,7 @@ def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]
     return (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}", *job)
 
 
-@click.command()
-@click.argument("model")
-@options("compare")
-@HTML
-@options("json")
+@command("compare")
 def compare(
     model: str,
     machines: str,
@@ -159,10 +143,6 @@ def compare(
     as_json: bool,
     **work: Any,
 ) -> None:
-    """Rank machines for training MODEL, the fastest first. Machines that it does not fit are last, with a change that would fit.
-
-    Prices on the command line apply to every machine.
-    """
     from penstock.planner.search.claim import CUT
     from penstock.planner.search.micro_batch import SIZES
     from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes, tied
@@ -206,18 +186,8 @@ def compare(
         write_drawing(html, compare_page(about | ranking, ranked, tokens, tasks[0][2], remarks, created()))
 
 
-@click.command()
-@click.argument("name", required=False)
-@options("machines")
+@command("machines")
 def machines(name: str | None, as_json: bool) -> None:
-    """List the machines that can be planned for by name, their prices, and the sources of their speeds.
-
-    With NAME: print the profile of this machine, to be edited in a file (penstock machines gb10 > mine.json).
-
-    The last columns divide the device time of a standard step (qwen3-8b, 4 x 4096 tokens) by source: measurements of this device,
-    measurements of another device scaled by datasheets, and assumptions. For any other machine, edit the profile of the nearest
-    one, or write one with `penstock probe -o`.
-    """
     from penstock.planner.predict.provenance import standard
 
     if name is not None:

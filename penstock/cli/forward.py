@@ -15,7 +15,7 @@ from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import on_one_line, show_bytes
 from penstock.signals import handled
 
-from .options import PATH, RunCommand, given_settings, options
+from .options import RunCommand, command, given_settings
 from .outputs import check_output
 from .progress import Preparing
 
@@ -23,17 +23,8 @@ if TYPE_CHECKING:
     from penstock.chat.conversation import Answer, Conversation
 
 
-@click.command(cls=RunCommand)
-@click.argument("plan_file", metavar="PLAN", type=PATH)
-@options("forward")
+@command("forward", RunCommand)
 def forward(plan_file: Path, config: Path | None, of_images: bool, output: Path, **flags: Any) -> None:
-    """Write the log-probability of each answer of --data and --eval-data under the model of PLAN, with the adapter in --adapter if
-    given. If the plan's loss is distill, write its most likely tokens at each position.
-
-    The weights stream through device memory once, or a few times, in no more memory than training takes. `penstock run --reference
-    FILE` reads the file. It rejects a file of other data, template or length, and a reference with other weights, precision or
-    kernels. With --tower, the features of the data's images under the frozen vision tower are written into the folder --out.
-    """
     if not of_images:
         check_output(output)
     options = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
@@ -50,18 +41,10 @@ def forward(plan_file: Path, config: Path | None, of_images: bool, output: Path,
 # -- chat -----------------------------------------------------------------------------------------------------------------
 
 
-@click.command(cls=RunCommand)
-@click.argument("model", metavar="MODEL|CHECKPOINT")
-@options("chat")
+@command("chat", RunCommand)
 def chat(
     model: str, system: str | None, max_new_tokens: int, context: int | None, temperature: float, top_p: float, **flags: Any
 ) -> None:
-    """Talk to a model, a checkpoint, or a model with --adapter, to try the result of a run.
-
-    Weights are streamed as in training, so any model fits that can be trained. Each token streams all weights once and computes
-    the whole conversation again, without a KV cache: this is slow; serve a merged model with another program. On a terminal,
-    Ctrl-C ends an answer and Ctrl-D leaves. From a pipe, each line is a turn, and standard output has the answers alone.
-    """
     if top_p < 1 and not temperature:
         raise click.UsageError("--top-p does nothing without --temperature; add it, or leave out --top-p")
     compute, base = flags.pop("compute"), flags.pop("base")

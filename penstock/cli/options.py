@@ -1,4 +1,4 @@
-"""Options of commands: those of options.toml, and flags generated from the fields of settings and semantics.
+"""Commands and their options: those of options.toml, and flags generated from the fields of settings and semantics.
 
 An absent flag is None: the file of `--config` or the default applies. Ranges are checked where the settings or semantics are
 validated.
@@ -20,6 +20,8 @@ from penstock.runtime.plan.packed import Base
 from penstock.runtime.plan.policy import COMPUTES
 from penstock.runtime.units import parse_bytes, parse_count
 from penstock.settings import FLAGS, Flag, Fraction, read_table, settings_of
+
+from .outputs import checked_page
 
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
@@ -126,6 +128,7 @@ TYPES: dict[str, Any] = {
     "length": click.IntRange(2),
     "natural": click.IntRange(0),
     "norm": Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
+    "page": Parsed("file", checked_page),
     "path": PATH,
     "pixels": Parsed("WxH", parse_pixels),
     "price": above_0(9_999_999),
@@ -144,20 +147,28 @@ class RunCommand(Command):
     also = {alias: FLAGS[name].name for alias, name in ALSO_KNOWN_AS.items() if name in FLAGS}
 
 
-def options(name: str) -> Option:
-    """Return a decorator with the options of a command, or of a group of options, in options.toml."""
+def command(name: str, kind: type[click.Command] = click.Command) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator that makes a command of a function. Its help, arguments and options are in options.toml."""
+    return lambda function: click.command(name, cls=kind, help=_TABLES[name]["help"])(_parameters(name)(function))
+
+
+def _parameters(name: str) -> Option:
+    """Return a decorator with the arguments and options of a command, of a group of options, or of a setting."""
     if name == "settings":
-        return together(*map(options, _SETTINGS))
+        return together(*map(_parameters, _SETTINGS))
     if name in _SETTINGS:
         return _flag(FLAGS[name], name.replace(".", "__"), _SETTINGS[name])
     if name == "semantics":
         flags = {name: Flag(**flag) for name, flag in _TABLES[name].items()}
         return together(*(_flag(flags[f.name], f.name, f) for f in fields(Semantics) if f.name in flags))
-    return together(*(options(key) if value is True else _option(key, **value) for key, value in _TABLES[name].items()))
+    entries = [(key, value) for key, value in _TABLES[name].items() if key != "help"]
+    return together(*(_parameters(key) if value is True else _parameter(key, **value) for key, value in entries))
 
 
-def _option(declaration: str, type: str | list[str] | None = None, **arguments: Any) -> Option:
+def _parameter(declaration: str, type: str | list[str] | None = None, **arguments: Any) -> Option:
     kind = click.Choice(type) if isinstance(type, list) else TYPES[type] if type is not None else None
+    if not declaration.startswith("-"):
+        return click.argument(declaration, type=kind, **arguments)
     return click.option(*declaration.split(), type=kind, **{"show_default": "default" in arguments} | arguments)
 
 

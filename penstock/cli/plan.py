@@ -24,7 +24,7 @@ from penstock.runtime.plan import Plan
 from penstock.runtime.plan.workload import ITEM_BYTES
 from penstock.runtime.units import in_shell, on_one_line, show_bytes, show_seconds
 
-from .options import PRICES, Command, options, sequences_of_a_step
+from .options import PRICES, Command, command, sequences_of_a_step
 from .outputs import beyond_positions, check_output, note
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ class _Plan(Command):
                 formatter.write_text(", ".join(names))
 
 
-@click.command(cls=_Plan)
-@click.argument("model")
-@options("plan")
+@command("plan", _Plan)
 def plan(
     model: str,
     machine: str,
@@ -62,11 +60,6 @@ def plan(
     image_size: tuple[int, int] | None,
     **options: Any,
 ) -> None:
-    """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
-
-    MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
-    (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
-    """
     from penstock.planner.show.facts import Facts
     from penstock.planner.show.text import print_plan
     from penstock.runtime.compiled import IS_COMPILED

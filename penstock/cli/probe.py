@@ -5,7 +5,6 @@ import sys
 from inspect import unwrap
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -16,19 +15,13 @@ from penstock.hwprofiles.quantity import Share
 from penstock.hwprofiles.schema import Profile
 from penstock.runtime.units import in_shell, show_bytes, show_rate, show_seconds
 
-from .options import options
+from .options import command
 from .outputs import check_output, json_text, write_output
 from .progress import Preparing
 
 
-@click.command("probe")
-@options("probe")
+@command("probe")
 def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Path | None, output: Path | None) -> None:
-    """Measure this machine: about 90 seconds, or four minutes for a GPU, which runs each product until its clock is steady.
-
-    Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
-    other programs first. `penstock plan --machine FILE` reads the profile.
-    """
     from penstock.api import probe as measured
 
     if output is not None:

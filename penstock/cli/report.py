@@ -13,22 +13,14 @@ from penstock.runtime.errors import PlanError, WrongPlanError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import in_shell, on_one_line
 
-from .options import options
+from .options import command
 from .outputs import PAGES, created, write_drawing
 
 TRACES = (".json",)
 
 
-@click.command(short_help="Prove that a plan is right and that its claim is true, or name the error.")
-@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@options("check")
+@command("check")
 def check(plan_file: Path, search: bool) -> None:
-    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine. Prove its claim: its
-    blocks are the model's, and its memory, times and bounds follow from the profile.
-
-    Exit code 0 and one line, which names unchecked parts, if it is right; 1 and the error if it is wrong; 2 if the file is no plan
-    or has no claim. A check takes a second or two; with --search, the time of `plan`.
-    """
     from penstock.planner.check.claim import name_conflicts
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
@@ -39,16 +31,8 @@ def check(plan_file: Path, search: bool) -> None:
     click.echo(f"{where}: {on_one_line(summary)}")
 
 
-@click.command()
-@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@options("report")
+@command("report")
 def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
-    """Draw PLAN as predicted and, given the --out folder of a run, as measured.
-
-    The page holds one step lane by lane, memory over it, where the seconds go, the certificate in words and, of a run, its curves.
-    It is one file that needs no network.
-    """
     if output.suffix.lower() not in (*PAGES, *TRACES):
         raise click.UsageError(f"{output}: write to a name that ends in .html, for a page, or in .json, for a trace")
     if output.exists() and plan_file.exists() and output.samefile(plan_file):

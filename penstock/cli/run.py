@@ -16,7 +16,7 @@ from penstock.runtime.units import in_shell
 from penstock.settings import RunSettings
 from penstock.signals import handled
 
-from .options import PATH, RunCommand, given_settings, options
+from .options import RunCommand, command, given_settings
 from .progress import Preparing, Progress, overview, show_outcome, show_overview
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 STATES = "checkpoint-*/trainer_state.json"
 
 
-@click.command("run", cls=RunCommand)
-@click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
-@options("run")
+@command("run", RunCommand)
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -40,12 +38,6 @@ def run(
     time_scale: float | None,
     **flags: Any,
 ) -> None:
-    """Train with PLAN and compare the prediction with measurements.
-
-    Writes metrics.jsonl, run.yaml (all settings), run-plan.json, timeline.json and checkpoint-N/ (which transformers loads) into
-    --out, a folder that may be moved. SIGTERM, Ctrl-C and a closed terminal finish the step and save; a second signal ends at once.
-    Exit code 3: the plan does not fit this machine; 4: the run was lost, with --stop-if-lost.
-    """
     options = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     with Preparing() as report:
         settings = read_run(config, options)
