@@ -384,13 +384,11 @@ def forward(
 def _data(data: "Data", eval_data: "Data | None", plan: Plan, settings: Mapping[str, Any]) -> "tuple[GivenData, GivenData]":
     """Return the training data and the held-out data of a program."""
     from penstock.arguments.objects import GivenData, held_out_data, training_data
-    from penstock.model_checks.document_isolation import supports_documents
 
     columns = settings.get("data.columns")
     read = [*columns.values()] if isinstance(columns, Mapping) else []
-    no_documents = supports_documents(plan.model.config, plan.semantics)
-    held_out = GivenData() if eval_data is None else held_out_data(eval_data, plan, no_documents, read)
-    return training_data(data, plan, no_documents, read), held_out
+    held_out = GivenData() if eval_data is None else held_out_data(eval_data, plan, read)
+    return training_data(data, plan, read), held_out
 
 
 def _file_of(plan: AnyPlan) -> tuple[str, PlanFile]:

@@ -18,6 +18,7 @@ from penstock.data.files import table_rows, without_nulls
 from penstock.data.formats import COLUMNS, not_understood
 from penstock.data.images import image_token_of, image_url
 from penstock.data.user_batches import Batches, UserBatches
+from penstock.model_checks.document_isolation import supports_documents
 from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan import Plan
 from penstock.settings import DataPart
@@ -37,9 +38,8 @@ class GivenData:
     rows: Iterable[Any] | None = None
 
 
-def training_data(data: Any, plan: Plan, no_documents: str | None = None, columns: Collection[str] = ()) -> GivenData:
-    """Return the training data of a program. `no_documents`: why the model cannot isolate packed documents, or None; `columns`:
-    further columns to read. DataError for an object that is no data."""
+def training_data(data: Any, plan: Plan, columns: Collection[str] = ()) -> GivenData:
+    """Return the training data of a program. `columns`: further ones to read. DataError for an object that is no data."""
     if isinstance(data, IterableDataset):
         _refuse_packed("the IterableDataset", data.column_names or ())
         name, rows = f"an {type(data).__name__}", data.with_format(None)
@@ -48,11 +48,11 @@ def training_data(data: Any, plan: Plan, no_documents: str | None = None, column
         return GivenData(settings)
     n_rows = plan.semantics.all_ranks.batch_size
     program = data if _has_batches(data) else _dicts(data, plan, n_rows, "data")
-    batches = user_batches(program, plan, n_rows, no_documents)
+    batches = user_batches(program, plan, n_rows)
     return GivenData({"data.path": batches.fingerprint}, batches)
 
 
-def held_out_data(data: Any, plan: Plan, no_documents: str | None = None, columns: Collection[str] = ()) -> GivenData:
+def held_out_data(data: Any, plan: Plan, columns: Collection[str] = ()) -> GivenData:
     """Return held-out data of a program, like `training_data`. Rows and batches that come one by one are read whole."""
     if isinstance(data, IterableDataset):
         _refuse_packed("the IterableDataset", data.column_names or ())
@@ -70,15 +70,13 @@ def held_out_data(data: Any, plan: Plan, no_documents: str | None = None, column
     if not n:
         raise DataError(f"eval_data: a {type(data).__name__} with fewer than {n_rows} rows; give more")
     settings = {"evaluation.data": f"batches of {type(data).__qualname__}"}
-    return GivenData(settings, user_batches(batches, plan, n_rows, no_documents, n))
+    return GivenData(settings, user_batches(batches, plan, n_rows, n))
 
 
-def user_batches(
-    program: Batches | DictBatches, plan: Plan, n_rows: int, no_documents: str | None, n_steps: int | None = None
-) -> UserBatches:
+def user_batches(program: Batches | DictBatches, plan: Plan, n_rows: int, n_steps: int | None = None) -> UserBatches:
     """Return batches of `n_rows` rows that are validated for the plan."""
+    token, no_documents = image_token_of(plan.model.config), supports_documents(plan.model.config, plan.semantics)
     semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    token = image_token_of(plan.model.config)
     return UserBatches(program, semantics.seq_len, n_rows, vocab_size, no_documents, semantics.objective, n_steps, token)
 
 

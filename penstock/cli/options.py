@@ -124,17 +124,14 @@ TYPES: dict[str, Any] = {
     "compute": click.Choice(COMPUTES),
     "count": COUNT,
     "file": click.Path(dir_okay=False, path_type=Path),
-    "gbit": above_0(99_999),
     "length": click.IntRange(2),
     "natural": click.IntRange(0),
     "norm": Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
     "page": Parsed("file", checked_page),
     "path": PATH,
     "pixels": Parsed("WxH", parse_pixels),
-    "price": above_0(9_999_999),
     "rate": Parsed("rate", parse_rate),
     "share": click.FloatRange(0, 1),
-    "slowdown": above_0(1e6),
     "temperature": click.FloatRange(0, 100),
     "tokens": Parsed("count", parse_count),
     "top-p": click.FloatRange(0, 1, min_open=True),
@@ -165,8 +162,8 @@ def _parameters(name: str) -> Option:
     return together(*(_parameters(key) if value is True else _parameter(key, **value) for key, value in entries))
 
 
-def _parameter(declaration: str, type: str | list[str] | None = None, **arguments: Any) -> Option:
-    kind = click.Choice(type) if isinstance(type, list) else TYPES[type] if type is not None else None
+def _parameter(declaration: str, type: str | float | list[str] | None = None, **arguments: Any) -> Option:
+    kind = click.Choice(type) if isinstance(type, list) else TYPES[type] if isinstance(type, str) else type and above_0(type)
     if not declaration.startswith("-"):
         return click.argument(declaration, type=kind, **arguments)
     return click.option(*declaration.split(), type=kind, **{"show_default": "default" in arguments} | arguments)

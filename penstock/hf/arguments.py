@@ -86,16 +86,10 @@ def read_arguments(arguments: Any, n_ranks: int) -> Job:
         "loss": f"label-smoothing:{a.label_smoothing_factor}" if a.label_smoothing_factor else None,
     }
     job.settings = {
-        "seed": a.seed,
-        "data.seed": a.data_seed,
+        **{setting: getattr(a, name) for name, setting in TABLES["run_settings"].items()},
         "deterministic": bool(a.full_determinism),
         "device": "cpu" if a.use_cpu else "auto",
         "monitors": _monitors(job, a.report_to),
-        "optimizer.lr": a.learning_rate,
-        "optimizer.beta1": a.adam_beta1,
-        "optimizer.beta2": a.adam_beta2,
-        "optimizer.eps": a.adam_epsilon,
-        "optimizer.weight_decay": a.weight_decay,
         "checkpoint.background": False,
         "checkpoint.minutes": 0,
         "evaluation.first": False,
