@@ -289,8 +289,11 @@ class Documents:
         for d, problem in self.problems.items():
             place, is_file = self.where(d), not self._columns[3][d].as_py()  # files are named one by one
             rows.setdefault(problem if is_file else problem.removeprefix(f"{place}: "), []).append("" if is_file else f"{place}: ")
-        more = {p: f" (and {len(at) - 1:,} more like it, up to {at[-1][:-2]})" for p, at in rows.items() if len(at) > 1}
-        return [f"{places[0]}{problem}{more.get(problem, '')}" for problem, places in rows.items()]
+        lines = list[str]()
+        for problem, places in rows.items():
+            similar = f" (and {len(places) - 1:,} more like it, up to {places[-1][:-2]})" * (len(places) > 1)
+            lines.append(f"{places[0]}{problem}{similar}")
+        return lines
 
     def refuse_bad(self, share: float) -> None:
         """Raise DataError, with the first 20 problems as notes, if more than this share of the rows is bad."""

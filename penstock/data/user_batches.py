@@ -16,7 +16,8 @@ from .dict_batches import DictBatches
 class Batches(Protocol):
     """User batches by step number. A batch must depend on the step alone, so that a resumed run trains on the same batches.
 
-    `batch` is called by one thread at a time, for consecutive steps, from a later one after a resume by a class of the same name.
+    `batch` is called by one thread at a time, for consecutive steps. After a resume it is called from a later step on; the class
+    name must be the same.
     """
 
     def batch(self, step: int) -> Batch | Sequence[torch.Tensor]:

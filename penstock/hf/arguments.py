@@ -1,6 +1,5 @@
 """Arguments of the trainers of transformers and TRL, read by attribute: a plan's semantics and a run's settings, or a refusal."""
 
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -136,7 +135,6 @@ def _read_model_options(job: Job, options: Mapping[str, Any]) -> None:
 def schedule_of(arguments: Any, n_steps: int, job: Job) -> dict[str, Any]:
     """Return the settings of the learning-rate schedule of a run of `n_steps`, by dotted name."""
     kind, options, warmup = _value(arguments.lr_scheduler_type), dict(arguments.lr_scheduler_kwargs or {}), arguments.warmup_steps
-    n_warmup = int(warmup) if warmup >= 1 else math.ceil(n_steps * warmup)  # like TrainingArguments.get_warmup_steps
     job.accept("lr_scheduler_type", kind, SCHEDULES)
     job.refuse_if(kind == "constant" and warmup, "warmup_steps", warmup)
     least = {"cosine_with_min_lr": "min_lr_rate", "warmup_stable_decay": "min_lr_ratio"}.get(kind)
@@ -145,7 +143,8 @@ def schedule_of(arguments: Any, n_steps: int, job: Job) -> dict[str, Any]:
     fraction = options.pop(least, None) if least else None
     decay = options.pop("num_decay_steps", None) if kind == "warmup_stable_decay" else None
     job.refuse_if(options, "lr_scheduler_kwargs", options)
-    values = {"kind": SCHEDULES.get(kind), "warmup_steps": n_warmup, "min_lr_fraction": fraction, "decay_steps": decay}
+    values = {"kind": SCHEDULES.get(kind), "warmup_steps": arguments.get_warmup_steps(n_steps)}
+    values |= {"min_lr_fraction": fraction, "decay_steps": decay}
     return {f"optimizer.schedule.{name}": value for name, value in values.items() if value is not None}
 
 
