@@ -72,7 +72,7 @@ class Trainer:
     ) -> None:
         if not is_kind(args, self.configuration):
             raise PlanError(f"args is a {type(args).__name__}; give a {self.configuration}")
-        self.args, self.data_collator, self.callbacks_of_init = args, data_collator, callbacks
+        self.args, self.data_collator = args, data_collator
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._start = start_of(model)
         job = self._read_job(peft_config, unsupported)
@@ -88,8 +88,6 @@ class Trainer:
         job.refuse_if(not isinstance(callbacks, list | tuple | None), "callbacks", callbacks)
         is_plan = isinstance(penstock_plan, Planned | PlanFile | str | Path | None)
         job.refuse_if(not is_plan, "penstock_plan", type(penstock_plan).__name__)
-        is_collated = data_collator is None or type(self)._prepared is Trainer._prepared
-        job.refuse_if(not is_collated, "data_collator", type(data_collator).__name__)
         job.raise_problems()
         self._job, out = job, Path(args.output_dir)
         self._longest = 0
@@ -104,17 +102,18 @@ class Trainer:
             "data.path": str(train),
             "data.format": self.format,
             "data.packing": "one",
-            "data.sampler": "transformers",
+            "data.sampler": "penstock" if "data.packing" in job.settings else "transformers",
             "evaluation.data": None if held_out is None else str(held_out),
             **job.settings,
         }
-        if self._settings["data.packing"] != "one" or is_stream(train_dataset):
-            self._settings |= {"data.sampler": "penstock"} if self._settings["data.packing"] != "one" else {"data.shuffle": False}
+        if is_stream(train_dataset):
+            self._settings["data.shuffle"] = False
         self.plan = self._planned(penstock_plan, machine)
         self.state: TrainerState = TrainerState()
-        self.control = TrainerControl()
-        self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or [])], None, self.processing_class, None, None)
-        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+        handler = CallbackHandler([DefaultFlowCallback, *(callbacks or [])], None, self.processing_class, None, None)
+        self.callback_handler, self.control = handler, handler.on_init_end(args, self.state, TrainerControl())
+        self.add_callback, self.pop_callback = handler.add_callback, handler.pop_callback
+        self.remove_callback = handler.remove_callback
         self._result: Path | None = None  # checkpoint of the trained weights
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -133,6 +132,8 @@ class Trainer:
         job.refuse_if(start.lora is not None and peft_config is not None, "peft_config", type(peft_config).__name__)
         if getattr(args, "router_aux_loss_coef", 0.0) is None:
             job.plan["router_loss"] = router_loss_of(config)
+        is_collated = self.data_collator is None or type(self)._prepared is Trainer._prepared
+        job.refuse_if(not is_collated, "data_collator", type(self.data_collator).__name__)
         job.refuse_if(args.eval_strategy != "no" and self.eval_dataset is None, "eval_strategy", str(args.eval_strategy))
         return job
 
@@ -181,10 +182,8 @@ class Trainer:
         file = plan.file if isinstance(plan, Planned) else plan if isinstance(plan, PlanFile) else PlanFile.read(Path(plan))
         semantics, problems = file.plan.semantics.all_ranks, Job()
         wanted = {name: requested.get(name) for name in ("batch_size", "clip_norm", "compute_dtype")}
-        wanted |= {
-            "train": parse_train(requested.get("train") or "all"),
-            "objective": parse_objective(requested["loss"] or "cross-entropy"),
-        }
+        wanted["train"] = parse_train(requested.get("train") or "all")
+        wanted["objective"] = parse_objective(requested["loss"] or "cross-entropy")
         held = {name: getattr(semantics, name) for name in wanted} | {"ranks": file.plan.semantics.ranks}
         for name, value in (wanted | {"ranks": requested["gpus"]}).items():
             if held[name] != value:
@@ -258,17 +257,6 @@ class Trainer:
             if path.is_file() and path.name not in (STATE_FILE, STATE_OF_TRAINER) and not path.name.startswith("optimizer-"):
                 shutil.copy(path, folder)
         self.processing_class.save_pretrained(folder)
-
-    # -- callbacks -------------------------------------------------------------------------------------------------------
-
-    def add_callback(self, callback: Any) -> None:
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.remove_callback(callback)
 
     def is_world_process_zero(self) -> bool:
         return not is_follower()
