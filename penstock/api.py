@@ -187,6 +187,7 @@ def _policy(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | 
 
     if policy is None or policy == "search":
         return None
+    fields: Any = policy.to_json() if isinstance(policy, Policy) else policy
     if isinstance(policy, str | Path):
         if policy in BASELINES:
             return str(policy)
@@ -199,8 +200,8 @@ def _policy(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | 
         except (OSError, ValueError, RecursionError) as error:
             advice = 'give a plan file, or for example {"prefetch_depth": 2}'
             raise PlanError(f"policy file {policy}: not JSON ({str(error)[:80]}); {advice}") from None
-        return _validated(Policy, fields.get("policy", fields) if isinstance(fields, dict) else fields, "policy")
-    return _validated(Policy, policy.to_json() if isinstance(policy, Policy) else policy, "policy")
+        fields = fields.get("policy", fields) if isinstance(fields, dict) else fields
+    return _validated(Policy, fields, "policy")
 
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], label: str) -> Fields:
@@ -307,7 +308,6 @@ def stream(plan: AnyPlan, data: "Data", *, every: int = 1, **options: Unpack[Tra
 def _trainer(
     run: RunRequest, on_step: "Callable[[Metrics], None] | None", ranks: "Processes | None", every: int | None = None
 ) -> "Iterator[Trainer]":
-    """Open a session and yield its trainer."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer

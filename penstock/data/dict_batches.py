@@ -161,7 +161,6 @@ class DictBatches:
         return self._recent[step]
 
     def _take(self) -> None:
-        """Read the rows of the next step."""
         assert self._rows is not None, "set by `batch`"
         rows = list(islice(self._rows, self.n_rows))
         digest = hashlib.sha256(self._digests[self._next])

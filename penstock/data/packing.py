@@ -77,7 +77,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Segments (n, 3) in order. Sequence i has segments `first[i]` .. `first[i + 1] - 1`, one per row, or per answer of a group."""
+    """Segments (n, 3) in order. Sequence i has segments `first[i]` .. `first[i + 1] - 1`. An answer of a group is two rows."""
 
     segments: Array
     first: Array
@@ -267,7 +267,7 @@ def _documents_of(documents: Documents, segments: Sequence[Sequence[int]], shape
 def batch_of(rows: Sequence[Row], shape: Shape, inputs: Sequence[LossInput], loss_numbers: Numbers, n_slots: int | None) -> Batch:
     """Build the batch of a step, with these loss inputs. `n_slots`: answers per row, if answers share sequences.
 
-    LAST is the last token that is not padding, as in transformers, nor an end-of-text token, which is also the padding.
+    LAST is the last token that is not padding, as in transformers. The end-of-text token is padding, too, and does not count.
     """
     ids_BT, targets_BT = (torch.from_numpy(np.stack(column)) for column in list(zip(*rows, strict=True))[:2])
     edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)

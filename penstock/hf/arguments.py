@@ -105,7 +105,6 @@ def read_arguments(arguments: Any, n_ranks: int) -> Job:
 
 
 def _value(name: Any) -> str:
-    """Return the text of an enumeration's member."""
     return str(getattr(name, "value", name))
 
 

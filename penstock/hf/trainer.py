@@ -119,7 +119,6 @@ class Trainer:
     # -- construction --------------------------------------------------------------------------------------------------
 
     def _read_job(self, peft_config: Any, unsupported: dict[str, Any]) -> Job:
-        """Return the job of the arguments, with its adapter and its problems."""
         args, start = self.args, self._start
         job = read_arguments(args, n_started())
         for name in [name for name, value in unsupported.items() if value not in UNSET]:

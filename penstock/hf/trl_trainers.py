@@ -185,7 +185,6 @@ class GRPOTrainer(Trainer):
         return (self._group(number, row) for number, row in enumerate(rows))
 
     def _group(self, number: int, row: Row) -> Row:
-        """Return the rollouts of a prompt."""
         with row_errors(number, row):
             group = row if self.rollout_func is None else self._rolled_out(number, row)
             kind = "rewards" if group.get("advantages") is None else "advantages"
