@@ -158,7 +158,7 @@ def _parameters(name: str) -> Option:
     if name == "semantics":
         flags = {name: Flag(**flag) for name, flag in _TABLES[name].items()}
         return together(*(_flag(flags[f.name], f.name, f) for f in fields(Semantics) if f.name in flags))
-    entries = [(key, value) for key, value in _TABLES[name].items() if key != "help"]
+    entries = [(key, value) for key, value in _TABLES[name].items() if not isinstance(value, str)]  # without help
     return together(*(_parameters(key) if value is True else _parameter(key, **value) for key, value in entries))
 
 

@@ -77,7 +77,9 @@ class Tokens:
             with user_code(f"formatting_func of row {number}"):
                 row = {self.text: self.formatting(row)}
         with row_errors(number, row):
-            return self._cut(self._row(number, row))
+            tokens = self._row(number, row)
+        kept = slice(None) if not self.is_cut else slice(-self.length, None) if self.keeps_end else slice(self.length)
+        return {name: ids[kept] for name, ids in tokens.items()}
 
     def _row(self, number: int, row: Row) -> Row:
         if "input_ids" in row:
@@ -125,11 +127,6 @@ class Tokens:
     def _ended(self, text: str) -> str:
         end = self.tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
-
-    def _cut(self, row: Row) -> Row:
-        if not self.is_cut:
-            return row
-        return {name: ids[-self.length :] if self.keeps_end else ids[: self.length] for name, ids in row.items()}
 
 
 def _learned(rows: Iterable[Row]) -> Iterator[Row]:
