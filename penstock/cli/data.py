@@ -114,7 +114,7 @@ def _counted(run: re.Match[str]) -> str:
 
 
 def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
-    """Count the rows and documents of all sets, and the tokens of their sequences."""
+    """Count the rows and documents of all sets, and the tokens and images of their sequences."""
     from penstock.data.packing import Counts, n_targets_of
 
     counts = sum((part.counts for part in parts), Counts())
@@ -124,6 +124,9 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
         for part, segments in packed
         for i, (d, start, stop) in enumerate(segments)
     )
+    used = [(part.documents, d) for part, segments in packed if part.documents.has_images for d, *_ in segments]
+    images = [image for documents, d in used for image in documents.images(d)]
+    of_images = {"images": len(images), "image_tokens": sum(image["n_tokens"] for image in images)} if images else {}
     return {
         "rows": sum(part.documents.n_rows for part in parts),
         "bad_rows": sum(len(part.documents.problems) for part in parts),
@@ -135,14 +138,8 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
         "sequences": len(packed),
         "tokens": sum(stop - start for _, segments in packed for _, start, stop in segments),
         "learned_tokens": sum(learned),
-    } | _image_counts(packed)
-
-
-def _image_counts(packed: "Sequence[tuple[PackedSet, list[list[int]]]]") -> dict[str, int]:
-    """Count the images of the sequences and their tokens; {} for texts."""
-    used = [(part.documents, d) for part, segments in packed if part.documents.has_images for d, *_ in segments]
-    images = [image for documents, d in used for image in documents.images(d)]
-    return {"images": len(images), "image_tokens": sum(image["n_tokens"] for image in images)} if images else {}
+        **of_images,
+    }
 
 
 def _printable(text: str) -> str:
