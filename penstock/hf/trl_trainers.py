@@ -18,7 +18,7 @@ DPO = {"sigmoid": "dpo:beta={beta},label_smoothing={label_smoothing}", "hinge": 
 DPO |= {"robust": "robust:beta={beta},label_smoothing={label_smoothing}"}
 GRPO = {"grpo": "grpo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr-grpo"}
 PACKING = ("bfd", "bfd_split", "wrapped")
-COLUMNS = ("prompt_ids", "completion_ids", "logprobs")
+COLUMNS = NEEDED[ROLLOUTS].columns
 
 
 class SFTTrainer(Trainer):
