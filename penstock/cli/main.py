@@ -3,7 +3,9 @@
 import gc
 import importlib
 import logging
+import tomllib
 import warnings
+from importlib import resources
 
 import click
 
@@ -32,9 +34,7 @@ class Penstock(OneLineErrors, click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from penstock.settings import read_table
-
-        tables = read_table("cli/options.toml")
+        tables = tomllib.loads(resources.files("penstock").joinpath("cli/options.toml").read_text("utf-8"))
         with formatter.section("Commands"):
             formatter.write_dl([(name, tables[name]["summary"]) for name in COMMANDS])
 

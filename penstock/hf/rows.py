@@ -78,8 +78,8 @@ class Tokens:
                 row = {self.text: self.formatting(row)}
         with row_errors(number, row):
             tokens = self._row(number, row)
-        kept = slice(None) if not self.is_cut else slice(-self.length, None) if self.keeps_end else slice(self.length)
-        return {name: ids[kept] for name, ids in tokens.items()}
+        span = slice(None) if not self.is_cut else slice(-self.length, None) if self.keeps_end else slice(self.length)
+        return {name: ids[span] for name, ids in tokens.items()}
 
     def _row(self, number: int, row: Row) -> Row:
         if "input_ids" in row:
