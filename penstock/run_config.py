@@ -24,7 +24,7 @@ from penstock.runtime.executor import Stop
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan import PlanFile, Policy
 from penstock.runtime.units import on_one_line
-from penstock.settings import FLAGS, RunSettings, read_table, settings_of
+from penstock.settings import RunSettings, read_table, settings_of
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import UserBatches
@@ -265,7 +265,8 @@ def _problem(error: ValidationError, where: str, flags: Mapping[str, Any]) -> st
         return f"{where}: {listing}"
     first = errors[0]
     name = re.split(r"\.\d+", _place(first["loc"]))[0]
-    flag = FLAGS[name].name if name in FLAGS and name in flags else None
+    flags_used = (field.metadata["flag"].name for key, field in settings_of() if key == name and name in flags and field.metadata)
+    flag = next(flags_used, None)
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     subject = flag or f"{'the command line' if name in flags else where}: {_place(first['loc']) or 'the settings'}"
     return f"{subject}: {expected[:200]}, found {reprlib.repr(first['input'])}"

@@ -13,12 +13,23 @@ from penstock.run_config import ALSO_KNOWN_AS, PLAN_KEYS, absent_advice, closest
 from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.executor import phrasing
 from penstock.runtime.units import parse_bytes
-from penstock.settings import FLAGS, read_table, settings_of
+from penstock.settings import settings_of
 
 from .options import SETTINGS, StepOptions, TrainOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Keywords that differ from the name of their flag. `*`: in bytes
+_RENAMED = {"--host-memory": "host_memory_bytes*", "--device-memory": "device_memory_bytes*", "--link": "link_bytes_per_s*"}
+_RENAMED |= {
+    "--host-bandwidth": "host_bandwidth_bytes_per_s*",
+    "--disk-read": "disk_read_bytes_per_s*",
+    "--compute": "compute_dtype",
+}
+_RENAMED |= {"--master": "master_dtype", "--clipped-steps": "clipped_fraction", "--data": "data", "--eval-data": "eval_data"}
+_SAME = "seq-len batch-size clip-norm policy host-cores kernels deterministic gpus hosts network-gbit loss measured no-dropout"
+_SAME += " resume resume-from search machine"
+_SWITCHES = {"deterministic", "no_dropout", "resume", "search", "from_scratch"}
 _WORDS = "none|nf4|int8|fp8|mxfp4|bf16|fp32|lora|all|dpo|kto|reward|classify|distill|eager|fused|lion|adamw|bytes|cpu|cuda|emulated"
 _VALUE = r"'[^']*'|[A-Z]{2,}(?:\.py:[A-Z]+)?|\d\w*(?:\.\d+)?%?|[\w.*/+-]+[:=](?:[^\s,;`()']|,(?=\S))+|~?\.{0,2}/[^\s,;`]+"
 _VALUE += rf"|checkpoint-\d+|(?:{_WORDS}|\w+(?=: ))\b"
@@ -29,27 +40,24 @@ _FUNCTIONS = {"plan": "plan", "run": "train", "forward": "forward", "check": "ch
 
 @lru_cache
 def _keywords() -> dict[str, tuple[str, bool]]:
-    """Return the keyword of each flag, or the dotted name of a setting without one, and True if it is a switch. `*`: in bytes."""
-    tables = read_table("cli/options.toml")
-    keywords = {flag["name"]: (name, False) for name, flag in tables["semantics"].items()}
-    for group in ("plan", "batch", "step", "host", "no-dropout", "check", "run"):
-        for option, fields in tables[group].items():
-            if option.startswith("-"):
-                flag, name = (words := option.split())[0], words[-1].lstrip("-").replace("-", "_")
-                in_bytes = "*" * (fields.get("type") in ("bytes", "rate"))
-                keywords[flag] = f"{name}{in_bytes}", fields.get("is_flag", False)
-    arguments = {setting: name for name, setting in SETTINGS.items()} | {"data.path": "data"}
-    settings = ((FLAGS[name].name, name, field) for name, field in settings_of() if name in FLAGS)
-    return keywords | {flag: (arguments.get(name, name), field.default is False) for flag, name, field in settings}
+    """Return the keyword of each flag, or the dotted name of a setting without one, and True if it is a switch."""
+    keywords = {f"--{name}": name.replace("-", "_") for name in _SAME.split()} | _RENAMED
+    keywords |= {f"--{name.replace('_', '-')}": name for name in StepOptions.__annotations__ if name not in keywords.values()}
+    table = {flag: (name, name in _SWITCHES) for flag, name in keywords.items()}
+    arguments = {setting: name for name, setting in SETTINGS.items()}
+    for setting, field in settings_of():
+        if field.metadata and (flag := field.metadata["flag"].name) not in table:
+            table[flag] = arguments.get(setting, setting), field.default is False
+    return table
 
 
 def in_python(text: str) -> str:
     """Return a message with keyword arguments in place of flags, and functions in place of commands. Example: `plan with
     --train lora` becomes `plan with train="lora"`."""
-    text = text.replace("the command line: ", "settings: ").replace("in the file of --config", "in settings")
     text = _FLAG.sub(_keyword, text)
     text = re.sub(r'(=(?:"[^"]*"|[\w.]+)) (?=\w+=["\w])', r"\1, ", text)
-    return _COMMAND.sub(lambda match: f"`penstock.{_FUNCTIONS[match[1]]}{_call(match[2])}`", text)
+    text = _COMMAND.sub(lambda match: f"`penstock.{_FUNCTIONS[match[1]]}{_call(match[2])}`", text)
+    return text.replace("the command line: ", "settings: ").replace("in the file of --config", "in settings")
 
 
 def _keyword(match: re.Match[str]) -> str:
@@ -158,6 +166,10 @@ def _unknown(function: str, name: str, names: list[str]) -> str:
 
 
 def _meaning(function: str, name: str, names: list[str]) -> str:
+    trains, plans = (
+        {*TrainOptions.__annotations__, "data"},
+        {keyword.rstrip("*") for keyword, _ in _keywords().values()} - {*SETTINGS},
+    )
     if function in ("plan", "train", "stream", "forward"):
         if (advice := absent_advice(name)) is not None:
             return advice
@@ -170,9 +182,8 @@ def _meaning(function: str, name: str, names: list[str]) -> str:
             if keyword in names:
                 return f"did you mean {keyword}?"
             return f"it is {f'{keyword}=' if keyword else _named(setting, '')} of `penstock run`"
-        if function == "plan" and name in {*TrainOptions.__annotations__, "data"}:
+        if name in trains and function == "plan":
             return f"it is {name}= of `penstock run`"
-        plans = {*StepOptions.__annotations__, *(keyword.rstrip("*") for keyword, _ in _keywords().values())} - {*SETTINGS}
         if name in plans and function != "plan":
             return f"the plan sets it: give {name}= to `penstock plan`"
     near = closest(name, names)

@@ -10,7 +10,6 @@ from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.optimizer import MasterDtype
 from penstock.runtime.plan.packed import Base
 from penstock.runtime.plan.workload import Dtype
-from penstock.settings import FLAGS
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import Batches
@@ -20,6 +19,14 @@ if TYPE_CHECKING:
 AnyPlan: TypeAlias = Planned | PlanFile | Plan | str | Path
 # Files; rows in any layout, as a list or a Dataset or IterableDataset of `datasets`; an iterable of dict batches; batches by step
 Data: TypeAlias = "str | Path | Iterable[Any] | Batches"
+# Arguments of `train` that are settings of a run, by dotted name
+SETTINGS = {
+    "lr": "optimizer.lr",
+    "eval_data": "evaluation.data",
+    "eval_every": "evaluation.every",
+    "save_every": "checkpoint.every",
+}
+SETTINGS |= {name: name for name in ("steps", "epochs", "model", "reference", "adapter", "seed", "out", "device", "from_scratch")}
 
 
 class StepOptions(TypedDict, total=False):
@@ -66,11 +73,6 @@ class TrainOptions(TypedDict, total=False):
     on_step: "Callable[[Metrics], None]"
     stop: "Stop | None"
     loss: Callable[..., Any] | None  # the function of a plan with a loss of your own
-
-
-# Arguments of `train` that are settings of a run, by dotted name
-_FLAGS = {flag.name.removeprefix("--").replace("-", "_"): setting for setting, flag in FLAGS.items()}
-SETTINGS = {name: _FLAGS[name] for name in TrainOptions.__annotations__ if name in _FLAGS and name != "loss"}
 
 
 def named_settings(options: TrainOptions) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import click
 
 from penstock.run_config import read_run
 
-from .options import Command, command, given_settings
+from .options import AS_JSON, PATH, Command, flag_of, given_settings
 from .outputs import show_table
 from .progress import Preparing, show_overview
 
@@ -37,8 +37,26 @@ class Sample:
     images: tuple[str, ...] = ()  # size and tokens of each, as `64 x 48: 12 tokens`
 
 
-@command("data", Command)
+@click.command("data", cls=Command)
+@click.argument("paths", metavar="PATH[:WEIGHT]...", nargs=-1, required=True)
+@click.option("--model", type=PATH, help="Folder with the tokenizer.  [default: none, and text is read as bytes]")
+@click.option("--seq-len", type=click.IntRange(2), default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option("--samples", "n_samples", type=click.IntRange(0), default=3, show_default=True, help="Documents to show.")
+@flag_of("data.format")
+@flag_of("data.columns")
+@flag_of("data.split")
+@flag_of("data.packing")
+@flag_of("data.images")
+@flag_of("data.bad_rows")
+@flag_of("data.max_row_seconds")
+@flag_of("data.max_row_mb")
+@flag_of("data.chat_template")
+@AS_JSON
 def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int, as_json: bool, **flags: Any) -> None:
+    """Show the first documents of PATH as the model reads them, mark the learned tokens, and count all documents.
+
+    Learned tokens are green on a terminal, elsewhere in [[ ]].
+    """
     from penstock.data.data import DataRequest, read_data
     from penstock.data.sampling import MapStyleData
     from penstock.data.tokenizer import read_tokenizer
@@ -114,7 +132,7 @@ def _counted(run: re.Match[str]) -> str:
 
 
 def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
-    """Count the rows and documents of all sets, and the tokens and images of their sequences."""
+    """Count the rows and documents of all sets, and the tokens of their sequences."""
     from penstock.data.packing import Counts, n_targets_of
 
     counts = sum((part.counts for part in parts), Counts())
@@ -124,9 +142,6 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
         for part, segments in packed
         for i, (d, start, stop) in enumerate(segments)
     )
-    used = [(part.documents, d) for part, segments in packed if part.documents.has_images for d, *_ in segments]
-    images = [image for documents, d in used for image in documents.images(d)]
-    of_images = {"images": len(images), "image_tokens": sum(image["n_tokens"] for image in images)} if images else {}
     return {
         "rows": sum(part.documents.n_rows for part in parts),
         "bad_rows": sum(len(part.documents.problems) for part in parts),
@@ -138,8 +153,14 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
         "sequences": len(packed),
         "tokens": sum(stop - start for _, segments in packed for _, start, stop in segments),
         "learned_tokens": sum(learned),
-        **of_images,
-    }
+    } | _image_counts(packed)
+
+
+def _image_counts(packed: "Sequence[tuple[PackedSet, list[list[int]]]]") -> dict[str, int]:
+    """Count the images of the sequences and their tokens; {} for texts."""
+    used = [(part.documents, d) for part, segments in packed if part.documents.has_images for d, *_ in segments]
+    images = [image for documents, d in used for image in documents.images(d)]
+    return {"images": len(images), "image_tokens": sum(image["n_tokens"] for image in images)} if images else {}
 
 
 def _printable(text: str) -> str:

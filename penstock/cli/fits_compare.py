@@ -32,23 +32,55 @@ from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.legality import refuse_products
 from penstock.runtime.plan.packed import Base
-from penstock.runtime.plan.policy import computing, trained
+from penstock.runtime.plan.policy import COMPUTES, computing, trained
 from penstock.runtime.plan.workload import Dtype
 from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import HOST, PRICES, command, sequences_of_a_step
-from .outputs import created, json_text, note, show_table, write_drawing
+from .options import (
+    AS_JSON,
+    BYTES,
+    COUNT,
+    HOST,
+    NO_DROPOUT,
+    PRICES,
+    TOKENS,
+    sequences_of_a_step,
+    with_batch,
+    with_host,
+    with_prices,
+    with_work,
+)
+from .outputs import check_page, created, json_text, note, show_table, write_drawing
 
 if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
 
 Result = TypeVar("Result")
 MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
+COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 CHEAPEST = {"cheapest": False, "cheapest_bought": True}  # key of JSON -> bought, not rented
-FIT_TITLES = ("optimizer", "gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
+FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
+
+MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
+COMPUTE = click.option("--compute", type=click.Choice(COMPUTES), help="As in penstock plan.  [default: bf16]")
+FILE = click.Path(dir_okay=False, path_type=Path)
+HTML = click.option("--html", type=FILE, callback=check_page, help="Also write FILE.html: one page, with a figure and the table.")
 
 
-@command("fits")
+@click.command()
+@click.argument("machines", nargs=-1)
+@click.option("--host-memory", help="Sizes with commas between: 64GB,128GB.  [default: 32GB to 2048GB, by doubling]")
+@click.option("--families", help="Families of models with commas between: qwen3,llama.  [default: all that are shipped]")
+@click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
+@click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
+@click.option("--less-state", is_flag=True, help="Also optimizers with smaller state, in rows where a larger model fits.")
+@click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
+@with_work
+@with_host
+@MASTER
+@COMPUTE
+@HTML
+@AS_JSON
 def fits(
     machines: tuple[str, ...],
     host_memory: str | None,
@@ -63,6 +95,12 @@ def fits(
     as_json: bool,
     **work: Any,
 ) -> None:
+    """List the largest model of each family that host memory of 32 to 2048 GB can train, and its approximate speed.
+
+    MACHINES are shipped machines, profile files, or GPUs: rtx4090 is each shipped machine with a name that begins so. A size of
+    memory is planned on the machine with the nearest memory; soldered memory does not change. Default: rtx3090, rtx4090, rtx5090
+    and h100-sxm.
+    """
     from penstock.planner.search.remedy import SMALLER_OPTIMIZERS
     from penstock.planner.show import fits as planned
 
@@ -76,22 +114,24 @@ def fits(
     if wrong := [name for name in names or () if name not in planned.known()]:
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; choose from {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
-    remarks = [
-        f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out"
-        for (name, profiles), n_bytes in product(groups.items(), sizes)
-        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles)
-    ]
+    remarks: list[str] = []
+    for (name, profiles), n_bytes in product(groups.items(), sizes):
+        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
+            remarks.append(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")
     click.echo("\n".join(remarks), err=True, nl=bool(remarks))
-    smaller = [work | {"optimizer": name, "master": None} for name in SMALLER_OPTIMIZERS if less_state]
-    leaner = (_part(gpus * hosts, micro_batch=1, **options) for options in smaller)
-    variants = [semantics, *(variant for variant in leaner if variant.state_bytes < semantics.state_bytes)]
+    variants = [semantics]
+    if less_state:
+        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in SMALLER_OPTIMIZERS)
+        variants += [variant for variant in leaner if variant.state_bytes < semantics.state_bytes]
     # Machines of a family in sequence, because they share the blocks of its models
     families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
     tasks = [(*group, *family, variant, sizes, search, hosts) for family, group in families_of_gpus for variant in variants]
-    estimates = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once=len(groups) * len(variants)))
+    at_once = len(groups) * len(variants)
+    estimates, step = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.all_ranks
     results = iter(_larger(estimates) if less_state else estimates)
-    titles = (*FIT_TITLES[not less_state : -1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
-    step, row = semantics.all_ranks, partial(_row, tokens=tokens, has_optimizer=less_state)
+    optimizer = ["optimizer"] if less_state else []
+    titles = (*optimizer, *FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
+    row = partial(_row, tokens=tokens, has_optimizer=less_state)
     known = [] if html is None else [*results]  # without a page, a row is printed as soon as it is known
     if as_json:
         rows = [fit.to_json(tokens) for fit in chain(known, results)]
@@ -126,7 +166,22 @@ def _row(fit: "Fit", tokens: int | None, has_optimizer: bool) -> tuple[str, ...]
     return (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}", *job)
 
 
-@command("compare")
+@click.command()
+@click.argument("model")
+@click.option(
+    "--machines", default=COMMON, help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {COMMON}]"
+)
+@with_batch
+@click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
+@click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
+@with_prices
+@with_work
+@with_host
+@NO_DROPOUT
+@MASTER
+@COMPUTE
+@HTML
+@AS_JSON
 def compare(
     model: str,
     machines: str,
@@ -143,6 +198,10 @@ def compare(
     as_json: bool,
     **work: Any,
 ) -> None:
+    """Rank machines for training MODEL, the fastest first. Machines that it does not fit are last, with a change that would fit.
+
+    Prices on the command line apply to every machine.
+    """
     from penstock.planner.search.claim import CUT
     from penstock.planner.search.micro_batch import SIZES
     from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes, tied
@@ -156,11 +215,12 @@ def compare(
     tasks, remarks = [], list[str]()
     for machine in _compared(machines, None if has_all else gpus):
         profile = rented(machine.with_prices(**prices), *host)
-        n_bytes = host_memory
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
-            n_bytes = profile.most_host_bytes
-            remarks.append(f"{profile.name}: has at most {show_bytes(n_bytes or 0)} of memory, and is planned with that")
-        profile = profile.with_memory(None, n_bytes)
+            limit = show_bytes(profile.most_host_bytes or 0)
+            remarks.append(f"{profile.name}: has at most {limit} of memory, and is planned with that")
+            profile = profile.with_memory(None, profile.most_host_bytes)
+        else:
+            profile = profile.with_memory(None, host_memory)
         fields = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
         n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
@@ -170,6 +230,8 @@ def compare(
         semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
         tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
     click.echo("\n".join(remarks), err=True, nl=bool(remarks))
+    if not tasks:
+        raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].all_ranks.tokens_per_step}
     names = {key: (least := cheapest(ranked, bought)) and least[1] for key, bought in CHEAPEST.items()}
@@ -186,8 +248,18 @@ def compare(
         write_drawing(html, compare_page(about | ranking, ranked, tokens, tasks[0][2], remarks, created()))
 
 
-@command("machines")
+@click.command()
+@click.argument("name", required=False)
+@AS_JSON
 def machines(name: str | None, as_json: bool) -> None:
+    """List the machines that can be planned for by name, their prices, and the sources of their speeds.
+
+    With NAME: print the profile of this machine, to be edited in a file (penstock machines gb10 > mine.json).
+
+    The last columns divide the device time of a standard step (qwen3-8b, 4 x 4096 tokens) by source: measurements of this device,
+    measurements of another device scaled by datasheets, and assumptions. For any other machine, edit the profile of the nearest
+    one, or write one with `penstock probe -o`.
+    """
     from penstock.planner.predict.provenance import standard
 
     if name is not None:
@@ -225,8 +297,6 @@ def _compared(names: str, n_gpus: int | None) -> list[Profile]:
         profile_names = [p.name for p in distinct]
         if (twice := next((name for i, name in enumerate(profile_names) if name in profile_names[:i]), None)) is not None:
             raise click.UsageError(f"--machines: two different profiles have the name {twice!r}; change `name` in one of the files")
-        if not distinct:
-            raise click.UsageError(f"--machines {names!r} names none; write for example gh200,h100-sxm")
         return distinct
     return [p for p in _profiles() if n_gpus is None or (p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1))]
 

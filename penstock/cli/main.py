@@ -3,9 +3,7 @@
 import gc
 import importlib
 import logging
-import tomllib
 import warnings
-from importlib import resources
 
 import click
 
@@ -14,8 +12,21 @@ from penstock.version import version_in_words
 
 from .user_errors import OneLineErrors
 
-COMMANDS = ("plan", "check", "run", "data", "probe", "forward", "chat", "merge", "fits", "compare", "machines", "report")
-MODULES = {"check": "report", "chat": "forward"} | dict.fromkeys(("fits", "compare", "machines"), "fits_compare")  # if not the name
+# Command: its module, and its line in `penstock --help`.
+COMMANDS = {
+    "plan": ("penstock.cli.plan", "Find the fastest schedule for a model on a machine, and its speed."),
+    "check": ("penstock.cli.report", "Prove that a plan is right and that its claim is true, or name the error."),
+    "run": ("penstock.cli.run", "Train with a plan: weights stream in, gradients stream out."),
+    "data": ("penstock.cli.data", "Show which tokens of your data are learned, and count them."),
+    "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),
+    "forward": ("penstock.cli.forward", "Write the log-probabilities that a model gives to data: a reference, or a teacher's."),
+    "chat": ("penstock.cli.forward", "Talk to a model or checkpoint, to try the result of a run."),
+    "merge": ("penstock.cli.merge", "Merge a LoRA adapter into its base model."),
+    "fits": ("penstock.cli.fits_compare", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
+    "compare": ("penstock.cli.fits_compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
+    "machines": ("penstock.cli.fits_compare", "List the machines that can be planned for, and the source of their numbers."),
+    "report": ("penstock.cli.report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
+}
 PLANNING = frozenset({"plan", "check", "compare", "machines", "report"})  # short commands without tensors
 
 
@@ -30,13 +41,12 @@ class Penstock(OneLineErrors, click.Group):
             return None
         if cmd_name in PLANNING:
             gc.disable()  # it takes a tenth of a plan's time, and finds nothing
-        command: click.Command = getattr(importlib.import_module(f"penstock.cli.{MODULES.get(cmd_name, cmd_name)}"), cmd_name)
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        tables = tomllib.loads(resources.files("penstock").joinpath("cli/options.toml").read_text("utf-8"))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, tables[name]["summary"]) for name in COMMANDS])
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 @click.group(cls=Penstock, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,12 +6,20 @@ import click
 
 from penstock.runtime.units import on_one_line, show_bytes
 
-from .options import command
 from .progress import Preparing
 
 
-@command("merge")
+@click.command()
+@click.argument("base", type=click.Path(path_type=Path))
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The new model's folder.")
 def merge(base: Path, adapter: Path, out: Path) -> None:
+    """Merge the LoRA adapter in ADAPTER into the model in BASE, and write the model to a new folder, tensor by tensor.
+
+    ADAPTER is a folder in PEFT's format, such as a checkpoint of a run with adapters. Each adapted weight is computed in fp32 and
+    rounded once, to its dtype in BASE. A tokenizer or chat template in ADAPTER replaces that of BASE. An adapter with a head that
+    scores sequences gives a model for transformers' AutoModelForSequenceClassification. Two models are never in memory at once.
+    """
     from penstock.checkpoint.merging import merge as merged
     from penstock.data.tokenizer import read_tokenizer
 

@@ -1,4 +1,4 @@
-"""Commands and their options: those of options.toml, and flags generated from the fields of settings and semantics.
+"""Options shared by commands, and flags generated from the fields of settings and semantics.
 
 An absent flag is None: the file of `--config` or the default applies. Ranges are checked where the settings or semantics are
 validated.
@@ -16,12 +16,10 @@ import click
 from penstock.run_config import ALSO_KNOWN_AS, advice, data_named
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.packed import Base
+from penstock.runtime.plan.optimizer import RULES
 from penstock.runtime.plan.policy import COMPUTES
 from penstock.runtime.units import parse_bytes, parse_count
-from penstock.settings import FLAGS, Flag, Fraction, read_table, settings_of
-
-from .outputs import checked_page
+from penstock.settings import Flag, Fraction, settings_of
 
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
@@ -79,6 +77,10 @@ def above_0(maximum: float) -> Parsed:
     return Parsed("number", parse)
 
 
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
+
+
 def parse_rate(text: str) -> int:
     """Parse bytes per second: `12GB` or `12GB/s`. Raise PenstockError for bits and numbers without a unit."""
     size = text.strip().removesuffix("/s")
@@ -87,12 +89,7 @@ def parse_rate(text: str) -> int:
     return parse_bytes(size)
 
 
-def parse_pixels(text: str) -> tuple[int, int]:
-    """Parse width and height: `1024x768`. ValueError for another text."""
-    edges = [int(edge) if edge.isdecimal() else 0 for edge in text.lower().split("x")]
-    if len(edges) != 2 or not all(0 < edge < 2**16 for edge in edges):
-        raise ValueError(f"{text[:40]!r}: no width and height; write it as 1024x768")
-    return edges[0], edges[1]
+RATE = Parsed("rate", parse_rate)
 
 
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
@@ -114,62 +111,102 @@ def together(*options: Option) -> Option:
     return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
 
-_TABLES = read_table("cli/options.toml")
-_SETTINGS = {name: setting for name, setting in settings_of() if name in FLAGS}
-HOST = ("host_cores", "link_bytes_per_s", "host_bandwidth_bytes_per_s")  # parameters of the group `host`
+with_batch = together(
+    click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]"),
+    click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len."),
+)
+# Other options that define a step
+with_work = together(
+    click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence."),
+    click.option(
+        "--clip-norm",
+        type=Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
+        default=1.0,
+        show_default=True,
+        help="Largest norm of the whole gradient.",
+    ),
+    click.option(
+        "--train",
+        metavar="WHAT",
+        help="all, lora (or lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj: names, an expression /.*_proj/, by default "
+        "all-linear; experts are a target, too, without dropout), "
+        "names:*norm.weight, layers:20-31; the rest is frozen.  [default: all]",
+    ),
+    click.option(
+        "--base",
+        type=click.Choice(["bf16", "nf4", "int8", "fp8", "mxfp4", "fp8-rows"]),
+        help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits; mxfp4: gpt-oss, as published; fp8-rows: for "
+        "--compute fp8.  [default: bf16]",
+    ),
+    click.option(
+        "--optimizer",
+        metavar="WHAT",
+        help=f"{' or '.join(RULES)}, optionally with low-bit state: adamw:moments=int8,master=split24.  [default: adamw]",
+    ),
+    click.option(
+        "--gpus",
+        type=COUNT,
+        default=1,
+        show_default=True,
+        help="GPUs of a host that share each step (compare: all of a machine, unless given). Results are bitwise identical for any "
+        "number of GPUs with the same --sum-groups.",
+    ),
+    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts, each with --gpus GPUs."),
+    click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
+)
+# The host of a rented machine, as it differs from the profile's: the arguments of `rented`
+with_host = together(
+    click.option("--host-cores", type=COUNT, help="Cores of the host; more than its profile's add nothing."),
+    click.option(
+        "--link", "link_bytes_per_s", type=RATE, help="Rate of host to GPU, each direction: 12GB/s.  [default: the profile's]"
+    ),
+    click.option(
+        "--host-bandwidth",
+        "host_bandwidth_bytes_per_s",
+        type=RATE,
+        help="Rate of host memory: 100GB/s.  [default: the profile's, with fewer --host-cores their share of it]",
+    ),
+)
+HOST = ("host_cores", "link_bytes_per_s", "host_bandwidth_bytes_per_s")
+NO_DROPOUT = click.option("--no-dropout", is_flag=True, help="Train with all dropout of the model's config.json off.")
 PRICES = ("usd_per_hour", "usd", "usd_per_kwh")
-TYPES: dict[str, Any] = {
-    "base": click.Choice(get_args(Base)),
-    "bytes": Parsed("size", parse_bytes),
-    "compute": click.Choice(COMPUTES),
-    "count": COUNT,
-    "file": click.Path(dir_okay=False, path_type=Path),
-    "length": click.IntRange(2),
-    "natural": click.IntRange(0),
-    "norm": Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
-    "page": Parsed("file", checked_page),
-    "path": PATH,
-    "pixels": Parsed("WxH", parse_pixels),
-    "rate": Parsed("rate", parse_rate),
-    "share": click.FloatRange(0, 1),
-    "temperature": click.FloatRange(0, 100),
-    "tokens": Parsed("count", parse_count),
-    "top-p": click.FloatRange(0, 1, min_open=True),
+with_prices = together(
+    click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M."),
+    click.option("--usd-per-hour", type=above_0(9_999_999), help="Rent of the machine.  [default: the profile's]"),
+    click.option("--usd", type=above_0(9_999_999), help="Price of the whole machine, bought.  [default: the profile's]"),
+    click.option("--usd-per-kwh", type=above_0(9_999_999), help="Price of power.  [default: 0.15]"),
+)
+
+# -- generated from fields --------------------------------------------------------------------------------------------------
+
+_SETTINGS = {name: setting for name, setting in settings_of() if "flag" in setting.metadata}
+_SEMANTICS = {
+    "micro_batch": Flag("--micro-batch", "Sequences computed at a time; the last may be fewer.", "the fastest"),
+    "on_nonfinite": Flag("--on-nonfinite", "When a gradient is not finite."),
+    "master_dtype": Flag("--master", "Dtype of the master weights."),
+    "compute_dtype": Flag("--compute", "Compute dtype (matmuls); fp8: of products with frozen weights, all else in bf16."),
+    "gradient_dtype": Flag("--gradient-dtype", "Dtype of gradients.", "bf16; adapters: fp32"),
+    "attention": Flag("--attention", "Attention implementation.", "the best that the model supports"),
+    "loss_tile_tokens": Flag(
+        "--loss-tile-tokens", "Tokens per tile of logits.", "4096 with fused kernels, else 1024; fewer if memory is short"
+    ),
+    "mlp_tile_tokens": Flag("--mlp-tile-tokens", "Tokens per tile of an MLP.", "all; fewer if memory is short"),
+    "router_loss": Flag("--router-loss", "Weight of the loss of routers, as a config's router_aux_loss_coef.", "none"),
+    "sum_groups": Flag(
+        "--sum-groups",
+        "Tree-reduce gradients in this many groups. Results are identical on 1, 2, 4, ... up to that many GPUs.",
+        "1; with several GPUs 8, or fewer that divide the batch",
+    ),
 }
 
 
 class RunCommand(Command):
     """Command that accepts other trainers' names of settings."""
 
-    also = {alias: FLAGS[name].name for alias, name in ALSO_KNOWN_AS.items() if name in FLAGS}
+    also = {alias: _SETTINGS[name].metadata["flag"].name for alias, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
 
 
-def command(name: str, kind: type[click.Command] = click.Command) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator that makes a command of a function. Its help, arguments and options are in options.toml."""
-    return lambda function: click.command(name, cls=kind, help=_TABLES[name]["help"])(_parameters(name)(function))
-
-
-def _parameters(name: str) -> Option:
-    """Return a decorator with the arguments and options of a command, of a group of options, or of a setting."""
-    if name == "settings":
-        return together(*map(_parameters, _SETTINGS))
-    if name in _SETTINGS:
-        return _flag(FLAGS[name], name.replace(".", "__"), _SETTINGS[name])
-    if name == "semantics":
-        flags = {name: Flag(**flag) for name, flag in _TABLES[name].items()}
-        return together(*(_flag(flags[f.name], f.name, f) for f in fields(Semantics) if f.name in flags))
-    entries = [(key, value) for key, value in _TABLES[name].items() if not isinstance(value, str)]  # without help
-    return together(*(_parameters(key) if value is True else _parameter(key, **value) for key, value in entries))
-
-
-def _parameter(declaration: str, type: str | float | list[str] | None = None, **arguments: Any) -> Option:
-    kind = click.Choice(type) if isinstance(type, list) else TYPES[type] if isinstance(type, str) else type and above_0(type)
-    if not declaration.startswith("-"):
-        return click.argument(declaration, type=kind, **arguments)
-    return click.option(*declaration.split(), type=kind, **{"show_default": "default" in arguments} | arguments)
-
-
-def _flag(flag: Flag, param: str, field: Field[Any]) -> Option:
+def option(flag: Flag, param: str, field: Field[Any]) -> Option:
     if field.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
     shown = field.default if flag.default is None else flag.default
@@ -194,6 +231,15 @@ def _share(text: str) -> float:
     if number.replace(".", "", 1).isdecimal() and (is_percent or float(number) < 1):
         return float(number) / (100 if is_percent else 1)
     raise ValueError(f"{text[:40]!r} is no share of the rows; write 1% or 0.01")
+
+
+def flag_of(name: str) -> Option:
+    """Return the flag of a setting, for example `optimizer.lr`."""
+    return option(_SETTINGS[name].metadata["flag"], name.replace(".", "__"), _SETTINGS[name])
+
+
+setting_flags = together(*map(flag_of, _SETTINGS))
+semantics_flags = together(*(option(_SEMANTICS[f.name], f.name, f) for f in fields(Semantics) if f.name in _SEMANTICS))
 
 
 def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,12 +84,12 @@ def beyond_positions(plan: Plan) -> str | None:
     return f"{excess}; plan with a shorter --seq-len, unless it is to learn longer ones"
 
 
-def checked_page(name: str) -> Path:
-    """Return the file for a page. UsageError for another suffix, PenstockError if it cannot be written."""
-    path = Path(name)
-    if path.suffix.lower() not in PAGES:
-        raise click.UsageError(f"{path}: write the page to a name that ends in .html")
-    check_output(path)
+def check_page(ctx: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Return the file of an option for a page, if it can be written."""
+    if path is not None:
+        if path.suffix.lower() not in PAGES:
+            raise click.UsageError(f"{path}: write the page to a name that ends in .html")
+        check_output(path)
     return path
 
 

@@ -20,17 +20,30 @@ from penstock.planner.model.workload import read_model
 from penstock.results import Planned
 from penstock.run_config import PLAN_FLAGS
 from penstock.runtime.errors import DoesNotFitError
-from penstock.runtime.plan import Plan
-from penstock.runtime.plan.workload import ITEM_BYTES
+from penstock.runtime.plan.workload import ITEM_BYTES, Model
 from penstock.runtime.units import in_shell, on_one_line, show_bytes, show_seconds
 
-from .options import PRICES, Command, command, sequences_of_a_step
+from .options import (
+    AS_JSON,
+    BYTES,
+    NO_DROPOUT,
+    PRICES,
+    RATE,
+    Command,
+    semantics_flags,
+    sequences_of_a_step,
+    with_batch,
+    with_host,
+    with_prices,
+    with_work,
+)
 from .outputs import beyond_positions, check_output, note
 
 if TYPE_CHECKING:
     from penstock.planner.model.vision import VisionTower
 
-IMAGE_SIZE = 1024, 768  # without --image-size
+IMAGE_SIZE = "1024x768"  # without --image-size
+BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload", "llmq")
 
 
 class _Plan(Command):
@@ -44,7 +57,66 @@ class _Plan(Command):
                 formatter.write_text(", ".join(names))
 
 
-@command("plan", _Plan)
+@click.command(cls=_Plan)
+@click.argument("model")
+@click.option("--machine", required=True, help="A shipped machine, named below, or the file of one (penstock probe -o).")
+@with_batch
+@with_work
+@click.option(
+    "--host-memory", "host_memory_bytes", type=BYTES, help="Host memory to use, for example 1.5TB.  [default: the profile's]"
+)
+@click.option(
+    "--device-memory", "device_memory_bytes", type=BYTES, help="Device memory to use, for example 24GB.  [default: the profile's]"
+)
+@with_host
+@click.option(
+    "--disk-read",
+    "disk_read_bytes_per_s",
+    type=RATE,
+    help="Read rate in bytes per second, for example 7GB, of a disk for frozen layers that do not fit in host memory.  "
+    "[default: the profile's]",
+)
+@click.option(
+    "--policy",
+    default="search",
+    show_default=True,
+    metavar="search|NAME|FILE",
+    help=f"The schedule: the fastest found; that of another system ({', '.join(BASELINE_NAMES)}) under these semantics; or that "
+    "of a plan or JSON file.",
+)
+@semantics_flags
+@click.option(
+    "--kernels",
+    type=click.Choice(["eager", "fused"]),
+    help="Norm, loss, activation and attention kernels: as transformers has them, or fused.  [default: the machine's fastest]",
+)
+@click.option(
+    "--loss",
+    metavar="NAME|FILE.py:FUNCTION",
+    help="Loss: cross-entropy, label-smoothing:0.1, z-loss:1e-4; for pairs dpo:beta=0.1, ipo, hinge, robust, orpo, simpo; for "
+    "single answers kto; for rollouts grpo, dapo, dr-grpo; or a function of your own, which is executed.  "
+    "[default: cross-entropy]",
+)
+@NO_DROPOUT
+@click.option("--deterministic", is_flag=True, help="Attention with gradients summed in a fixed order, which is slower.")
+@click.option(
+    "--clipped-steps",
+    "clipped_fraction",
+    type=click.FloatRange(0, 1),
+    help="Known share of steps with a clipped gradient: blocks may then be updated before the norm is known.",
+)
+@click.option(
+    "--measured",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="The --out folder of a run of this model on this machine: op times are scaled by its measured over predicted times.",
+)
+@click.option("--images", "n_images", type=click.IntRange(1), help="Number of images of the data, for the pass of a vision tower.")
+@click.option("--image-size", metavar="WxH", help="Width and height of an image of --images in pixels.  [default: 1024x768]")
+@with_prices
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
+@AS_JSON
+@click.option("-v", "--verbose", is_flag=True, help="Print sources of the numbers, time and memory in parts, other systems.")
 def plan(
     model: str,
     machine: str,
@@ -57,9 +129,14 @@ def plan(
     as_json: bool,
     verbose: bool,
     n_images: int | None,
-    image_size: tuple[int, int] | None,
+    image_size: str | None,
     **options: Any,
 ) -> None:
+    """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
+
+    MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
+    (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
+    """
     from penstock.planner.show.facts import Facts
     from penstock.planner.show.text import print_plan
     from penstock.runtime.compiled import IS_COMPILED
@@ -99,19 +176,20 @@ def plan(
     for text in filter(None, notes):
         note(text)
     if output is not None:
-        click.echo(f"wrote {on_one_line(str(output))}; next: {_next_commands(planned.plan, in_shell(output))}", err=True)
+        written = in_shell(output)
+        disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
+        run = f"penstock run {written} --data FOLDER{disk}{_run_flags(planned.plan.model)}"
+        click.echo(f"wrote {on_one_line(str(output))}; next: penstock check {written}, then {run}", err=True)
 
 
-def _next_commands(plan: Plan, written: str) -> str:
-    """Return the commands to check and run a plan, with flags for a model folder without weights or tokenizer."""
-    disk, model = " --disk FOLDER" if plan.policy.disk_blocks else "", plan.model
-    commands = f"penstock check {written}, then penstock run {written} --data FOLDER{disk}"
+def _run_flags(model: Model) -> str:
+    """Return the further flags of `run` for a model folder without weights or tokenizer."""
     if (repository := hub_name(model.name)) is not None and model.path is None:
-        return f"{commands} --model {repository.partition('/')[2]}{download(model)}"
+        return f" --model {repository.partition('/')[2]}{download(model)}"
     folder = Path(model.path) if model.path is not None else None
     has_weights = folder is not None and any(True for pattern in WEIGHT_PATTERNS for _ in folder.glob(pattern))
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
-    return commands + ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
+    return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
 
 
 def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
@@ -134,28 +212,31 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     }
 
 
-def _tower_for(model: str, n_images: int | None, image_size: tuple[int, int] | None, seq_len: int) -> "VisionTower | None":
-    """Return the vision tower for --images, or None without. UsageError for an image that fills a sequence."""
+def _tower_for(model: str, n_images: int | None, image_size: str | None, seq_len: int) -> "VisionTower | None":
+    """Return the vision tower for --images, or None without. UsageError for a wrong size, or an image that fills a sequence."""
     from penstock.planner.model.vision import vision_tower
 
     if n_images is None:
         if image_size is not None:
             raise click.UsageError("--image-size does nothing without --images; add it, or leave out --image-size")
         return None
-    width, height = image_size or IMAGE_SIZE
-    tower = vision_tower(read_model(model).config, width, height)
+    image_size = image_size or IMAGE_SIZE
+    edges = image_size.lower().split("x")
+    if len(edges) != 2 or not all(edge.isdecimal() and 0 < int(edge) < 2**16 for edge in edges):
+        raise click.UsageError(f"--image-size {image_size[:40]}: no width and height; write it as 1024x768")
+    tower = vision_tower(read_model(model).config, *map(int, edges))
     if tower.n_tokens >= seq_len:
-        problem = f"--image-size {width}x{height}: {tower.n_tokens:,} tokens an image, and a sequence holds {seq_len:,}"
+        problem = f"--image-size {image_size}: {tower.n_tokens:,} tokens an image, and a sequence holds {seq_len:,}"
         raise click.UsageError(f"{problem}; give smaller images, or a longer --seq-len")
     return tower
 
 
-def _image_fields(planned: Planned, tower: "VisionTower", n_images: int, image_size: tuple[int, int]) -> dict[str, Any]:
+def _image_fields(planned: Planned, tower: "VisionTower", n_images: int, image_size: str) -> dict[str, Any]:
     """Return the fields of `images` in `--json`."""
     from penstock.planner.predict.cost import CostModel
     from penstock.planner.predict.forward_pass import tower_s
 
-    (width, height), dtype = image_size, planned.plan.semantics.compute_dtype
+    (width, height), dtype = map(int, image_size.lower().split("x")), planned.plan.semantics.compute_dtype
     seconds = tower_s(tower, dtype, CostModel(planned.profile))
     return {
         **{"n": n_images, "width": width, "height": height, "tokens_each": tower.n_tokens, "flop_each": tower.flop},

@@ -5,6 +5,7 @@ import sys
 from inspect import unwrap
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -15,13 +16,33 @@ from penstock.hwprofiles.quantity import Share
 from penstock.hwprofiles.schema import Profile
 from penstock.runtime.units import in_shell, show_bytes, show_rate, show_seconds
 
-from .options import command
+from .options import BYTES, PATH
 from .outputs import check_output, json_text, write_output
 from .progress import Preparing
 
 
-@command("probe")
+@click.command("probe")
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Device to measure. [auto: cuda, if available]"
+)
+@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, or a minute for a GPU.")
+@click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device.")
+@click.option(
+    "--host-memory",
+    type=BYTES,
+    help="Host memory for a run, for example 118GB: for a virtual machine with memory that grows when it is used. "
+    "[default: the system's available memory]",
+)
+@click.option(
+    "--disk", type=PATH, metavar="FOLDER", help="Also measure the disk of this folder: frozen weights may be read from it."
+)
+@click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
 def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Path | None, output: Path | None) -> None:
+    """Measure this machine: about 90 seconds, or four minutes for a GPU, which runs each product until its clock is steady.
+
+    Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
+    other programs first. `penstock plan --machine FILE` reads the profile.
+    """
     from penstock.api import probe as measured
 
     if output is not None:
@@ -42,8 +63,9 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
         sys.stdout.write(json_text(profile.to_json()))
     else:
         write_output(output, json_text(profile.to_json()))
-        next_command = f"penstock plan MODEL --machine {in_shell(output)}"
-        console.print(f"wrote {output}; plan for it with: {next_command}", soft_wrap=True, highlight=False)
+        console.print(
+            f"wrote {output}; plan for it with: penstock plan MODEL --machine {in_shell(output)}", soft_wrap=True, highlight=False
+        )
 
 
 def headline(profile: Profile) -> Table:

@@ -38,7 +38,8 @@ LONG_S = 30.0  # without a terminal, time between lines of a stage of the prepar
 class Preparing(Bar):
     """Display of the preparation of a run: its stage, such as `loading weights: 3 of 34 blocks`, and its duration.
 
-    A terminal shows one line that is redrawn. Elsewhere, a stage gets a line every LONG_S, or at once with `every_stage`.
+    A terminal shows one line that is redrawn. Elsewhere, a stage gets a line every LONG_S, or at once with `every_stage`. Call it
+    with the text of the current stage.
     """
 
     def __init__(self, every_stage: bool = False) -> None:

@@ -13,14 +13,21 @@ from penstock.runtime.errors import PlanError, WrongPlanError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import in_shell, on_one_line
 
-from .options import command
 from .outputs import PAGES, created, write_drawing
 
 TRACES = (".json",)
 
 
-@command("check")
+@click.command(short_help="Prove that a plan is right and that its claim is true, or name the error.")
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--search", is_flag=True, help="Repeat the search too, to check the bound over all policies.")
 def check(plan_file: Path, search: bool) -> None:
+    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine. Prove its claim: its
+    blocks are the model's, and its memory, times and bounds follow from the profile.
+
+    Exit code 0 and one line, which names unchecked parts, if it is right; 1 and the error if it is wrong; 2 if the file is no plan
+    or has no claim. A check takes a second or two; with --search, the time of `plan`.
+    """
     from penstock.planner.check.claim import name_conflicts
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
@@ -31,8 +38,22 @@ def check(plan_file: Path, search: bool) -> None:
     click.echo(f"{where}: {on_one_line(summary)}")
 
 
-@command("report")
+@click.command()
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="FILE.html: a page for any browser. FILE.json: a trace for ui.perfetto.dev or chrome://tracing.",
+)
 def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
+    """Draw PLAN as predicted and, given the --out folder of a run, as measured.
+
+    The page holds one step lane by lane, memory over it, where the seconds go, the certificate in words and, of a run, its curves.
+    It is one file that needs no network.
+    """
     if output.suffix.lower() not in (*PAGES, *TRACES):
         raise click.UsageError(f"{output}: write to a name that ends in .html, for a page, or in .json, for a trace")
     if output.exists() and plan_file.exists() and output.samefile(plan_file):

@@ -16,7 +16,7 @@ from penstock.runtime.units import in_shell
 from penstock.settings import RunSettings
 from penstock.signals import handled
 
-from .options import RunCommand, command, given_settings
+from .options import PATH, RunCommand, above_0, given_settings, setting_flags
 from .progress import Preparing, Progress, overview, show_outcome, show_overview
 
 if TYPE_CHECKING:
@@ -26,7 +26,22 @@ if TYPE_CHECKING:
 STATES = "checkpoint-*/trainer_state.json"
 
 
-@command("run", RunCommand)
+def _refuse_to_recalibrate(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    if path is not None:
+        instead = f"plan with --measured RUN, or measure the machine with penstock probe -o {in_shell(path)}"
+        raise click.UsageError(f"--recalibrate is no longer available: rates fitted to one run predicted others worse; {instead}")
+
+
+@click.command("run", cls=RunCommand)
+@click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
+@click.option("--config", type=PATH, help="YAML or TOML file of settings; flags override it.")
+@setting_flags
+@click.option("--resume", is_flag=True, help="Resume from the last checkpoint in --out.")
+@click.option("--resume-from", metavar="CHECKPOINT", help="Resume from this one, as checkpoint-20.")
+@click.option("--recalibrate", type=PATH, metavar="FILE.json", hidden=True, expose_value=False, callback=_refuse_to_recalibrate)
+@click.option(
+    "--time-scale", type=above_0(1e6), help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
+)
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -38,6 +53,12 @@ def run(
     time_scale: float | None,
     **flags: Any,
 ) -> None:
+    """Train with PLAN and compare the prediction with measurements.
+
+    Writes metrics.jsonl, run.yaml (all settings), run-plan.json, timeline.json and checkpoint-N/ (which transformers loads) into
+    --out, a folder that may be moved. SIGTERM, Ctrl-C and a closed terminal finish the step and save; a second signal ends at once.
+    Exit code 3: the plan does not fit this machine; 4: the run was lost, with --stop-if-lost.
+    """
     options = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     with Preparing() as report:
         settings = read_run(config, options)
@@ -45,8 +66,9 @@ def run(
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
-            out = in_shell(config.parent)
-            raise click.UsageError(f"no checkpoint in {settings.out}, but some next to {config}; give --out {out}")
+            raise click.UsageError(
+                f"no checkpoint in {settings.out}, but some next to {config}; give --out {in_shell(config.parent)}"
+            )
         report("reading the plan")
         file = PlanFile.read(Path(settings.plan))
         if (n := file.plan.semantics.ranks) > 1 and settings.device != "emulated" and not is_rank():

@@ -124,7 +124,7 @@ FITS = [("a", 1, None), ("a", 2, 4), ("b", 1, None), ("b", 2, 8), ("c", 1, 3), (
 @pytest.mark.parametrize("command", [("fits", "rtx4090"), ("compare", "qwen3-8b")], ids=lambda command: command[0])
 def test_a_page_that_cannot_be_written_is_refused_before_the_search(command, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("penstock.cli.fits_compare.swept", None)
-    for path, message in (("none/c.html", "cannot be written"), ("plan.json", "ends in .html"), (".", "ends in .html")):
+    for path, message in (("none/c.html", "cannot be written"), ("plan.json", "ends in .html"), (".", "is a directory")):
         one_line(penstock(*command, "--html", tmp_path / path), 2, message)
     assert [*tmp_path.iterdir()] == []
 
