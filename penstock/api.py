@@ -133,7 +133,7 @@ def plan(
     described = without_dropout(read_model(str(model))) if no_dropout else read_model(str(model))
     fields = {name: value for name, value in semantics.items() if value is not None}
     fields |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}
-    step = _semantics(fields, described, profile, kernels, deterministic)
+    step = semantics_of(fields, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
         step = shared_step(step, gpus * hosts, "sum_groups" in fields)
     if measured is not None:
@@ -147,7 +147,7 @@ def _profile(machine: str | Path | Profile) -> Profile:
     return machine if isinstance(machine, Profile) else read_profile(str(machine))
 
 
-def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
+def semantics_of(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
     """Return the semantics of a step, with defaults and kernels for the model and the machine."""
     from penstock.planner.search.tuning import LOSS_TILE
 
@@ -156,12 +156,8 @@ def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: 
     if raw.get("compute_dtype") == "fp8":  # products alone; all else is computed in bf16
         raw = {**raw, **computing("fp8")}
     objective = raw["objective"]
-    fields = {
-        "micro_batch": objective.rows_each,
-        "loss_tile_tokens": LOSS_TILE["eager"],
-        "attention": supported_attention(model)[0],
-        **raw,
-    }
+    defaults = {"loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0]}
+    fields = {"micro_batch": objective.rows_each, **defaults, **raw}
     fields |= training(raw.get("train"), raw.get("base"), raw.get("gradient_dtype"))
     fields |= optimizing(raw.get("optimizer"), raw.get("master_dtype"))
     del fields["objective"]
@@ -191,6 +187,7 @@ def _policy(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | 
 
     if policy is None or policy == "search":
         return None
+    fields: Any = policy.to_json() if isinstance(policy, Policy) else policy
     if isinstance(policy, str | Path):
         if policy in BASELINES:
             return str(policy)
@@ -203,8 +200,8 @@ def _policy(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | 
         except (OSError, ValueError, RecursionError) as error:
             advice = 'give a plan file, or for example {"prefetch_depth": 2}'
             raise PlanError(f"policy file {policy}: not JSON ({str(error)[:80]}); {advice}") from None
-        return _validated(Policy, fields.get("policy", fields) if isinstance(fields, dict) else fields, "policy")
-    return _validated(Policy, policy.to_json() if isinstance(policy, Policy) else policy, "policy")
+        fields = fields.get("policy", fields) if isinstance(fields, dict) else fields
+    return _validated(Policy, fields, "policy")
 
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], label: str) -> Fields:
@@ -311,7 +308,6 @@ def stream(plan: AnyPlan, data: "Data", *, every: int = 1, **options: Unpack[Tra
 def _trainer(
     run: RunRequest, on_step: "Callable[[Metrics], None] | None", ranks: "Processes | None", every: int | None = None
 ) -> "Iterator[Trainer]":
-    """Open a session and yield its trainer."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
@@ -388,13 +384,11 @@ def forward(
 def _data(data: "Data", eval_data: "Data | None", plan: Plan, settings: Mapping[str, Any]) -> "tuple[GivenData, GivenData]":
     """Return the training data and the held-out data of a program."""
     from penstock.arguments.objects import GivenData, held_out_data, training_data
-    from penstock.model_checks.document_isolation import supports_documents
 
     columns = settings.get("data.columns")
     read = [*columns.values()] if isinstance(columns, Mapping) else []
-    no_documents = supports_documents(plan.model.config, plan.semantics)
-    held_out = GivenData() if eval_data is None else held_out_data(eval_data, plan, no_documents, read)
-    return training_data(data, plan, no_documents, read), held_out
+    held_out = GivenData() if eval_data is None else held_out_data(eval_data, plan, read)
+    return training_data(data, plan, read), held_out
 
 
 def _file_of(plan: AnyPlan) -> tuple[str, PlanFile]:

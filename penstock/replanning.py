@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from penstock.checkpoint.disk import writing
 from penstock.hwprofiles.schema import Profile
@@ -100,14 +99,11 @@ class Replanning:
         if self._is_waiting and len(self._times_s) >= (self._n_wanted or 0):
             self._is_waiting = False
             self.store()
-            pipes: dict[str, Any] = {
-                "stdin": subprocess.DEVNULL,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.PIPE,
-                "text": True,
-            }
             command = [sys.executable, "-m", "penstock.replanning", str(self._folder)]
-            self._process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+            silent, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                command, stdin=silent, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment
+            )
 
     def store(self) -> None:
         """Write the measured ratios, if any. A disk error is not fatal."""
@@ -139,8 +135,7 @@ class Replanning:
         return self._found is not None
 
     def following(self, fits: Callable[[Plan], None]) -> RunRequest | None:
-        """Return the request to resume from the next checkpoint with the plan of the search; None without one, or if `fits` raises
-        DoesNotFitError."""
+        """Return the request to resume with the plan of the search; None without one, or if `fits` raises DoesNotFitError."""
         if self._found is None:
             return None
         (file, former_s, step_s), self._found = self._found, None

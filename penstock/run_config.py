@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import resources
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from penstock.runtime.executor import Stop
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan import PlanFile, Policy
 from penstock.runtime.units import on_one_line
-from penstock.settings import DataSettings, RunSettings, settings_of
+from penstock.settings import RunSettings, read_table, settings_of
 
 if TYPE_CHECKING:
     from penstock.data.user_batches import UserBatches
@@ -37,11 +37,11 @@ WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
 
-_TABLES = tomllib.loads(resources.files("penstock").joinpath("other_trainers.toml").read_text("utf-8"))
+TABLES = read_table("other_trainers.toml")
 
 
 def _by_alias(table: str) -> dict[str, str]:
-    return {alias: setting for setting, names in _TABLES[table].items() for alias in names}
+    return {alias: setting for setting, names in TABLES[table].items() for alias in names}
 
 
 ALSO_KNOWN_AS = _by_alias("settings")  # other trainer's name of a setting: our name
@@ -166,7 +166,7 @@ def data_named(paths: Iterable[Any]) -> dict[str, Any]:
 
 def absent_advice(name: str) -> str | None:
     """Return the advice on another trainer's name that no setting has, or None."""
-    return next((str(words) for names, words in _TABLES["absent"].items() if re.fullmatch(names, name)), None)
+    return next((str(words) for names, words in TABLES["absent"].items() if re.fullmatch(names, name)), None)
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.75) -> str | None:
@@ -232,30 +232,25 @@ def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_idle(where: str, settings: RunSettings) -> None:
     """Raise RunConfigError for a setting without effect, because it is a misunderstanding."""
-    data, evaluation, saving = settings.data, settings.evaluation, settings.checkpoint
-    buffered = data.shuffle_buffer != DataSettings().shuffle_buffer
-    has_data, schedule = evaluation.data is not None, settings.optimizer.schedule
-    decays = schedule.kind == "warmup-stable-decay"
+    data, evaluation, saving, schedule = settings.data, settings.evaluation, settings.checkpoint, settings.optimizer.schedule
+    has_data, decays = evaluation.data is not None, schedule.kind == "warmup-stable-decay"
+    values = {name: reduce(getattr, name.split("."), settings) for name, _ in settings_of()}
+    defaults = {name: field.default for name, field in settings_of()}
     resumes = (saving.every or saving.minutes) and not saving.weights_only
-    for key, is_given, needs, is_there in (
-        ("evaluation.every", evaluation.every is not None, "evaluation.data or prompts", has_data or evaluation.prompts),
-        ("evaluation.split", evaluation.split is not None, "evaluation.data", has_data),
-        ("evaluation.best", evaluation.best is not None, "evaluation.data", has_data),
-        ("evaluation.patience", evaluation.patience is not None, "evaluation.data and every", has_data and evaluation.every),
-        ("evaluation.min_gain", evaluation.min_gain > 0, "evaluation.patience", evaluation.patience is not None),
-        ("data.bad_rows", data.bad_rows > 0, "data that is read before training (leave out data.streaming)", not data.streaming),
-        ("data.shuffle_buffer", buffered, "data.streaming", data.streaming),
-        ("optimizer.schedule.decay_steps", schedule.decay_steps is not None, "warmup-stable-decay", decays),
-        ("optimizer.schedule.min_lr_fraction", schedule.min_lr_fraction > 0, "cosine", decays or schedule.kind == "cosine"),
-        ("checkpoint.copy_bytes", saving.copy_bytes is not None, "checkpoint.background", saving.background),
-        (
-            "replan",
-            settings.replan is not None,
-            "checkpoints to go on from, with their state (checkpoint.every or minutes)",
-            resumes,
-        ),
+    for key, needs, is_there in (
+        ("evaluation.every", "evaluation.data or prompts", has_data or evaluation.prompts),
+        ("evaluation.split", "evaluation.data", has_data),
+        ("evaluation.best", "evaluation.data", has_data),
+        ("evaluation.patience", "evaluation.data and every", has_data and evaluation.every),
+        ("evaluation.min_gain", "evaluation.patience", evaluation.patience is not None),
+        ("data.bad_rows", "data that is read before training (leave out data.streaming)", not data.streaming),
+        ("data.shuffle_buffer", "data.streaming", data.streaming),
+        ("optimizer.schedule.decay_steps", "warmup-stable-decay", decays),
+        ("optimizer.schedule.min_lr_fraction", "cosine", decays or schedule.kind == "cosine"),
+        ("checkpoint.copy_bytes", "checkpoint.background", saving.background),
+        ("replan", "checkpoints to go on from, with their state (checkpoint.every or minutes)", resumes),
     ):
-        if is_given and not is_there:
+        if values[key] != defaults[key] and not is_there:
             raise RunConfigError(f"{where}: {key} does nothing without {needs}; drop it, or add that")
 
 

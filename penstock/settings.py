@@ -4,9 +4,11 @@
 """
 # ruff: noqa: RUF009 (`flagged` returns a field, like `field`)
 
+import tomllib
 from collections.abc import Iterator
 from dataclasses import Field as DataclassField
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -31,6 +33,11 @@ class Flag:
 def flagged(default: Value, *arguments: Any, **options: Any) -> Value:
     """Declare a setting with this default, and a `Flag` with these arguments."""
     return field(default=default, metadata={"flag": Flag(*arguments, **options)})
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Return the content of a TOML file of this package."""
+    return tomllib.loads(resources.files("penstock").joinpath(name).read_text("utf-8"))
 
 
 # Not strict: numbers may be text, from a flag or from YAML 1.1, which reads `1e-5` as text.

@@ -18,6 +18,7 @@ from penstock.data.files import table_rows, without_nulls
 from penstock.data.formats import COLUMNS, not_understood
 from penstock.data.images import image_token_of, image_url
 from penstock.data.user_batches import Batches, UserBatches
+from penstock.model_checks.document_isolation import supports_documents
 from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan import Plan
 from penstock.settings import DataPart
@@ -37,9 +38,8 @@ class GivenData:
     rows: Iterable[Any] | None = None
 
 
-def training_data(data: Any, plan: Plan, no_documents: str | None = None, columns: Collection[str] = ()) -> GivenData:
-    """Return the training data of a program. `no_documents`: why the model cannot isolate packed documents, or None; `columns`:
-    further columns to read. DataError for an object that is no data."""
+def training_data(data: Any, plan: Plan, columns: Collection[str] = ()) -> GivenData:
+    """Return the training data of a program. `columns`: further ones to read. DataError for an object that is no data."""
     if isinstance(data, IterableDataset):
         _refuse_packed("the IterableDataset", data.column_names or ())
         name, rows = f"an {type(data).__name__}", data.with_format(None)
@@ -48,11 +48,11 @@ def training_data(data: Any, plan: Plan, no_documents: str | None = None, column
         return GivenData(settings)
     n_rows = plan.semantics.all_ranks.batch_size
     program = data if _has_batches(data) else _dicts(data, plan, n_rows, "data")
-    batches = user_batches(program, plan, n_rows, no_documents)
+    batches = user_batches(program, plan, n_rows)
     return GivenData({"data.path": batches.fingerprint}, batches)
 
 
-def held_out_data(data: Any, plan: Plan, no_documents: str | None = None, columns: Collection[str] = ()) -> GivenData:
+def held_out_data(data: Any, plan: Plan, columns: Collection[str] = ()) -> GivenData:
     """Return held-out data of a program, like `training_data`. Rows and batches that come one by one are read whole."""
     if isinstance(data, IterableDataset):
         _refuse_packed("the IterableDataset", data.column_names or ())
@@ -69,17 +69,14 @@ def held_out_data(data: Any, plan: Plan, no_documents: str | None = None, column
     n = batches.count_rows() // n_rows
     if not n:
         raise DataError(f"eval_data: a {type(data).__name__} with fewer than {n_rows} rows; give more")
-    return GivenData(
-        {"evaluation.data": f"batches of {type(data).__qualname__}"}, user_batches(batches, plan, n_rows, no_documents, n)
-    )
+    settings = {"evaluation.data": f"batches of {type(data).__qualname__}"}
+    return GivenData(settings, user_batches(batches, plan, n_rows, n))
 
 
-def user_batches(
-    program: Batches | DictBatches, plan: Plan, n_rows: int, no_documents: str | None, n_steps: int | None = None
-) -> UserBatches:
+def user_batches(program: Batches | DictBatches, plan: Plan, n_rows: int, n_steps: int | None = None) -> UserBatches:
     """Return batches of `n_rows` rows that are validated for the plan."""
+    token, no_documents = image_token_of(plan.model.config), supports_documents(plan.model.config, plan.semantics)
     semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    token = image_token_of(plan.model.config)
     return UserBatches(program, semantics.seq_len, n_rows, vocab_size, no_documents, semantics.objective, n_steps, token)
 
 
@@ -90,18 +87,14 @@ def _has_batches(data: Any) -> bool:
 def _dicts(data: Any, plan: Plan, n_rows: int, argument: str) -> DictBatches:
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         advice = "one of its splits, as data['train']" if isinstance(data, DatasetDict | IterableDatasetDict) else ACCEPTED
-        how = (
-            ", or put it into a DataLoader"
-            if callable(getattr(data, "__getitem__", None)) and not isinstance(data, Mapping)
-            else ""
-        )
+        has_items = callable(getattr(data, "__getitem__", None)) and not isinstance(data, Mapping)
+        how = ", or put it into a DataLoader" * has_items
         raise DataError(f"{argument}: a {type(data).__qualname__} is not read; give {advice}{how}")
     return DictBatches(data, plan.semantics.seq_len, n_rows, plan.semantics.objective.inputs)
 
 
 def _in_files(data: Any, columns: Collection[str], argument: str) -> dict[str, Any] | None:
-    """Return the settings that name files: those of paths, or one that is written here. None if no file can hold the data.
-    DataError for no rows."""
+    """Return the settings that name the given files, or one that is written here; None if no file can hold the data."""
     if isinstance(data, list | tuple | Dataset) and not len(data):
         raise DataError(f"{argument}: the {type(data).__name__} is empty; give rows")
     match data:
@@ -123,19 +116,14 @@ def _of_list(items: list[Any] | tuple[Any, ...], columns: Collection[str], argum
         if not isinstance(item, str | Path | Mapping):
             raise DataError(f"{argument}: item {i} of the list is a {type(item).__qualname__}; give {ACCEPTED}")
         if is_named is not is_path[0]:
-            raise DataError(
-                f"{argument}: item {i} of the list is {_kind(is_named)}, and item 0 {_kind(is_path[0])}; give a list of one kind"
-            )
+            kinds = ("a path", "a row") if is_named else ("a row", "a path")
+            raise DataError("{}: item {} of the list is {}, and item 0 {}; give a list of one kind".format(argument, i, *kinds))
         if isinstance(item, Mapping) and is_named and (unknown := [str(name) for name in item if name not in _PART]):
             problem = f"{argument}: item {i} of the list has path, as an entry of data.mix, and {', '.join(unknown)[:80]}, as a row"
             raise DataError(f"{problem}; call the column path otherwise, or leave the others out")
     if not is_path[0]:
         return {"data.path": str(write_rows(items, columns))}
     return {"data.mix": [dict(part) if isinstance(part, Mapping) else {"path": str(part)} for part in items]}
-
-
-def _kind(is_path: bool) -> str:
-    return "a path" if is_path else "a row"
 
 
 def _dataset_rows(data: Dataset, columns: Collection[str]) -> Iterator[dict[str, Any]]:
@@ -166,12 +154,12 @@ def _at_most(data: Iterable[Any], name: str) -> list[Any]:
     return items
 
 
-def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = ()) -> Path:
-    """Write rows as a JSONL in the user's cache, named by its content, and return its path. Images become `data:` URLs. Columns
-    that are not read are left out if they are no JSON. DataError for a row that is none, or a cache that cannot be written."""
+def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = (), path: Path | None = None) -> Path:
+    """Write rows as a JSONL, to `path` or in the cache under a name by its content. Return its path. Images become `data:` URLs.
+    Unread columns without JSON are left out. DataError for a row that is no JSON, or a file that cannot be written."""
     partial, digest = None, hashlib.sha256()
     try:
-        folder = cache_folder() / ROWS_FOLDER
+        folder = cache_folder() / ROWS_FOLDER if path is None else path.parent
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
             partial = Path(file.name)
@@ -179,11 +167,12 @@ def write_rows(rows: Iterable[Mapping[str, Any]], columns: Collection[str] = ())
                 line = _json(row, columns, n)
                 file.write(line)
                 digest.update(line)
-        path = folder / f"{digest.hexdigest()[:32]}.jsonl"
+        path = path or folder / f"{digest.hexdigest()[:32]}.jsonl"
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        reason = getattr(error, "strerror", None) or str(error)[:80]
-        raise DataError(f"rows cannot be kept in the cache ({reason}); make room, or name a folder in PENSTOCK_CACHE") from None
+        reason, place = getattr(error, "strerror", None) or str(error)[:80], "in the cache" if path is None else f"as {path}"
+        how = "make room, or name " + ("a folder in PENSTOCK_CACHE" if path is None else "another output_dir")
+        raise DataError(f"rows cannot be kept {place} ({reason}); {how}") from None
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
 """Model of a chat on this machine: its forward plan, loaded with weights and adapter."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.api import semantics_of
 from penstock.caches import cache_folder
 from penstock.checkpoint.adapter_files import CONFIG_FILE, adapts_projector, read_adapter
 from penstock.checkpoint.checkpoint import refuse_another_base
@@ -13,17 +13,16 @@ from penstock.data.data import Report
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.lower.lower import lower
-from penstock.planner.model.kernels import with_kernels
-from penstock.planner.model.workload import build_workload, read_model, spelled_out, supported_attention
+from penstock.planner.model.workload import build_workload, read_model
 from penstock.run_config import RunConfigError
 from penstock.runtime.batch import Batch
 from penstock.runtime.machines.lanes import CpuDevice, CudaDevice
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan import Plan, Policy, Semantics
+from penstock.runtime.plan import Plan, Policy
+from penstock.runtime.plan.objective import CROSS_ENTROPY
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.packed import Base
-from penstock.runtime.plan.policy import computing
-from penstock.runtime.plan.train import Train, parse_train, training
+from penstock.runtime.plan.train import Train
 from penstock.runtime.plan.workload import Model, text_of
 from penstock.runtime.units import on_one_line
 from penstock.settings import RunSettings
@@ -37,8 +36,7 @@ LOGITS = 16  # positions with logits at a time; an answer needs one
 
 
 def located_model(settings: RunSettings) -> RunSettings:
-    """Return settings with the folders of a model and of an adapter. The checkpoint of an adapter names its base model.
-    RunConfigError if a folder is missing."""
+    """Return settings with the folders of a model and, if any, of an adapter. RunConfigError if a folder is missing."""
     folder = Path(settings.model or "")
     if not folder.is_dir():
         raise RunConfigError(f"{folder}: no such folder; give a model's folder, a checkpoint, or a model and --adapter FOLDER")
@@ -46,9 +44,8 @@ def located_model(settings: RunSettings) -> RunSettings:
         return settings
     base = read_json(folder / CONFIG_FILE).get("base_model_name_or_path")
     if settings.adapter is not None or not isinstance(base, str) or not Path(base).is_dir():
-        raise RunConfigError(
-            f"{folder}: an adapter without its base ({on_one_line(str(base), 120)} is no folder); give BASE --adapter {folder}"
-        )
+        problem = f"an adapter without its base ({on_one_line(str(base), 120)} is no folder)"
+        raise RunConfigError(f"{folder}: {problem}; give BASE --adapter {folder}")
     return replace(settings, model=base, adapter=str(folder))
 
 
@@ -84,24 +81,21 @@ def _plan(model: Model, settings: RunSettings, device: str, context: int | None,
     limit = longest if isinstance(longest, int) and longest > 0 else CONTEXT
     if context is not None and context > limit:
         raise RunConfigError(f"--context {context}: the model has {limit:,} positions; give at most that")
-    profile, attention = read_profile(DEVICES[device]), supported_attention(model)[0]
-    kernels: Callable[..., Semantics] = lambda semantics: with_kernels(model, semantics, profile, "eager")  # noqa: E731
-    fields: dict[str, Any] = {"batch_size": 1, "micro_batch": 1, "clip_norm": None, "loss_tile_tokens": LOGITS}
-    fields |= {"seq_len": context or min(limit, CONTEXT), "attention": attention}
+    profile = read_profile(DEVICES[device])
     projects = settings.adapter is not None and adapts_projector(Path(settings.adapter))
-    decoder = Train(names=("*",), projector=True) if projects else Train()
-    untrained = build_workload(model, kernels(Semantics(**fields, train=decoder)))  # its shapes do not depend on `compute`
-    parameters = {p.name: p for block in untrained.blocks for p in block.parameters if p.tied_to is None}
+    fields: dict[str, Any] = {"seq_len": context or min(limit, CONTEXT), "batch_size": 1, "clip_norm": None}
+    fields |= {"loss_tile_tokens": LOGITS, "objective": CROSS_ENTROPY, "train": "all,projector" if projects else None}
+    untrained = build_workload(model, semantics_of(fields, model, profile, "eager", False))  # its shapes do not depend on `compute`
+    parameters = {p.name: p.shape for block in untrained.blocks for p in block.parameters if p.tied_to is None}
     if settings.adapter is not None:
-        shapes = {name: p.shape for name, p in parameters.items()}
-        trained = str(Train(lora=read_adapter(Path(settings.adapter), shapes)[0], projector=projects))
+        trained = str(Train(lora=read_adapter(Path(settings.adapter), parameters)[0], projector=projects))
     elif base != "bf16":
         trained = "lora:r=8"  # only layers with adapters have packed weights
     else:
         last = [p for p in untrained.blocks[-1].parameters if p.tied_to is None]
         trained = f"names:{min(last, key=lambda p: p.n_elements).name}"
-    fields |= computing(compute) | training(trained, base) | {"train": parse_train(trained)}
-    semantics = kernels(spelled_out(model, Semantics(**fields)))
+    fields |= {"train": trained, "base": base, "compute_dtype": compute}
+    semantics = semantics_of(fields, model, profile, "eager", False)
     return lower(model, build_workload(model, semantics), semantics, Policy(), profile.to_json())
 
 

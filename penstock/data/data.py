@@ -97,9 +97,8 @@ def learned_ends(data: RunData, tokenizer: ModelTokenizer) -> list[int]:
     """Return the special tokens that end learned runs of the first documents of each set, the most frequent first."""
     counts, sets = Counter[int](), data.parts if isinstance(data, MapStyleData) else ()
     special = {i for i, token in tokenizer.library.added_tokens_decoder.items() if token.special} | tokenizer.answer_ends
-    documents = [
-        (part.documents.ids(d), part.documents.runs(d)) for part in sets for d in range(len(part.documents.lengths))[:MANY]
-    ]
+    numbered = [(part.documents, d) for part in sets for d in range(len(part.documents.lengths))[:MANY]]
+    documents = [(source.ids(d), source.runs(d)) for source, d in numbered]
     if isinstance(data, Stream):
         rows = islice(data.reader.stream(range(len(data.reader.files.files))), MANY)
         documents = [(np.array(row["ids"]), np.array(row["learned"], dtype=np.int64).reshape(-1, 2)) for row in rows]

@@ -103,9 +103,7 @@ def _token_row(row: Mapping[str, torch.Tensor], where: str, seq_len: int, extras
         edges = [*starts, n]
         expected = [torch.arange(stop - start) for start, stop in pairwise(edges)]
         if not starts or starts[0] or not torch.equal(torch.cat(expected), positions_T[:n]):
-            raise DataError(
-                f"{where}: its position_ids neither go on by 1 nor begin again at 0; leave them out, or number documents"
-            )
+            raise DataError(f"{where}: its position_ids neither go on by 1 nor begin again at 0; leave them out, or number them")
     targets_T = torch.full((seq_len,), UNSUPERVISED)
     targets_T[: n - 1] = labels_T[1:n]
     documents = [stop - start for start, stop in zip(starts, [*starts[1:], n], strict=True)] + [seq_len - n] * (n < seq_len)
@@ -163,7 +161,6 @@ class DictBatches:
         return self._recent[step]
 
     def _take(self) -> None:
-        """Read the rows of the next step."""
         assert self._rows is not None, "set by `batch`"
         rows = list(islice(self._rows, self.n_rows))
         digest = hashlib.sha256(self._digests[self._next])
@@ -202,8 +199,7 @@ class DictBatches:
         return {"rows": self._digests[step].hex()}
 
     def resume(self, step: int, position: Mapping[str, Any]) -> bool:
-        """Skip to a step. Return True if the skipped rows are those of that position. CheckpointError if the source is an iterator,
-        which may have begun elsewhere."""
+        """Skip to a step. Return True if the skipped rows are those of that position. CheckpointError for an iterator."""
         if step not in self._digests:
             self._refuse_to_restart(step)
             self._recent.clear()

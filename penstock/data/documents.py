@@ -94,8 +94,7 @@ class Reader:
         return rows.map(self, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=["file", "row", "value"])
 
     def __call__(self, rows: Columns) -> Columns:
-        """Return the documents of a batch of rows: one or more per row, an empty one for a bad row. DataError for unknown
-        tokens."""
+        """Return the documents of a batch of rows: one or more per row, an empty one for a bad row."""
         places = list(zip(rows["file"], rows["row"], strict=True))
         names = ("ids", "learned", *_COUNTS, *_NOTES, LOSS_NUMBERS, *(IMAGES if self.images is not None else ()))
         if self.format in (ROLLOUTS, TOKENS):
@@ -144,8 +143,7 @@ class Reader:
         return [(*columns, file, row, 0, None, None, numbers) for *columns, numbers in counted]
 
     def _read(self, value: Any, file: int, row: int) -> list[_Read]:
-        """Return the documents of a row: (text, spans), message contents, (problem, dropped roles), loss numbers. Only the first of
-        a conversation has contents and roles."""
+        """Return the documents of a row. Only the first of a conversation has message contents and dropped roles."""
         where = self.files.where(file, row)
         try:
             fields = self._fields(value, where)
@@ -293,10 +291,11 @@ class Documents:
         for d, problem in self.problems.items():
             place, is_file = self.where(d), not self._columns[3][d].as_py()  # files are named one by one
             rows.setdefault(problem if is_file else problem.removeprefix(f"{place}: "), []).append("" if is_file else f"{place}: ")
-        counts = (
-            f" (and {len(places) - 1:,} more like it, up to {places[-1][:-2]})" * (len(places) > 1) for places in rows.values()
-        )
-        return [f"{places[0]}{problem}{count}" for (problem, places), count in zip(rows.items(), counts, strict=True)]
+        lines = list[str]()
+        for problem, places in rows.items():
+            similar = f" (and {len(places) - 1:,} more like it, up to {places[-1][:-2]})" * (len(places) > 1)
+            lines.append(f"{places[0]}{problem}{similar}")
+        return lines
 
     def refuse_bad(self, share: float) -> None:
         """Raise DataError, with the first 20 problems as notes, if more than this share of the rows is bad."""

@@ -104,8 +104,7 @@ class DataFiles:
         return replace(self, files=row_files, n_left_out=self.n_left_out + len(self.files) - len(row_files))
 
     def first_rows(self) -> Iterator[tuple[str, Any]]:
-        """Yield (place, first readable row with all columns) of each file of rows. DataError for a file that has only unreadable
-        ones."""
+        """Yield (place, first readable row with all columns) of each file of rows. DataError for a file without one."""
         for number, file in enumerate(self.files):
             value, where = None, ""
             for n, value in file.numbered_rows(None, self.limits.row_bytes) if file.kind != "text" else ():
@@ -314,11 +313,15 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
                 yield n, line
 
 
-def _list(file: Path) -> Iterator[tuple[int, Any]]:
+def _json(file: Path, advice: str) -> Any:
     try:
-        yield from enumerate(json.loads(_read_all(file).decode("utf-8-sig")), start=1)
+        return json.loads(_read_all(file).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: {str(error)[:80]}; write it as a list of {EXAMPLE} or of chats, in UTF-8") from None
+        raise DataError(f"{file}: {str(error)[:80]}; write {advice}, in UTF-8") from None
+
+
+def _list(file: Path) -> Iterator[tuple[int, Any]]:
+    yield from enumerate(_json(file, f"it as a list of {EXAMPLE} or of chats"), start=1)
 
 
 def _csv(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -338,10 +341,7 @@ def _csv(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 def _object(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield the row of a file that is one JSON object. DataError if the object is no row."""
-    try:
-        row = json.loads(_read_all(file).decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: {str(error)[:80]}; write its rows as a list, or one a line, in UTF-8") from None
+    row = _json(file, "its rows as a list, or one a line")
     if not isinstance(row, dict) or not any(name in COLUMNS for name in row):
         keys = f"an object with the keys {shown(row)}" if isinstance(row, dict) else "no object"
         raise DataError(f"{file}: no rows found, it is {keys}; write its rows as a list, or one a line")

@@ -4,7 +4,7 @@ The columns of the first row select the format of a data set. Rows of any format
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 
 from penstock.runtime.batch import UNSUPERVISED
 from penstock.runtime.errors import DataError
-from penstock.runtime.plan.objective import ADVANTAGE, LABEL, OLD, LossInput, LossUnit, Objective
+from penstock.runtime.plan.objective import ADVANTAGE, LABEL, OLD, LossInput, Objective
 from penstock.runtime.units import on_one_line
+from penstock.settings import read_table
 
 from .images import COLUMNS as IMAGES
 from .messages import Chat, Completion, Row, answered, chat_of, dialogue, instruction, prompted, turn_of, value_of
@@ -25,70 +26,35 @@ MOST_LABELS = 1024
 MOST_NUMBER = 1e30  # of a reward, advantage or log-probability
 MOST_LOGP = 1e-3  # of a token: rounding error of a log-probability of 0
 EXAMPLE = '{"text": "..."}'
-# Required columns of each format, and an example row. The first match wins for a row with the columns of two formats.
-_FORMATS = {
-    "tokens": (("input_ids",), '{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}'),
-    "messages": (("messages",), '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'),
-    "sharegpt": (("conversations",), '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'),
-    "alpaca": (("instruction", "output"), '{"instruction": "...", "input": "...", "output": "..."}'),
-    "prompt-completion": (("prompt", "completion"), '{"prompt": "...", "completion": "..."}, or both as lists of messages'),
-    "text": (("text",), EXAMPLE),
-    "question-answer": (("question", "answer"), '{"question": "...", "answer": "..."}'),
-}
 PREFERENCE, UNPAIRED, ROLLOUTS, LABELLED = "preference", "unpaired-preference", "rollouts", "labelled"
 TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class LossFormat:
-    """Row format that losses require. `loss`: their name in errors; `inputs`: loss inputs that the numbers of a row become."""
+class RowFormat:
+    """An entry of formats.toml. `inputs`: loss inputs that the numbers of a row become."""
 
-    loss: str
-    unit: LossUnit
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     example: str
+    also: Sequence[str] = ()
+    loss: str | None = None
+    unit: str | None = None
     inputs: tuple[LossInput, ...] = ()
 
 
-_PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, or as lists of messages, the prompt left out if both begin with it'
-_ANSWER = '{"prompt": "...", "completion": "...", "label": true}, or prompt and completion as lists of messages'
-_GROUP = '{"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "logprobs": [[-0.1], [-0.5, -2.0]], "rewards": [0, 1]}'
-_GROUP_COLUMNS = ("prompt_ids", "completion_ids", "logprobs")
-NEEDED = {
-    PREFERENCE: LossFormat("a loss of pairs", LossUnit.PAIRS, ("chosen", "rejected"), _PAIR),
-    UNPAIRED: LossFormat("KTO", LossUnit.ANSWERS, ("prompt", "completion", "label"), _ANSWER, (LABEL,)),
-    ROLLOUTS: LossFormat("GRPO", LossUnit.TOKENS, _GROUP_COLUMNS, f"{_GROUP}, or with advantages", (ADVANTAGE, OLD)),
-    LABELLED: LossFormat("a loss of labels", LossUnit.SEQUENCES, ("text", "label"), '{"text": "...", "label": 1}', (LABEL,)),
-}
-_OPTIONAL = (
-    "labels",
-    "attention_mask",
-    "input",
-    "system",
-    "history",
-    "tools",
-    "chosen",
-    "rejected",
-    "label",
-    "rewards",
-    "advantages",
-)
-_NAMES = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL, *IMAGES, *_GROUP_COLUMNS)
-COLUMNS = (*_NAMES[1:], _NAMES[0], "labels", "attention_mask")  # those of tokens last
-# Further columns that a format reads, in addition to "system" and "tools" of conversations
-_ALSO_READ = {
-    "alpaca": ("input", "history"),
-    "question-answer": ("history",),
-    TOKENS: ("labels", "attention_mask"),
-    ROLLOUTS: ("rewards", "advantages"),
-}
-_ALSO_READ |= {PREFERENCE: ("prompt", "question", "instruction", "input", "history")}
+_INPUTS = {UNPAIRED: (LABEL,), ROLLOUTS: (ADVANTAGE, OLD), LABELLED: (LABEL,)}
+_FORMATS = {name: RowFormat(**entry, inputs=_INPUTS.get(name, ())) for name, entry in read_table("data/formats.toml").items()}
+NEEDED = {name: format for name, format in _FORMATS.items() if format.loss is not None}  # required by a loss
+_BY_COLUMNS = {name: format for name, format in _FORMATS.items() if format.loss is None}
+_TOKENS_LAST = [*(format for name, format in _FORMATS.items() if name != TOKENS), _FORMATS[TOKENS]]
+_READ = [name for format in _TOKENS_LAST for name in (*format.columns, *format.also)]
+COLUMNS = (*dict.fromkeys(["messages", "system", "tools", *IMAGES, *_READ]),)
 
 
 def required_format(objective: Objective) -> str | None:
     """Return the row format that a loss requires, or None if it trains on any text or chat."""
     inputs = {*objective.inputs}
-    return next((name for name, needed in NEEDED.items() if needed.unit is objective.of and {*needed.inputs} <= inputs), None)
+    return next((name for name, needed in NEEDED.items() if needed.unit == objective.of and {*needed.inputs} <= inputs), None)
 
 
 def row_format(
@@ -153,9 +119,9 @@ def _refuse_other_columns(format: str, requested: str, firsts: Iterable[tuple[st
 def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
     """Return the format that matches the columns of the first row. `mapped` columns have priority. DataError if none matches."""
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row is no object; write it as {EXAMPLE}, {_FORMATS['messages'][1]} or alike")
+        raise DataError(f"{where}: a row is no object; write it as {EXAMPLE}, {_FORMATS['messages'].example} or alike")
     tried = ({*row} & {*mapped}, {*row})
-    format = next((name for columns in tried for name, (needed, _) in _FORMATS.items() if {*needed} <= columns), None)
+    format = next((name for columns in tried for name, needed in _BY_COLUMNS.items() if {*needed.columns} <= columns), None)
     if format is None:
         raise not_understood(where, row)
     return format
@@ -176,9 +142,8 @@ def _fields_of(row: object, format: str, where: str) -> Iterator[Row]:
     try:
         yield row if isinstance(row, dict) else {}
     except ValueError as error:
-        example = NEEDED[format].example if format in NEEDED else _FORMATS[format][1]
         columns = f"; its columns are {shown(row)}" if isinstance(row, dict) else ""
-        raise DataError(f"{where}: {error}; each row is {example}{columns}") from None
+        raise DataError(f"{where}: {error}; each row is {_FORMATS[format].example}{columns}") from None
 
 
 def read_row(row: object, format: str, where: str) -> list[tuple[Chat | Completion, tuple[float, ...]]]:
@@ -249,10 +214,9 @@ def _labelled_text(row: Row) -> tuple[Completion, tuple[float]]:
 
 
 def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
-    """Return the completions of a row: a group for one prompt. Rewards are converted to GRPO advantages. DataError for an invalid
-    row."""
+    """Return the completions of a row, a group for one prompt, with rewards as GRPO advantages. DataError for an invalid row."""
     with _fields_of(row, ROLLOUTS, where) as fields:
-        prompt, completions, logps = (value_of(fields, name, list) for name in _GROUP_COLUMNS)
+        prompt, completions, logps = (value_of(fields, name, list) for name in NEEDED[ROLLOUTS].columns)
         kind = "rewards" if fields.get("advantages") is None else "advantages"
         numbers = _numbers(value_of(fields, kind, list), kind)
         if not len(completions) == len(logps) == len(numbers) > (kind == "rewards"):
@@ -304,8 +268,7 @@ def _numbers(values: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float6
 
 def unread(columns: object, format: str, is_text: bool) -> list[str]:
     """Return the columns of a row, after renaming, that this format does not read."""
-    needed = NEEDED[format].columns if format in NEEDED else _FORMATS[format][0]
-    read = {*needed, *_ALSO_READ.get(format, ()), *(() if is_text else ("system", "tools", *IMAGES))}
+    read = {*_FORMATS[format].columns, *_FORMATS[format].also, *(() if is_text else ("system", "tools", *IMAGES))}
     return [str(name) for name in columns if name not in read] if isinstance(columns, dict) else []
 
 
@@ -324,7 +287,7 @@ def not_understood(where: str, columns: Collection[str]) -> DataError:
     if {"chosen", "rejected"} <= set(columns):
         advice = "for the chosen answer alone say --columns messages=chosen, or --columns prompt=prompt --columns completion=chosen"
         return DataError(f"{where}: chosen and rejected are preferences: plan with --loss dpo, or another loss of pairs; {advice}")
-    tokens, *others = [", ".join(needed) for needed, _ in _FORMATS.values()]
+    tokens, *others = [", ".join(format.columns) for format in _BY_COLUMNS.values()]
     read = " | ".join([*others, tokens])
     advice = "name yours with --columns prompt=COLUMN, or in data.columns"
     return DataError(f"{where}: its columns are {shown(columns)}; supported: {read}; {advice}")

@@ -69,8 +69,7 @@ def instruction(row: Row) -> str:
 
 
 def chat_of(messages: list[Any], row: Row, n_before: int = 0) -> Chat:
-    """Return a conversation that begins with the row's "system". Its first `n_before` messages, and messages that a flag excludes,
-    are not learned."""
+    """Return a conversation that begins with the row's "system". Its first `n_before` messages and flagged ones are not learned."""
     messages, images = placed_images(messages, row)
     parsed = [_message(message, i) for i, message in enumerate(messages)]
     learned = [_is_learned(message, i) for i, message in enumerate(parsed)]  # flags are not passed to templates

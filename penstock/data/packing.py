@@ -77,8 +77,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Segments (n, 3) in order. Sequence i has segments `first[i]` .. `first[i + 1] - 1`. Each segment of a pair is one row; each
-    answer of a group is two."""
+    """Segments (n, 3) in order. Sequence i has segments `first[i]` .. `first[i + 1] - 1`. An answer of a group is two rows."""
 
     segments: Array
     first: Array
@@ -115,8 +114,7 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
 
 
 def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> list[list[Segment]]:
-    """Return (chosen, rejected) pairs in file order, or in this order if they share sequences. Pairs without a target in both
-    halves are dropped."""
+    """Return (chosen, rejected) pairs with targets in both halves, in file order, or in this order if they share sequences."""
     halves, pairs = np.sort(order).reshape(-1, 2), list[list[Segment]]()
     if shape.shares:
         halves = halves[np.searchsorted(halves[:, 0], order[np.isin(order, halves[:, 0])])]
@@ -269,8 +267,7 @@ def _documents_of(documents: Documents, segments: Sequence[Sequence[int]], shape
 def batch_of(rows: Sequence[Row], shape: Shape, inputs: Sequence[LossInput], loss_numbers: Numbers, n_slots: int | None) -> Batch:
     """Build the batch of a step, with these loss inputs. `n_slots`: answers per row, if answers share sequences.
 
-    LAST is the last token that is not padding, like transformers. An end-of-text token does not count, because it is also the
-    padding.
+    LAST is the last token that is not padding, as in transformers. The end-of-text token is padding, too, and does not count.
     """
     ids_BT, targets_BT = (torch.from_numpy(np.stack(column)) for column in list(zip(*rows, strict=True))[:2])
     edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)

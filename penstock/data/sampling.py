@@ -10,7 +10,7 @@ buffers, so the state of `datasets` (start of a buffer, number of its sequences 
 would lose the contents of a buffer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 
-from penstock.runtime.batch import UNSUPERVISED, Batch
+from penstock.runtime.batch import UNSUPERVISED, Batch, joined_images
 from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.plan.objective import ANSWER, LossInput
 
@@ -107,7 +107,9 @@ class MapStyleData:
         epoch, place = divmod(step, self.n_steps)
         order = range(self.n_sequences) if self.seed is None else trainer_order(self.n_sequences, self.seed, epoch)
         batch = self.batch_of_samples([(0, i) for i in order[place * n : place * n + n]])
-        return batch if len(batch.input_ids) == self.batch_size else padded(batch, self.batch_size)
+        if (n_rows := len(batch.input_ids)) == self.batch_size:
+            return batch
+        return replace(joined([batch], self.batch_size), n_answers=n_rows if batch.n_answers is None else batch.n_answers)
 
     def batch_of_samples(self, samples: Sequence[tuple[int, int]]) -> Batch:
         """Return a batch of samples, each (set, sequence in it)."""
@@ -283,22 +285,24 @@ def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[in
     return shares
 
 
-def padded(batch: Batch, n: int) -> Batch:
-    """Return a batch of `n` sequences, of which the last ones have nothing to learn and do not count as answers."""
-    n_own, n_tokens = batch.input_ids.shape
-    rows = (n_tokens,) * (n - n_own)
+def joined(batches: Sequence[Batch], n: int) -> Batch:
+    """Return a batch of `n` sequences: those of the batches, and padding without anything to learn."""
+    first, ids_BT = batches[0], torch.cat([batch.input_ids for batch in batches])
+    n_tokens, n_padding = ids_BT.shape[1], n - len(ids_BT)
 
-    def longer(tensor: torch.Tensor, value: int = 0) -> torch.Tensor:
-        return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, n - n_own), value=value)
+    def padded(tensors: Iterable[torch.Tensor], value: int = 0) -> torch.Tensor:
+        tensor = torch.cat([*tensors])
+        return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, n_padding), value=value)
 
-    return replace(
-        batch,
-        input_ids=longer(batch.input_ids),
-        targets=longer(batch.targets, UNSUPERVISED),
-        extras={name: longer(tensor) for name, tensor in batch.extras.items()},
-        document_tokens=None if batch.document_tokens is None else (*batch.document_tokens, *((n_tokens,) for _ in rows)),
-        n_tokens=None if batch.n_tokens is None else (*batch.n_tokens, *rows),
-        n_answers=n_own if batch.n_answers is None else batch.n_answers,
+    documents = [lengths for batch in batches for lengths in batch.document_tokens or ()] + [(n_tokens,)] * n_padding
+    lengths = [length for batch in batches for length in batch.n_tokens or (n_tokens,) * len(batch.input_ids)]
+    return Batch(
+        padded([ids_BT]),
+        padded((batch.targets for batch in batches), UNSUPERVISED),
+        None if first.document_tokens is None else tuple(documents),
+        extras={name: padded(batch.extras[name] for batch in batches) for name in first.extras},
+        n_tokens=(*lengths, *(n_tokens,) * n_padding),
+        images=joined_images([batch.images for batch in batches], n_padding),
     )
 
 

@@ -17,25 +17,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock.runtime.errors import DataError
 from penstock.runtime.files import read_whole
+from penstock.settings import read_table
 
 MAX_FILE_BYTES = 2**30  # of a configuration
 MAX_TEMPLATE_BYTES = 2**20
-# Templates of an installed TRL with marks of learned answers and unchanged earlier turns, by name
-TEMPLATES = {
-    "deepseek-v3": "deepseekv3_training",
-    "gpt-oss": "gptoss_training",
-    "qwen3": "qwen3_training",
-    "qwen3.5": "qwen3_5_think_training",
-    "qwen3.5-nothink": "qwen3_5_nothink_training",
-    "qwen3.6": "qwen3_6_training",
-}
-# For models without a chat template.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{% if tools or message.tool_calls %}"
-    "{{ raise_exception('tools and their calls need a chat template, and the model has none; leave them out') }}{% endif %}"
-    "{{ '<|' + message.role + '|>\\n' + message.content + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
-)
+PLAIN_TEMPLATE, TEMPLATES = (read_table("data/chat_templates.toml")[name] for name in ("plain", "trl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +71,8 @@ def read_template(name: str) -> tuple[str, bool]:
         return read_whole(path, MAX_TEMPLATE_BYTES).decode("utf-8-sig"), trl is None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8 text"
-        raise DataError(
-            f"--chat-template {name}: {path} cannot be read ({reason}); give a file, or one of {', '.join(TEMPLATES)}"
-        ) from None
+        advice = f"give a file, or one of {', '.join(TEMPLATES)}"
+        raise DataError(f"--chat-template {name}: {path} cannot be read ({reason}); {advice}") from None
 
 
 def read_tokenizer(folder: Path | None, template: str | None = None) -> ModelTokenizer:

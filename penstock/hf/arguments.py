@@ -1,18 +1,16 @@
 """Arguments of the trainers of transformers and TRL, read by attribute: a plan's semantics and a run's settings, or a refusal."""
 
-import math
 import re
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from importlib import resources
 from typing import Any
 
+from penstock.run_config import TABLES
 from penstock.runtime.errors import PlanError
 from penstock.runtime.units import on_one_line
 
-TABLE = tomllib.loads(resources.files("penstock").joinpath("other_trainers.toml").read_text("utf-8"))
-FIELDS: dict[str, dict[str, str]] = TABLE["training_arguments"]
+FIELDS: dict[str, dict[str, str]] = TABLES["training_arguments"]
+VALUES: dict[str, str] = TABLES["refused_values"]
 NEWER = "this version of Penstock does not know the field; leave it out"
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 SCHEDULES |= {"cosine_with_min_lr": "cosine", "warmup_stable_decay": "warmup-stable-decay"}
@@ -30,6 +28,17 @@ class Job:
 
     def refuse(self, name: str, value: object, advice: str) -> None:
         self.problems.append(f"{name}={on_one_line(repr(value), 80)}: {advice}")
+
+    def refuse_if(self, is_odd: object, name: str, value: object, **numbers: object) -> None:
+        """Refuse a value with the advice of other_trainers.toml, in which `numbers` are filled in."""
+        if is_odd:
+            self.refuse(name, value, VALUES[name].format(**numbers))
+
+    def accept(self, name: str, value: object, accepted: Collection[Any]) -> bool:
+        """Return True for an accepted value. Others are refused."""
+        if value not in accepted:
+            self.refuse(name, value, f"write {' or '.join(map(str, accepted))}")
+        return value in accepted
 
     def raise_problems(self) -> None:
         """Raise PlanError with a line for each problem."""
@@ -76,43 +85,32 @@ def read_arguments(arguments: Any, n_ranks: int) -> Job:
         "loss": f"label-smoothing:{a.label_smoothing_factor}" if a.label_smoothing_factor else None,
     }
     job.settings = {
-        "seed": a.seed,
-        "data.seed": a.data_seed,
+        **{setting: getattr(a, name) for name, setting in TABLES["run_settings"].items()},
         "deterministic": bool(a.full_determinism),
         "device": "cpu" if a.use_cpu else "auto",
         "monitors": _monitors(job, a.report_to),
-        "optimizer.lr": a.learning_rate,
-        "optimizer.beta1": a.adam_beta1,
-        "optimizer.beta2": a.adam_beta2,
-        "optimizer.eps": a.adam_epsilon,
-        "optimizer.weight_decay": a.weight_decay,
         "checkpoint.background": False,
         "checkpoint.minutes": 0,
         "evaluation.first": False,
         "evaluation.max_sequences": 2**31,
     }
-    if n_ranks > 1 and not a.average_tokens_across_devices:
-        job.refuse("average_tokens_across_devices", False, "leave it out: the loss of a step is the mean over all of its tokens")
-    if (name := _value(a.optim)) not in ("adamw_torch", "adamw_torch_fused"):
-        job.refuse("optim", name, entry_of("optim_args", FIELDS["refused"]) or "")
-    strategy = _value(a.train_sampling_strategy)
-    job.settings["data.shuffle"] = strategy == "random"
-    if strategy not in ("random", "sequential"):
-        job.refuse("train_sampling_strategy", strategy, "write random or sequential; rows are padded to the plan's length anyway")
+    is_mean, optim = a.average_tokens_across_devices, _value(a.optim)
+    job.refuse_if(n_ranks > 1 and not is_mean, "average_tokens_across_devices", is_mean)
+    job.refuse_if(optim not in ("adamw_torch", "adamw_torch_fused"), "optim", optim)
+    job.accept("train_sampling_strategy", order := _value(a.train_sampling_strategy), ("random", "sequential"))
+    job.settings["data.shuffle"] = order == "random"
     _read_model_options(job, options.get("model_init_kwargs") or {})
     schedule_of(arguments, 1, job)  # report problems before the data is read
     return job
 
 
 def _value(name: Any) -> str:
-    """Return the text of an enumeration's member."""
     return str(getattr(name, "value", name))
 
 
 def _monitors(job: Job, names: Any) -> tuple[str, ...]:
     listed = [names] if isinstance(names, str) else [*(names or [])]
-    if odd := [name for name in listed if name not in (*MONITORS, "none")]:
-        job.refuse("report_to", odd, f"write {', '.join(MONITORS)} or none")
+    job.refuse_if(odd := [name for name in listed if name not in (*MONITORS, "none")], "report_to", odd)
     return tuple(name for name in listed if name in MONITORS)
 
 
@@ -130,28 +128,22 @@ def _read_model_options(job: Job, options: Mapping[str, Any]) -> None:
             case "device_map" | "use_cache" | "low_cpu_mem_usage":
                 pass  # the plan places weights
             case _:
-                advice = (
-                    "attention is sdpa or eager, a packed base nf4 or int8, masters fp32; leave it out, or plan with penstock.plan"
-                )
-                job.refuse(f"model_init_kwargs[{name!r}]", value, advice)
+                job.refuse(f"model_init_kwargs[{name!r}]", value, VALUES["model_init_kwargs"])
 
 
 def schedule_of(arguments: Any, n_steps: int, job: Job) -> dict[str, Any]:
     """Return the settings of the learning-rate schedule of a run of `n_steps`, by dotted name."""
     kind, options, warmup = _value(arguments.lr_scheduler_type), dict(arguments.lr_scheduler_kwargs or {}), arguments.warmup_steps
-    n_warmup = int(warmup) if warmup >= 1 else math.ceil(n_steps * warmup)  # like TrainingArguments.get_warmup_steps
-    if kind not in SCHEDULES:
-        job.refuse("lr_scheduler_type", kind, f"write {', '.join(SCHEDULES)}")
-    if kind == "constant" and warmup:
-        job.refuse("warmup_steps", warmup, "the schedule constant has none; write lr_scheduler_type='constant_with_warmup'")
+    job.accept("lr_scheduler_type", kind, SCHEDULES)
+    job.refuse_if(kind == "constant" and warmup, "warmup_steps", warmup)
     least = {"cosine_with_min_lr": "min_lr_rate", "warmup_stable_decay": "min_lr_ratio"}.get(kind)
     if kind == "cosine_with_min_lr" and isinstance(options.get("min_lr"), int | float) and arguments.learning_rate:
         options["min_lr_rate"] = options.pop("min_lr") / arguments.learning_rate
     fraction = options.pop(least, None) if least else None
     decay = options.pop("num_decay_steps", None) if kind == "warmup_stable_decay" else None
-    if options:
-        job.refuse("lr_scheduler_kwargs", options, "leave these out: the schedules of Penstock have no such numbers")
-    values = {"kind": SCHEDULES.get(kind), "warmup_steps": n_warmup, "min_lr_fraction": fraction, "decay_steps": decay}
+    job.refuse_if(options, "lr_scheduler_kwargs", options)
+    values = {"kind": SCHEDULES.get(kind), "warmup_steps": arguments.get_warmup_steps(n_steps)}
+    values |= {"min_lr_fraction": fraction, "decay_steps": decay}
     return {f"optimizer.schedule.{name}": value for name, value in values.items() if value is not None}
 
 

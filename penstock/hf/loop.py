@@ -38,24 +38,24 @@ class Loop:
 
     def _first_state(self) -> Any:
         """Return a new state, or that of the checkpoint to resume, with its callbacks if args say so."""
-        exported: list[Any] = [cb for cb in [*self.handler.callbacks, self.trainer.control] if isinstance(cb, ExportableState)]
         resumed = self.run_.session.inputs.state
         if resumed is None:
-            return TrainerState(train_batch_size=self.args.per_device_train_batch_size, stateful_callbacks=exported)
+            return TrainerState(train_batch_size=self.args.per_device_train_batch_size, stateful_callbacks=self._exported)
         for path in (resumed.path / STATE_OF_TRAINER, self.folder / STATE_OF_TRAINER):
-            state = TrainerState.load_from_json(str(path)) if path.is_file() else TrainerState()
+            state: Any = TrainerState.load_from_json(str(path)) if path.is_file() else TrainerState()
             if state.global_step == resumed.step:
-                self._restore(state, exported)
+                for callback in self._exported if self.args.restore_callback_states_from_checkpoint else ():
+                    saved = state.stateful_callbacks.get(type(callback).__name__)
+                    for name, value in {**saved["args"], **saved["attributes"]}.items() if isinstance(saved, dict) else ():
+                        setattr(callback, name, value)
                 return state
         say(f"{resumed.path}: without {STATE_OF_TRAINER}: log_history begins here")
-        return TrainerState(stateful_callbacks=exported)
+        return TrainerState(stateful_callbacks=self._exported)
 
-    def _restore(self, state: Any, exported: list[Any]) -> None:
-        if self.args.restore_callback_states_from_checkpoint:
-            for callback in exported:
-                saved = state.stateful_callbacks.get(type(callback).__name__)
-                for name, value in {**saved["args"], **saved["attributes"]}.items() if isinstance(saved, dict) else ():
-                    setattr(callback, name, value)
+    @property
+    def _exported(self) -> list[Any]:
+        """Callbacks with a state that checkpoints hold."""
+        return [cb for cb in [*self.handler.callbacks, self.trainer.control] if isinstance(cb, ExportableState)]
 
     def _event(self, name: str, *values: Any) -> None:
         trainer = self.trainer
@@ -168,7 +168,7 @@ class Loop:
 
     def _write_state(self, folder: Path) -> None:
         state: Any = self.trainer.state
-        for callback in [cb for cb in [*self.handler.callbacks, self.trainer.control] if isinstance(cb, ExportableState)]:
+        for callback in self._exported:
             state.stateful_callbacks[type(callback).__name__] = callback.state()
         write_whole(folder / STATE_OF_TRAINER, json.dumps(vars(state), indent=2, sort_keys=True) + "\n")
 

@@ -1,11 +1,9 @@
-"""Rows of a script's data set: tokenised as TRL does, ordered like its rollouts, written to a file for a run."""
+"""Rows of a script's data set: tokenised as TRL does, ordered like its rollouts."""
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,26 +21,6 @@ SFT_LENGTH = 1024  # default of SFTConfig, into which TRL converts TrainingArgum
 MESSAGES = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as JSON lines, whole or not at all, without columns that are None. DataError for a value that JSON lacks, or for
-    no rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    n_rows = 0
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            for n_rows, row in enumerate(rows, start=1):
-                present = {name: value for name, value in row.items() if value is not None}
-                with row_errors(n_rows - 1, row):
-                    file.write(json.dumps(present, ensure_ascii=False) + "\n")
-        if not n_rows:
-            raise DataError(f"{path.stem}_dataset: no rows with a token to learn; give rows")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
-
-
 def row_errors(number: int, row: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Report an exception as a DataError of one line that names the row."""
     return user_code(f"row {number} of the data set, with columns {on_one_line(', '.join(map(str, row)), 80)},")
@@ -53,8 +31,7 @@ def is_stream(data: Any) -> bool:
 
 
 def rows_of(data: Any, n_most: int | None) -> Iterator[Row]:
-    """Yield the rows of a data set or a list, or the first `n_most` of a stream; tensors and arrays as lists. DataError for another
-    object."""
+    """Yield the rows of a data set or list, or the first `n_most` of a stream. Arrays are lists. DataError for another object."""
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise DataError(f"the data set is a {type(data).__name__}; give a Dataset, an IterableDataset or a list of dicts")
     if is_stream(data) and n_most is None:
@@ -91,8 +68,7 @@ class Tokens:
             job.refuse("assistant_only_loss", True, "the chat template has no {% generation %}; set one with it on the tokenizer")
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield tokenised rows with at least one learned token, and print the number of others. DataError names a row of unknown
-        columns."""
+        """Yield tokenised rows with a learned token, and print the number of others. DataError names a row of unknown columns."""
         tokenised = (self._read(number, row) for number, row in enumerate(rows))
         return _learned(tokenised) if self.chunk is None else _in_chunks(tokenised, self.chunk)
 
@@ -101,7 +77,9 @@ class Tokens:
             with user_code(f"formatting_func of row {number}"):
                 row = {self.text: self.formatting(row)}
         with row_errors(number, row):
-            return self._cut(self._row(number, row))
+            tokens = self._row(number, row)
+        span = slice(None) if not self.is_cut else slice(-self.length, None) if self.keeps_end else slice(self.length)
+        return {name: ids[span] for name, ids in tokens.items()}
 
     def _row(self, number: int, row: Row) -> Row:
         if "input_ids" in row:
@@ -150,11 +128,6 @@ class Tokens:
         end = self.tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
 
-    def _cut(self, row: Row) -> Row:
-        if not self.is_cut:
-            return row
-        return {name: ids[-self.length :] if self.keeps_end else ids[: self.length] for name, ids in row.items()}
-
 
 def _learned(rows: Iterable[Row]) -> Iterator[Row]:
     n_rows = n_learned = 0
@@ -177,9 +150,8 @@ def collated(rows: Iterable[Row], collator: Any) -> Iterator[Row]:
         if getattr(collator, "mlm", None) is False:
             labels = [UNSUPERVISED if token == collator.tokenizer.pad_token_id else token for token in ids]
         if labels is None:
-            raise DataError(
-                f"row {number} of the data set: no labels; give data_collator=DataCollatorForLanguageModeling(mlm=False)"
-            )
+            advice = "give data_collator=DataCollatorForLanguageModeling(mlm=False)"
+            raise DataError(f"row {number} of the data set: no labels; {advice}")
         yield {"input_ids": ids, "labels": labels, "attention_mask": row.get("attention_mask")}
 
 

@@ -1,6 +1,5 @@
 """Model and machine of a script: a folder, a name in the local Hub cache, an object; a profile, or one probe of this host."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from penstock.planner.model.workload import read_model
 from penstock.ranks import is_rank
 from penstock.runtime.errors import CheckpointError, PlanError
 from penstock.runtime.executor import say
-from penstock.runtime.files import write_whole
+from penstock.runtime.files import alone, write_whole
 from penstock.runtime.units import on_one_line, show_bytes
 
 
@@ -71,9 +70,8 @@ def _saved(model: Any) -> Start:
         raise PlanError("model is an object, which each rank would save for itself; give its folder or name")
     n_bytes, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(gettempdir()).free
     if n_bytes > free:
-        raise PlanError(
-            f"model is an object of {show_bytes(n_bytes)}, to be saved, and {show_bytes(free)} are free; give its folder"
-        )
+        sizes = f"{show_bytes(n_bytes)}, to be saved, and {show_bytes(free)} are free"
+        raise PlanError(f"model is an object of {sizes}; give its folder")
     saved = TemporaryDirectory(prefix="penstock-model-")
     say(f"the model object is saved in {saved.name}, to be read from there ({show_bytes(n_bytes)})")
     model.save_pretrained(saved.name)
@@ -123,14 +121,11 @@ def profile_of(machine: str | Path | Profile | None) -> str | Path | Profile:
         return machine
     path = profile_path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of this host share one probe
+        with alone(path.parent, f"{path.stem}.lock"):  # ranks of this host share one probe
             if not path.exists():
                 print("penstock: measuring this machine once, for about 20 seconds", file=sys.stderr)
                 write_whole(path, json.dumps(api.probe(quick=True).to_json()))
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written ({error.strerror}); give machine=, or name a cache in PENSTOCK_CACHE"
-        ) from None
+        advice = "give machine=, or name a cache in PENSTOCK_CACHE"
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); {advice}") from None
     return path

@@ -14,28 +14,30 @@ from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
 
 from penstock import api
+from penstock.arguments.objects import write_rows
 from penstock.checkpoint.checkpoint import STATE_FILE, latest
+from penstock.data.data import read_data
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.workload import read_model
 from penstock.ranks import is_follower, joined, n_started
 from penstock.results import Planned
-from penstock.run_config import PLAN_FILE, RunRequest, read_run
+from penstock.run_config import PLAN_FILE, TABLES, RunRequest, read_run
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import text_of
 from penstock.training import trainer as runs
-from penstock.training.inputs import data_of
+from penstock.training.inputs import data_request
 from penstock.training.references import FILE_NAME
 from penstock.training.run_folder import write_settings
 from penstock.training.session import open_session
 from penstock.training.validation import held_out_loss
 
-from .arguments import TABLE, Job, adapter_of, entry_of, is_kind, read_arguments, schedule_of
+from .arguments import Job, adapter_of, entry_of, is_kind, read_arguments, schedule_of
 from .loop import STATE_OF_TRAINER, Loop, evaluated
-from .rows import Row, collated, is_stream, row_errors, rows_of, write_rows
+from .rows import Row, collated, is_stream, row_errors, rows_of
 from .start import leave_group, profile_of, router_loss_of, start_of, tokenizer_of
 
 LENGTH_STEP = 64  # sequences of a plan are a multiple, for kernels, unless max_length is shorter
@@ -70,7 +72,7 @@ class Trainer:
     ) -> None:
         if not is_kind(args, self.configuration):
             raise PlanError(f"args is a {type(args).__name__}; give a {self.configuration}")
-        self.args, self.data_collator, self.callbacks_of_init = args, data_collator, callbacks
+        self.args, self.data_collator = args, data_collator
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._start = start_of(model)
         job = self._read_job(peft_config, unsupported)
@@ -81,12 +83,11 @@ class Trainer:
         if self._start.saved is not None:
             self.processing_class.save_pretrained(self._start.saved.name)
         self._describe(job)
-        if args.label_smoothing_factor and not str(job.plan["loss"]).startswith("label-smoothing"):
-            job.refuse("label_smoothing_factor", args.label_smoothing_factor, "leave it out: the loss of this trainer has none")
-        if not isinstance(callbacks, list | tuple | None):
-            job.refuse("callbacks", callbacks, "give a list of TrainerCallback")
-        if not isinstance(penstock_plan, Planned | PlanFile | str | Path | None):
-            job.refuse("penstock_plan", type(penstock_plan).__name__, "give what penstock.plan returns, or a plan's file")
+        is_smoothed = str(job.plan["loss"]).startswith("label-smoothing")
+        job.refuse_if(args.label_smoothing_factor and not is_smoothed, "label_smoothing_factor", args.label_smoothing_factor)
+        job.refuse_if(not isinstance(callbacks, list | tuple | None), "callbacks", callbacks)
+        is_plan = isinstance(penstock_plan, Planned | PlanFile | str | Path | None)
+        job.refuse_if(not is_plan, "penstock_plan", type(penstock_plan).__name__)
         job.raise_problems()
         self._job, out = job, Path(args.output_dir)
         self._longest = 0
@@ -101,37 +102,38 @@ class Trainer:
             "data.path": str(train),
             "data.format": self.format,
             "data.packing": "one",
-            "data.sampler": "transformers",
+            "data.sampler": "penstock" if "data.packing" in job.settings else "transformers",
             "evaluation.data": None if held_out is None else str(held_out),
             **job.settings,
         }
-        if self._settings["data.packing"] != "one" or is_stream(train_dataset):
-            self._settings |= {"data.sampler": "penstock"} if self._settings["data.packing"] != "one" else {"data.shuffle": False}
+        if is_stream(train_dataset):
+            self._settings["data.shuffle"] = False
         self.plan = self._planned(penstock_plan, machine)
         self.state: TrainerState = TrainerState()
-        self.control = TrainerControl()
-        self.callback_handler = CallbackHandler([DefaultFlowCallback, *(callbacks or [])], None, self.processing_class, None, None)
-        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+        handler = CallbackHandler([DefaultFlowCallback, *(callbacks or [])], None, self.processing_class, None, None)
+        self.callback_handler, self.control = handler, handler.on_init_end(args, self.state, TrainerControl())
+        self.add_callback, self.pop_callback = handler.add_callback, handler.pop_callback
+        self.remove_callback = handler.remove_callback
         self._result: Path | None = None  # checkpoint of the trained weights
 
     # -- construction --------------------------------------------------------------------------------------------------
 
     def _read_job(self, peft_config: Any, unsupported: dict[str, Any]) -> Job:
-        """Return the job of the arguments, with its adapter and its problems."""
         args, start = self.args, self._start
         job = read_arguments(args, n_started())
         for name in [name for name, value in unsupported.items() if value not in UNSET]:
-            job.refuse(name, unsupported[name], entry_of(name, TABLE["trainer_arguments"]) or "no such argument here; leave it out")
+            advice = entry_of(name, TABLES["trainer_arguments"]) or "no such argument here; leave it out"
+            job.refuse(name, unsupported[name], advice)
         config = read_model(start.folder).config
         self._n_ids = text_of(config).get("vocab_size")
         if start.lora is not None or peft_config is not None:
             job.plan["train"] = adapter_of(peft_config or start.lora, config.get("model_type", ""), job)
-        if start.lora is not None and peft_config is not None:
-            job.refuse("peft_config", type(peft_config).__name__, "leave it out: the model has an adapter, which is continued")
+        job.refuse_if(start.lora is not None and peft_config is not None, "peft_config", type(peft_config).__name__)
         if getattr(args, "router_aux_loss_coef", 0.0) is None:
             job.plan["router_loss"] = router_loss_of(config)
-        if args.eval_strategy != "no" and self.eval_dataset is None:
-            job.refuse("eval_strategy", str(args.eval_strategy), "eval_dataset is missing; give one")
+        is_collated = self.data_collator is None or type(self)._prepared is Trainer._prepared
+        job.refuse_if(not is_collated, "data_collator", type(self.data_collator).__name__)
+        job.refuse_if(args.eval_strategy != "no" and self.eval_dataset is None, "eval_strategy", str(args.eval_strategy))
         return job
 
     def _describe(self, job: Job) -> None:
@@ -152,13 +154,18 @@ class Trainer:
         return len(row["input_ids"])
 
     def _written(self, out: Path, name: str, rows: Iterator[Row]) -> Path:
+        """Write rows without columns that are None, and note the longest. DataError for no rows."""
+
         def measured() -> Iterator[Row]:
+            number = -1
             for number, row in enumerate(rows):
                 with row_errors(number, row):
                     self._longest = max(self._longest, self._n_tokens(row))
-                yield row
+                yield {column: value for column, value in row.items() if value is not None}
+            if number < 0:
+                raise DataError(f"{name}_dataset: no rows with a token to learn; give rows")
 
-        return write_rows(out / "rows" / f"{name}.jsonl", measured())
+        return write_rows(measured(), path=out / "rows" / f"{name}.jsonl")
 
     def _planned(self, plan: Any, machine: Any) -> PlanFile:
         """Return the given plan if it is one of these arguments, or search one and print it."""
@@ -174,18 +181,15 @@ class Trainer:
         file = plan.file if isinstance(plan, Planned) else plan if isinstance(plan, PlanFile) else PlanFile.read(Path(plan))
         semantics, problems = file.plan.semantics.all_ranks, Job()
         wanted = {name: requested.get(name) for name in ("batch_size", "clip_norm", "compute_dtype")}
-        wanted |= {
-            "train": parse_train(requested.get("train") or "all"),
-            "objective": parse_objective(requested["loss"] or "cross-entropy"),
-        }
+        wanted["train"] = parse_train(requested.get("train") or "all")
+        wanted["objective"] = parse_objective(requested["loss"] or "cross-entropy")
         held = {name: getattr(semantics, name) for name in wanted} | {"ranks": file.plan.semantics.ranks}
         for name, value in (wanted | {"ranks": requested["gpus"]}).items():
             if held[name] != value:
                 problems.refuse(f"penstock_plan: {name}", str(held[name]), f"args ask for {value}; change one of them")
         if semantics.seq_len < min(self._longest, seq_len):
-            problems.refuse(
-                "penstock_plan: seq_len", semantics.seq_len, f"the longest row has {self._longest} tokens; plan with that"
-            )
+            advice = f"the longest row has {self._longest} tokens; plan with that"
+            problems.refuse("penstock_plan: seq_len", semantics.seq_len, advice)
         problems.raise_problems()
         return file
 
@@ -210,7 +214,7 @@ class Trainer:
         return max_steps if max_steps > 0 else math.ceil(self.args.num_train_epochs * n_each)
 
     def _steps_per_epoch(self, settings: dict[str, Any]) -> float:
-        data = data_of(read_run(None, settings), self.plan.plan, Path(self._start.folder))
+        data = read_data(data_request(read_run(None, settings), self.plan.plan, Path(self._start.folder)))
         assert isinstance(data, MapStyleData)
         return data.n_steps if data.by_epoch else data.n_sequences / data.samples_per_step
 
@@ -252,17 +256,6 @@ class Trainer:
             if path.is_file() and path.name not in (STATE_FILE, STATE_OF_TRAINER) and not path.name.startswith("optimizer-"):
                 shutil.copy(path, folder)
         self.processing_class.save_pretrained(folder)
-
-    # -- callbacks -------------------------------------------------------------------------------------------------------
-
-    def add_callback(self, callback: Any) -> None:
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.remove_callback(callback)
 
     def is_world_process_zero(self) -> bool:
         return not is_follower()

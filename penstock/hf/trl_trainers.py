@@ -18,7 +18,7 @@ DPO = {"sigmoid": "dpo:beta={beta},label_smoothing={label_smoothing}", "hinge": 
 DPO |= {"robust": "robust:beta={beta},label_smoothing={label_smoothing}"}
 GRPO = {"grpo": "grpo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr-grpo"}
 PACKING = ("bfd", "bfd_split", "wrapped")
-COLUMNS = ("prompt_ids", "completion_ids", "logprobs")
+COLUMNS = NEEDED[ROLLOUTS].columns
 
 
 class SFTTrainer(Trainer):
@@ -30,28 +30,18 @@ class SFTTrainer(Trainer):
         super().__init__(model, args, **options)
 
     def _describe(self, job: Job) -> None:
-        args = self.args
-        if self.data_collator is not None:
-            job.refuse("data_collator", type(self.data_collator).__name__, "leave it out: rows are padded to the plan's length")
-        if (loss := getattr(args, "loss_type", "nll")) not in ("nll", "chunked_nll"):
-            job.refuse("loss_type", loss, "write nll")
-        packs = getattr(args, "packing", False)
-        if (eval_packing := getattr(args, "eval_packing", None)) not in (None, packs):
-            job.refuse("eval_packing", eval_packing, "leave it out: held-out rows are packed like the others")
-        if packs and args.packing_strategy not in PACKING:
-            job.refuse("packing_strategy", args.packing_strategy, f"write one of {', '.join(PACKING)}")
-        if packs and args.max_length is None:
-            job.refuse("max_length", None, "packing needs a length; give one")
-        if packs and is_stream(self.train_dataset):
-            job.refuse("packing", True, "leave it out for a streamed data set, or give a Dataset")
-        if packs and args.packing_strategy != "wrapped":
-            job.settings |= {
-                "data.packing": "documents",
-                "data.too_long": "split" if args.packing_strategy == "bfd_split" else "cut",
-            }
-        if getattr(args, "shuffle_dataset", False):
-            job.refuse("shuffle_dataset", True, "shuffle the data set before: dataset.shuffle(seed=...)")
-        self._tokens = Tokens(self.processing_class, args, job, self.formatting_func)
+        options = vars(self.args)  # TrainingArguments have none of these
+        packs, held_out_packs = options.get("packing", False), options.get("eval_packing")
+        job.accept("loss_type", options.get("loss_type", "nll"), ("nll", "chunked_nll"))
+        job.refuse_if(held_out_packs not in (None, packs), "eval_packing", held_out_packs)
+        job.refuse_if(options.get("shuffle_dataset"), "shuffle_dataset", True)
+        if packs:
+            job.accept("packing_strategy", strategy := options["packing_strategy"], PACKING)
+            job.refuse_if(options["max_length"] is None, "max_length", None)
+            job.refuse_if(is_stream(self.train_dataset), "packing", True)
+            if strategy != "wrapped":
+                job.settings |= {"data.packing": "documents", "data.too_long": "split" if strategy == "bfd_split" else "cut"}
+        self._tokens = Tokens(self.processing_class, self.args, job, self.formatting_func)
 
     def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
         return self._tokens(rows)
@@ -61,16 +51,13 @@ class _Answers(Trainer):
     """Rows of answers, tokenised by a run with the tokenizer and the template of the model's folder."""
 
     def _describe(self, job: Job) -> None:
-        if self.data_collator is not None:
-            job.refuse("data_collator", type(self.data_collator).__name__, "leave it out: rows are padded to the plan's length")
-        if getattr(self.args, "truncation_mode", "keep_start") != "keep_start":
-            job.refuse("truncation_mode", self.args.truncation_mode, "write keep_start")
+        job.accept("truncation_mode", getattr(self.args, "truncation_mode", "keep_start"), ("keep_start",))
         job.settings["data.too_long"] = "cut"
+        job.plan["batch_size"] *= 2  # a pair; or an answer, and its prompt with another one
         model_tokenizer, tokenizer = tokenizer_of(self._start.tokenizer_folder), self.processing_class
-        if model_tokenizer.get_vocab() != tokenizer.get_vocab() or model_tokenizer.eos_token != tokenizer.eos_token:
-            advice = "rows are read with the model's tokenizer, of another vocabulary or end token; save this one in its folder"
-            job.refuse("processing_class", type(tokenizer).__name__, advice)
-        elif isinstance(tokenizer.chat_template, str) and tokenizer.chat_template != model_tokenizer.chat_template:
+        is_other = model_tokenizer.get_vocab() != tokenizer.get_vocab() or model_tokenizer.eos_token != tokenizer.eos_token
+        job.refuse_if(is_other, "processing_class", type(tokenizer).__name__)
+        if not is_other and isinstance(tokenizer.chat_template, str) and tokenizer.chat_template != model_tokenizer.chat_template:
             path = Path(self.args.output_dir) / "rows" / "chat_template.jinja"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, tokenizer.chat_template)
@@ -93,42 +80,37 @@ class _Answers(Trainer):
         return len(ids)
 
 
-class DPOTrainer(_Answers):
+class _Referred(_Answers):
+    """A loss with a reference, which is the model of the start."""
+
+    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
+        super().__init__(model, args, ref_model=ref_model, **options)
+
+
+class DPOTrainer(_Referred):
     """Direct preference optimization like TRL's. The reference is the model of the start."""
 
     format, configuration = PREFERENCE, "DPOConfig"
 
-    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
-        super().__init__(model, args, ref_model=ref_model, **options)
-
     def _describe(self, job: Job) -> None:
         super()._describe(job)
         kinds = [self.args.loss_type] if isinstance(self.args.loss_type, str) else self.args.loss_type
-        if len(kinds) != 1 or kinds[0] not in DPO:
-            job.refuse("loss_type", kinds, f"write one of {', '.join(DPO)}")
-            return
-        job.plan["loss"] = DPO[kinds[0]].format(beta=self.args.beta, label_smoothing=self.args.label_smoothing)
-        job.plan["batch_size"] *= 2  # a pair is two sequences
+        if job.accept("loss_type", kinds[0] if len(kinds) == 1 else str(kinds), DPO):
+            job.plan["loss"] = DPO[kinds[0]].format(beta=self.args.beta, label_smoothing=self.args.label_smoothing)
 
 
-class KTOTrainer(_Answers):
+class KTOTrainer(_Referred):
     """Kahneman-Tversky optimization like TRL's. The rows of a batch are the group of a baseline."""
 
     format, configuration = UNPAIRED, "KTOConfig"
 
-    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
-        super().__init__(model, args, ref_model=ref_model, **options)
-
     def _describe(self, job: Job) -> None:
         super()._describe(job)
         args = self.args
-        if args.loss_type != "kto":
-            job.refuse("loss_type", args.loss_type, "write kto")
-        if args.train_sampling_strategy != "sequential":
-            job.refuse("train_sampling_strategy", args.train_sampling_strategy, "write sequential: neighbours share a baseline")
+        job.accept("loss_type", args.loss_type, ("kto",))
+        job.accept("train_sampling_strategy", args.train_sampling_strategy, ("sequential",))  # neighbours share a baseline
         weights = f"desirable_weight={args.desirable_weight},undesirable_weight={args.undesirable_weight}"
         job.plan["loss"] = f"kto:beta={args.beta},{weights},group={args.per_device_train_batch_size}"
-        job.plan["batch_size"] *= 2  # an answer, and its prompt with another one
         self._longest_prompt = self._longest_answer = 0
 
     def _n_tokens(self, row: Row) -> int:
@@ -147,7 +129,6 @@ class RewardTrainer(_Answers):
     def _describe(self, job: Job) -> None:
         super()._describe(job)
         job.plan["loss"] = f"reward:center={self.args.center_rewards_coefficient or 0}"
-        job.plan["batch_size"] *= 2
         job.settings["data.too_long"] = "skip"  # TRL removes rows longer than max_length
 
     def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -170,26 +151,19 @@ class GRPOTrainer(Trainer):
         super().__init__(model, args, **options)
 
     def _describe(self, job: Job) -> None:
-        args, n_batch = self.args, job.plan["batch_size"]
-        if args.loss_type not in GRPO:
-            job.refuse("loss_type", args.loss_type, f"write one of {', '.join(GRPO)}")
+        args, n_batch, functions, weights = self.args, job.plan["batch_size"], self.reward_funcs, self.args.reward_weights
+        n_accumulated = args.gradient_accumulation_steps
+        if not job.accept("loss_type", args.loss_type, GRPO):
             return
-        if args.steps_per_generation != args.gradient_accumulation_steps:
-            job.refuse("steps_per_generation", args.steps_per_generation, "leave it out: a step takes whole groups")
-        if args.scale_rewards not in ("group", True, "none", False):
-            job.refuse("scale_rewards", args.scale_rewards, "write group or none")
-        if args.loss_type == "bnpo" and args.gradient_accumulation_steps * job.plan["gpus"] > 1:
+        job.refuse_if(args.steps_per_generation != n_accumulated, "steps_per_generation", args.steps_per_generation)
+        job.accept("scale_rewards", args.scale_rewards, ("group", True, "none", False))
+        if args.loss_type == "bnpo" and n_accumulated * job.plan["gpus"] > 1:
             job.refuse("loss_type", "bnpo", "write dapo: the loss of a step is a mean over all of its tokens")
-        if args.beta and args.use_bias_correction_kl:
-            job.refuse("use_bias_correction_kl", True, "write False: the loss has the KL estimate without the ratio")
-        if (self.rollout_func is None) != (not self.reward_funcs):
-            job.refuse("reward_funcs", self.reward_funcs, "give rollout_func with them; without both, rows have rewards")
-        if not all(map(callable, self.reward_funcs)):
-            job.refuse("reward_funcs", self.reward_funcs, "give functions; reward models are not run here")
-        if args.reward_weights and len(args.reward_weights) != len(self.reward_funcs):
-            job.refuse("reward_weights", args.reward_weights, f"give {len(self.reward_funcs)}, one for each of reward_funcs")
-        if n_batch % args.num_generations:
-            job.refuse("num_generations", args.num_generations, f"a step has {n_batch} completions; choose a divisor of it")
+        job.refuse_if(args.beta and args.use_bias_correction_kl, "use_bias_correction_kl", True)
+        is_odd = (self.rollout_func is None) != (not functions) or not all(map(callable, functions))
+        job.refuse_if(is_odd, "reward_funcs", functions)
+        job.refuse_if(weights and len(weights) != len(functions), "reward_weights", weights, n_functions=len(functions))
+        job.refuse_if(n_batch % args.num_generations, "num_generations", args.num_generations, n_batch=n_batch)
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         longest = f",max_completion_length={args.max_completion_length}" if args.loss_type == "dr_grpo" else ""
         job.plan["loss"] = f"{GRPO[args.loss_type]}:epsilon_low={args.epsilon},epsilon_high={high},beta={args.beta}{longest}"
@@ -211,7 +185,6 @@ class GRPOTrainer(Trainer):
         return (self._group(number, row) for number, row in enumerate(rows))
 
     def _group(self, number: int, row: Row) -> Row:
-        """Return the rollouts of a prompt."""
         with row_errors(number, row):
             group = row if self.rollout_func is None else self._rolled_out(number, row)
             kind = "rewards" if group.get("advantages") is None else "advantages"

@@ -84,8 +84,7 @@ def _followed(request: RunRequest, device: str, ranks: Processes, first: Begin) 
 
 
 def obey(machine: TorchMachine, ranks: Processes, refer: Callable[[Path], Mapping[str, Any]]) -> Message:
-    """Serve messages of rank 0 until `End` or another `Begin`, which is returned. `refer`: reads a reference file and returns its
-    failure, if any."""
+    """Serve messages of rank 0 until `End` or another `Begin`, which is returned. `refer`: reads a file, returns its failure."""
     named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[b]}
     while True:
         match message := receive(ranks):

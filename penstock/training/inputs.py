@@ -24,7 +24,7 @@ from penstock.checkpoint.model_files import (
     with_ends,
 )
 from penstock.data.chat import MARKS
-from penstock.data.data import DataRequest, Report, RunData, learned_ends, no_report, read_data, reader_of
+from penstock.data.data import DataRequest, Report, RunData, learned_ends, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.sampling import MapStyleData, order_of
 from penstock.data.tokenizer import ModelTokenizer, read_template, read_tokenizer
@@ -172,7 +172,7 @@ def read_inputs(
         refuse_what_does_not_fit(plan, device, settings.device, n_here)
     disk = file_on_disk(settings, plan, digest)
     report("reading the data")
-    data = request.batches or data_of(settings, plan, folder, report=report, rows=request.rows)
+    data = request.batches or read_data(data_request(settings, plan, folder, rows=request.rows), report)
     held_out = request.held_out or held_out_of(settings, plan, folder, report) if leads else None
     return RunInputs(request, plan, device, data, folder, weights, digest, loss, state, disk, held_out)
 
@@ -232,8 +232,7 @@ def repeated_samples(settings: RunSettings, data: RunData) -> int:
 
 
 def plan_of_folder(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:
-    """Return the plan with the configuration in the model's folder, and that folder. None if neither plan nor settings name a
-    folder."""
+    """Return the plan with the configuration in the model's folder, and that folder; None if plan and settings name none."""
     folder = Path(path) if path is not None else Path(plan.model.path) if plan.model.path is not None else None
     if folder is None:
         return plan, None
@@ -270,8 +269,7 @@ def are_saved_whole(plan: Plan) -> bool:
 
 
 def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None:
-    """Return the file for weights that the plan reads from disk. Its name is a hash of `weights` and the layout. None if all
-    weights are in memory."""
+    """Return the file for weights that the plan reads from disk, named by a hash of `weights` and the layout; None without."""
     if not (blocks := plan.policy.disk_blocks):
         return None
     if settings.disk is None:
@@ -301,20 +299,10 @@ def with_ends_of_answers(inputs: RunInputs) -> tuple[RunInputs, str | None]:
     return replace(inputs, ends=tuple(ends)), f"{added}: the model's own would not stop there"
 
 
-def data_of(
-    settings: RunSettings,
-    plan: Plan,
-    folder: Path | None,
-    held_out: bool = False,
-    report: Report = no_report,
-    rows: Iterable[Any] | None = None,
-) -> RunData:
-    """Return the training batches, or with `held_out` the sequences for evaluation. `rows`: of a program, instead of files."""
-    return read_data(replace(data_request(settings, plan, folder, held_out), rows=rows), report)
-
-
-def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False) -> DataRequest:
-    """Return a request for the training data, or with `held_out` for sequences for evaluation."""
+def data_request(
+    settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, rows: Iterable[Any] | None = None
+) -> DataRequest:
+    """Return a request for training data, or for sequences to evaluate. `rows`: of a program, instead of files."""
     semantics, rows_each = plan.semantics, plan.semantics.objective.rows_each
     if settings.tokenizer == "model" and folder is None:
         raise RunConfigError("no tokenizer: name the model's folder with --model, or train on bytes with --tokenizer bytes")
@@ -330,6 +318,7 @@ def data_request(settings: RunSettings, plan: Plan, folder: Path | None, held_ou
         preferred=HELD_OUT if held_out else TRAIN,
         run=Path(settings.out),
         objective=semantics.objective,
+        rows=rows,
         vision=None if settings.tokenizer == "bytes" else folder,
     )
 
@@ -365,7 +354,7 @@ def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: 
         return None
     held_out_settings = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False)
     report("reading the held-out data")
-    return data_of(replace(settings, data=held_out_settings), plan, folder, held_out=True, report=report)
+    return read_data(data_request(replace(settings, data=held_out_settings), plan, folder, held_out=True), report)
 
 
 def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None, request: RunRequest | None = None) -> Prompts | None:
@@ -374,7 +363,7 @@ def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None, request: 
     if not texts:
         return None
     rows, has_batches = (None, False) if request is None else (request.rows, request.batches is not None)
-    data = replace(data_request(settings, plan, folder), rows=rows)
+    data = data_request(settings, plan, folder, rows=rows)
     tokenizer = read_tokenizer(data.model_folder, settings.data.chat_template)
     readers = [] if has_batches else [reader_of(data, part, tokenizer) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]

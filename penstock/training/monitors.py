@@ -43,8 +43,7 @@ def tensorboard(folder: Path, run: Mapping[str, Any], first_step: int) -> Monito
 
 
 def wandb(folder: Path, run: Mapping[str, Any], first_step: int) -> Monitor:
-    """Start a W&B run: uploaded with an API key in the environment, otherwise offline for `wandb sync`. Never prompts for a
-    login."""
+    """Start a W&B run: uploaded with an API key in the environment, otherwise offline for `wandb sync`. It never asks to log in."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 

@@ -75,8 +75,7 @@ def receive(ranks: Processes) -> Message:
 
 
 def begin(ranks: Processes, state_path: Path | None, plan_path: Path | None = None) -> None:
-    """Start the other ranks, after rank 0 has validated its inputs, or start them again with another plan. PenstockError if a rank
-    lacks memory."""
+    """Start the other ranks after rank 0 has validated its inputs, or again with another plan. PenstockError for lack of memory."""
     send(ranks, Begin(*(None if path is None else str(path.resolve()) for path in (state_path, plan_path))))
     refuse_errors(ranks.gathered({}))
 
@@ -101,8 +100,7 @@ class Leader:
         machine.tell_of_forward = self.forward
 
     def train(self, first_step: int, n_steps: int, stop: Stop, lr: float | None) -> Stop:
-        """Start steps on all ranks, with learning rate `lr` if it is set. Return the Stop of rank 0's execution, which follows
-        `stop`."""
+        """Start steps on all ranks, with learning rate `lr` if it is set. Return the Stop of rank 0, which follows `stop`."""
         send(self._ranks, Train(first_step, n_steps, lr))
         return self.machine.agree(stop)
 

@@ -261,8 +261,7 @@ def _meta_tensor(part: PackedSet, plan: Plan) -> torch.Tensor:
 
 
 def attach_file(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Memory-map a reference file and attach it to each data set. CheckpointError if the file is damaged or of other data. `extra`:
-    extra key fields that must match."""
+    """Memory-map a reference file and attach it to each data set. CheckpointError for a damaged file, or another key or `extra`."""
     objective = plan.semantics.objective
     key, (fields, tensors) = (_kind(plan) if objective.n_top else _key(plan)) | dict(extra), read_tensors(path)
     how = _HOW if objective.n_top is None else _HOW_TEACHER

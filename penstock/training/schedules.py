@@ -41,8 +41,7 @@ def run_rates(settings: OptimizerSettings, n_steps: int, fixed_lr: float | None 
 def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the step, counted from 0. RunConfigError if warm-up and decay exceed `n_steps`.
 
-    With warm-up, the rate of the first step is 0, like in transformers. Steps beyond the last are extrapolated like in
-    transformers.
+    As in transformers, the rate of the first step of a warm-up is 0, and steps beyond the last are extrapolated.
     """
     schedule, lr = settings.schedule, settings.lr
     assert lr is not None, "a session has one"

@@ -13,6 +13,7 @@ from penstock.checkpoint.checkpoint import State, refuse_another
 from penstock.checkpoint.model_files import note_on_zeros
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.checkpoint.saver import StateReader
+from penstock.data.data import read_data
 from penstock.data.formats import required_format
 from penstock.data.sampling import MapStyleData
 from penstock.emulated import EmulatedMachine, EmulatedRanks, stand_in_config, stand_in_semantics, time_scale_for
@@ -42,7 +43,16 @@ from penstock.user_loss import planned_loss
 from . import monitors
 from .build import build
 from .device import device_of, release_memory, select_kernels
-from .inputs import RunInputs, attach_stored, data_of, file_on_disk, prompts_of, read_inputs, with_defaults, with_ends_of_answers
+from .inputs import (
+    RunInputs,
+    attach_stored,
+    data_request,
+    file_on_disk,
+    prompts_of,
+    read_inputs,
+    with_defaults,
+    with_ends_of_answers,
+)
 from .rank0 import Leader, begin, wait_for_others
 from .references import adapter_digest, attach_initial_reference, in_words, with_reference, write_reference
 from .run_folder import run_folder, state_to_resume, with_replanned
@@ -129,8 +139,7 @@ class Session:
 
 @contextmanager
 def open_session(request: RunRequest, ranks: Processes | None = None) -> Iterator[Session]:
-    """Assemble a run. PenstockError for invalid inputs, before anything but a cache of tokens is written. `ranks`: all ranks of the
-    run, if this is rank 0."""
+    """Assemble a run. PenstockError for invalid inputs, before anything but cached tokens is written. `ranks`: all, on rank 0."""
     settings, report = request.settings, request.report
     report("checking the plan")
     plan, device, out = checked(request.file, request.where).plan, device_of(settings.device), Path(settings.out)
@@ -240,8 +249,7 @@ def write_forward(request: RunRequest, path: Path) -> int:
 
 
 def write_image_features(request: RunRequest, folder: Path) -> int:
-    """Write the features of all images of training and held-out data, for `--tower`. Return the number of images. PenstockError for
-    invalid inputs, and for data without images."""
+    """Write the features of all images of the data, for `--tower`. Return the number of images. PenstockError for no images."""
     if not (n_images := attach_stored(_forward_inputs(request), folder)):
         raise PlanError("--tower: the data has no images; leave it out")
     return n_images
@@ -267,7 +275,7 @@ def _emulated(request: RunRequest) -> Session:
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     request.report("reading the data")
     request = replace(request, settings=replace(settings, tokenizer="bytes", adapter=None))
-    data = data_of(request.settings, small, None, report=request.report, rows=request.rows)
+    data = read_data(data_request(request.settings, small, None, rows=request.rows), request.report)
     disk = file_on_disk(settings, small, f"random, by seed {settings.seed}, of a stand-in")
     inputs = with_reference(RunInputs(request, small, "cpu", data, disk=disk))
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts

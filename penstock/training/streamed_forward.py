@@ -4,10 +4,10 @@
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 
+from penstock.data.sampling import joined
 from penstock.planner.lower.forward import forward_plan, most_micro_batches
-from penstock.runtime.batch import UNSUPERVISED, Batch, Batches, joined_images
+from penstock.runtime.batch import Batch, Batches
 from penstock.runtime.compute.compute import LastHidden
 from penstock.runtime.executor import Stop
 from penstock.runtime.machines.torch_machine import TorchMachine
@@ -57,22 +57,7 @@ def passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[
     n = forward.semantics.batch_size // rows_each
 
     def batch(number: int) -> Batch:
-        return _padded(sample, range(number * n, min((number + 1) * n, n_samples)), forward.semantics.batch_size)
+        numbers = range(number * n, min((number + 1) * n, n_samples))
+        return joined([sample(i) for i in numbers], forward.semantics.batch_size)
 
     return forward, n_passes, batch
-
-
-def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
-    """Return a batch of `n` sequences: these samples, and padding without supervised tokens."""
-    rows = [sequence(number) for number in numbers]
-    ids_BT, targets_BT = torch.cat([row.input_ids for row in rows]), torch.cat([row.targets for row in rows])
-    n_padding, documents = n - len(ids_BT), None
-    if rows[0].document_tokens is not None:
-        documents = tuple(tokens for row in rows for tokens in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
-    lengths = [n_tokens for row in rows for n_tokens in row.n_tokens or (ids_BT.shape[1],) * len(row.input_ids)]
-    n_tokens, padding = (*lengths, *(ids_BT.shape[1],) * n_padding), (0, 0, 0, n_padding)
-    joined = {name: torch.cat([row.extras[name] for row in rows]) for name in rows[0].extras}
-    extras = {name: torch.cat([tensor, tensor.new_zeros(n_padding, *tensor.shape[1:])]) for name, tensor in joined.items()}
-    images = joined_images([row.images for row in rows], n_padding)
-    ids_BT, targets_BT = F.pad(ids_BT, padding), F.pad(targets_BT, padding, value=UNSUPERVISED)
-    return Batch(ids_BT, targets_BT, documents, extras=extras, n_tokens=n_tokens, images=images)

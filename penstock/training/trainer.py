@@ -458,8 +458,7 @@ class Turn:
                     raise RunConfigError(f"{p.name} was written to: weights are views; change a copy, and resume a checkpoint")
 
     def gradient_norms(self) -> dict[str, float]:
-        """Return the gradient norm per weight in the last step, before clipping. Free of cost: they are the terms of the global
-        norm."""
+        """Return the gradient norm per weight in the last step, before clipping: the terms of the global norm, free of cost."""
         return self._session.store.gradient_norms()
 
     def stop(self) -> None:

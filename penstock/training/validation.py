@@ -232,8 +232,7 @@ def generate(
 ) -> list[list[int]]:
     """Generate after each prompt, by default greedily: up to `max_new_tokens`, a token of `end_ids`, or the plan's sequence length.
 
-    `choose(logits_V)`: the next token by its fp32 logits; `on_token` is called with each. All lanes of the machine must be idle.
-    Abandoned after `stop.request()`.
+    `choose(logits_V)`: the next token by its fp32 logits; `on_token` receives each. All lanes must be idle. Abandoned if stopped.
     """
     semantics = machine.plan.semantics
     sequences = [list(map(int, prompt)) for prompt in prompts]

@@ -121,10 +121,7 @@ def test_less_state_has_a_row_where_a_larger_model_fits() -> None:
 FITS = [("a", 1, None), ("a", 2, 4), ("b", 1, None), ("b", 2, 8), ("c", 1, 3), ("c", 2, 8)]
 
 
-TRAINED_FP8 = pytest.mark.skip(reason="FP8 products with trained weights")
-
-
-@pytest.mark.parametrize("work", [("--train", "lora", "--base", "fp8-rows"), pytest.param((), marks=TRAINED_FP8)], ids=" ".join)
+@pytest.mark.parametrize("work", [("--train", "lora", "--base", "fp8-rows"), ()], ids=" ".join)
 def test_machines_without_fp8_are_named_and_not_planned_in_bf16(work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
     in_fp8, machines = (*work, "--compute", "fp8"), ("--machines", "rtx3090-desktop,rtx4090-desktop", "--json")

@@ -58,11 +58,9 @@ def test_rows_of_any_layout_are_the_batches_of_their_file(home: Path, layout: st
     loss = {"preference": "dpo", "labelled": "classify:2"}.get(layout, "cross-entropy")
     cut = Dataset.from_list(rows + rows).select(range(len(rows)))
     paths = [as_file(home, rows), write_rows(rows), Path(training_data(cut, planned(home).plan).settings["data.path"])]
-    request = [
-        DataRequest(DataSettings(str(path)), None, 272, 128, 4, 0, home / "cache", objective=parse_objective(loss))
-        for path in paths
-    ]
-    expected, *copies = [read_data(one) for one in request]
+    options = {"objective": parse_objective(loss)}
+    requests = [DataRequest(DataSettings(str(path)), None, 272, 128, 4, 0, home / "cache", **options) for path in paths]
+    expected, *copies = map(read_data, requests)
     for data in copies:
         for step in range(3):
             batch, reference = data.batch(step), expected.batch(step)
@@ -145,9 +143,8 @@ def test_a_generator_is_read_once(home: Path) -> None:
     unbroken = train_new(plan, batches, out=home / "a", steps=4, lr=1e-3)
     once = train_new(plan, (batch for batch in batches), out=home / "b", steps=4, lr=1e-3, eval_data=iter(batches[:2]))
     assert weights_sha(once.checkpoint) == weights_sha(unbroken.checkpoint)
-    with pytest.raises(
-        CheckpointError, match="a generator cannot be started again, and the run continues after step 4; give a list"
-    ):
+    message = "a generator cannot be started again, and the run continues after step 4; give a list"
+    with pytest.raises(CheckpointError, match=message):
         train_new(plan, (batch for batch in batches), out=home / "b", steps=5, lr=1e-3, resume=True)
     message = r"the generator ended after 20 rows; give more, or fewer steps=; the state after step 5 is saved, to resume from"
     with pytest.raises(penstock.PenstockError, match=f"^{message}$"):
@@ -158,11 +155,8 @@ def test_a_generator_is_read_once(home: Path) -> None:
 def test_padding_and_packed_documents_are_those_of_files(home: Path) -> None:
     """A slow twin: one document a row, written by hand."""
     rows = [[1, 2, 3, 4, 5], [6, 7, 8]]
-    packed = {
-        "input_ids": [rows[0] + rows[1]],
-        "labels": [[-100, 2, 3, 4, 5, -100, 7, 8]],
-        "position_ids": [[0, 1, 2, 3, 4, 0, 1, 2]],
-    }
+    packed = {"input_ids": [rows[0] + rows[1]], "labels": [[-100, 2, 3, 4, 5, -100, 7, 8]]}
+    packed["position_ids"] = [[0, 1, 2, 3, 4, 0, 1, 2]]
     batch = batch_of_rows(rows_of_batch(packed, "it", 10))
     assert batch.document_tokens == ((5, 3, 2),)
     assert batch.targets.tolist() == [[2, 3, 4, 5, -100, 7, 8, -100, -100, -100]]

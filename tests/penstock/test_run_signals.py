@@ -62,7 +62,7 @@ def test_a_second_signal_ends_at_once(home, monkeypatch, number, code):
 
 def test_a_signal_before_the_first_step_ends_at_once(home, monkeypatch):
     plan = plan_in(home)
-    monkeypatch.setattr(inputs, "data_of", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(inputs, "read_data", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     one_line(train(home, plan, out="o"), 143, "terminated")
     assert not (home / "o").exists()
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import accelerate.data_loader
@@ -31,14 +32,10 @@ from penstock.runtime.plan.train import parse_train
 from tests.tour import ROOT
 
 CONFIGS = (transformers.TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, trl.GRPOConfig, trl.RewardConfig)
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoch")
 IN_A_STEP = {"on_substep_end", "on_prediction_step", "on_pre_optimizer_step", "on_optimizer_step"}
-TINY = {
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "use_cpu": True,
-}
+TINY = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": "none"}
+TINY |= {"use_cpu": True}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +54,12 @@ def rows_in(path: Path) -> datasets.Dataset:
     return datasets.Dataset.from_list([json.loads(line) for line in path.read_text().splitlines()])
 
 
+def config_of(kind: str, out: Path, **fields):
+    """Return a tiny configuration of TRL in fp32."""
+    groups = {"num_generations": 4} if kind == "GRPO" else {}
+    return getattr(trl, f"{kind}Config")(str(out), **{"bf16": False} | TINY | groups | fields)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
@@ -72,9 +75,7 @@ class Events(transformers.TrainerCallback):
             return object.__getattribute__(self, name)
 
         def event(args, state, control, **kwargs):
-            logs = sorted(
-                set(kwargs.get("logs") or {}) & {"loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoch"}
-            )
+            logs = sorted({*LOGGED} & {*(kwargs.get("logs") or {})})
             self.seen.append((name, state.global_step, round(state.epoch or 0, 6), state.max_steps, control.should_save, logs))
             if name == "on_step_end" and state.global_step == self.stops_at:
                 control.should_training_stop = True
@@ -112,15 +113,14 @@ def test_all_refused_fields_are_named_at_once_and_unknown_ones_too(home: Path) -
         assert [line for line in lines if line.startswith(f"{name}: ") and advice in line], (name, lines)
 
 
+FALLING = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+
+
 @pytest.mark.parametrize(
     ("fields", "setting", "value"),
     [
         ({"warmup_steps": 0.15}, "optimizer.schedule.warmup_steps", 3),
-        (
-            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-            "optimizer.schedule.kind",
-            "cosine",
-        ),
+        (FALLING, "optimizer.schedule.min_lr_fraction", 0.1),
         ({"data_seed": 7}, "data.seed", 7),
         ({"train_sampling_strategy": "sequential"}, "data.shuffle", False),
         ({"report_to": ["tensorboard"]}, "monitors", ("tensorboard",)),
@@ -195,7 +195,7 @@ def test_a_row_with_images_is_refused(columns: dict) -> None:
 
 
 def sft(home: Path, module, out: Path, rows: str = "chats", **fields):
-    args = trl.SFTConfig(str(out), bf16=False, max_length=64, learning_rate=1e-2, weight_decay=0.1, warmup_steps=3, **TINY | fields)
+    args = config_of("SFT", out, max_length=64, learning_rate=1e-2, weight_decay=0.1, warmup_steps=3, **fields)
     return module.SFTTrainer(str(home / "model"), args, train_dataset=rows_in(home / f"{rows}.jsonl"))
 
 
@@ -228,14 +228,8 @@ def test_callbacks_are_called_at_the_moments_of_transformers(home: Path, tmp_pat
     tokenizer.pad_token = tokenizer.eos_token
     rows = [{"input_ids": (ids := tokenizer(row["text"])["input_ids"]), "labels": ids} for row in rows_in(home / "texts.jsonl")]
     recorded, states = [], []
-    options = {
-        "eval_strategy": "steps",
-        "eval_steps": 5,
-        "save_steps": 4,
-        "save_total_limit": 2,
-        "eval_on_start": True,
-        "logging_steps": 3,
-    }
+    options = {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True, "save_steps": 4, "save_total_limit": 2}
+    options |= {"logging_steps": 3}
     for name, module in (("theirs", transformers), ("ours", hf)):
         args = transformers.TrainingArguments(str(tmp_path / name), num_train_epochs=2, learning_rate=1e-3, **TINY | options)
         model = transformers.AutoModelForCausalLM.from_pretrained(home / "model")
@@ -271,7 +265,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(home: Path, tmp_path: Path) -> 
 
 def test_the_best_checkpoint_stays_and_early_stopping_ends_the_run(home: Path, tmp_path: Path) -> None:
     best_of = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
-    args = trl.SFTConfig(str(tmp_path), bf16=False, max_steps=12, max_length=64, learning_rate=0.5, **TINY | best_of)
+    args = config_of("SFT", tmp_path, max_steps=12, max_length=64, learning_rate=0.5, **best_of)
     rows = rows_in(home / "texts.jsonl")
     trainer = hf.SFTTrainer(str(home / "model"), args, train_dataset=rows, eval_dataset=rows.select(range(5)))
     trainer.add_callback(transformers.EarlyStoppingCallback(early_stopping_patience=2))
@@ -299,7 +293,7 @@ def test_an_unknown_model_is_refused_with_the_command(model: object, message: st
 
 def test_a_plan_of_other_arguments_is_refused(home: Path, tmp_path: Path) -> None:
     first = sft(home, hf, tmp_path / "a", max_steps=2)
-    args = trl.SFTConfig(str(tmp_path / "b"), bf16=True, max_length=64, max_grad_norm=0.5, **TINY)
+    args = config_of("SFT", tmp_path / "b", bf16=True, max_length=64, max_grad_norm=0.5)
     with pytest.raises(PlanError) as caught:
         hf.SFTTrainer(str(home / "model"), args, train_dataset=rows_in(home / "chats.jsonl"), penstock_plan=first.plan)
     assert [line.partition(";")[0] for line in str(caught.value).splitlines()] == [
@@ -339,8 +333,7 @@ TEXTS = [{"text": "the river runs"}]
     ],
 )
 def test_rows_that_cannot_be_read_are_named_in_one_line(home: Path, tmp_path: Path, kind: str, row: dict, message: str) -> None:
-    more = {"num_generations": 4, "scale_rewards": "none"} if kind == "GRPO" else {}
-    args = getattr(trl, f"{kind}Config")(str(tmp_path), bf16=False, **TINY | more)
+    args = config_of(kind, tmp_path, **{"scale_rewards": "none"} if kind == "GRPO" else {})
     trainer, model = getattr(hf, f"{kind}Trainer"), home / ("scorer" if kind == "Reward" else "model")
     told(message, lambda: trainer(str(model), args=args, train_dataset=[] if row is None else [row]))
 
@@ -349,22 +342,22 @@ def test_rows_that_cannot_be_read_are_named_in_one_line(home: Path, tmp_path: Pa
     ("kind", "fields", "options", "message"),
     [
         ("SFT", {"eval_packing": True}, {}, "eval_packing=True: "),
-        ("SFT", {"packing": True, "packing_strategy": "best"}, {}, "packing_strategy='best': write one of bfd"),
+        ("SFT", {"packing": True, "packing_strategy": "best"}, {}, "packing_strategy='best': write bfd or"),
         ("SFT", {"packing": True, "max_length": None}, {}, "max_length=None: packing needs a length"),
         ("SFT", {}, {"peft_config": PromptTuningConfig(num_virtual_tokens=2)}, "peft_config='PromptTuningConfig': "),
         ("SFT", {}, {"callbacks": 3}, "callbacks=3: give a list"),
         ("SFT", {}, {"penstock_plan": 3}, "penstock_plan='int': give what"),
         ("SFT", {}, {"processing_class": "model"}, "processing_class is a str; give a tokenizer"),
+        ("GRPO", {}, {"data_collator": len}, "data_collator='builtin_function_or_method': leave it out"),
         ("DPO", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1: "),
         ("GRPO", {"loss_type": "bnpo"}, {}, "loss_type='bnpo': write dapo"),
         ("GRPO", {"beta": 0.1}, {}, "use_bias_correction_kl=True: write False"),
-        ("GRPO", {}, {"reward_funcs": len}, "reward_funcs=[<built-in function len>]: give rollout_func"),
+        ("GRPO", {}, {"reward_funcs": len}, "reward_funcs=[<built-in function len>]: give functions with rollout_func"),
         ("GRPO", {}, {"reward_funcs": "a/b", "rollout_func": len}, "reward_funcs=['a/b']: give functions"),
     ],
 )
 def test_what_would_be_ignored_is_refused(home: Path, tmp_path: Path, kind: str, fields: dict, options: dict, message: str) -> None:
-    more = {"num_generations": 4} if kind == "GRPO" else {}
-    args = getattr(trl, f"{kind}Config")(str(tmp_path), bf16=False, **TINY | more | fields)
+    args = config_of(kind, tmp_path, **fields)
     told(message, lambda: getattr(hf, f"{kind}Trainer")(str(home / "model"), args=args, train_dataset=TEXTS, **options))
 
 
@@ -385,20 +378,17 @@ def test_adapters_and_routers_are_those_of_trl(home: Path) -> None:
 
 def test_a_completion_without_a_reward_is_refused(home: Path, tmp_path: Path) -> None:
     """TRL leaves it out of the mean of its group; as 0 it would count."""
-    args = trl.GRPOConfig(str(tmp_path), bf16=False, **TINY | {"num_generations": 4})
+    args = config_of("GRPO", tmp_path)
     options = {
         "rollout_func": lambda prompts, trainer: {"prompt_ids": [[5]] * 4, "completion_ids": [[6]] * 4, "logprobs": [[-1.0]] * 4},
         "reward_funcs": lambda completions, **_: [1.0, None, 0.0, 2.0],
     }
-    rows = [{"prompt": "the river"}] * 4
-    told(
-        ": completion 1 has no reward of any function",
-        lambda: hf.GRPOTrainer(str(home / "model"), args=args, train_dataset=rows, **options),
-    )
+    trainer = partial(hf.GRPOTrainer, str(home / "model"), args=args, train_dataset=[{"prompt": "the river"}] * 4)
+    told(": completion 1 has no reward of any function", lambda: trainer(**options))
 
 
 def test_rows_without_a_learned_token_are_counted(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = trl.SFTConfig(str(tmp_path), bf16=False, **TINY)
+    args = config_of("SFT", tmp_path)
     rows = [*TEXTS, {"input_ids": [5, 6], "labels": [-100, -100]}]
     trainer = hf.SFTTrainer(str(home / "model"), args, train_dataset=rows)
     assert "1 of 2 rows have no token to learn" in capsys.readouterr().err
@@ -416,16 +406,12 @@ def test_pairs_are_read_with_the_template_of_the_processing_class(home: Path, tm
     tokenizer = transformers.AutoTokenizer.from_pretrained(home / "model")
     turns = [{"role": "user", "content": "the river"}, {"role": "assistant", "content": "runs"}]
     rows = [{"prompt": turns[:1], "chosen": turns[1:], "rejected": [turns[1] | {"content": "to a sea"}]}] * 4
-    args = trl.DPOConfig(str(tmp_path), bf16=False, max_steps=1, **TINY)
+    trainer = partial(hf.DPOTrainer, str(home / "model"), args=config_of("DPO", tmp_path, max_steps=1), train_dataset=rows)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
-    trainer = hf.DPOTrainer(str(home / "model"), args=args, train_dataset=rows, processing_class=tokenizer)
-    assert trainer.train().global_step == 1
+    assert trainer(processing_class=tokenizer).train().global_step == 1
     assert (tmp_path / "checkpoint-1" / "chat_template.jinja").read_text() == tokenizer.chat_template
     tokenizer.add_tokens(["<more>"])
-    told(
-        ": rows are read with the model's tokenizer",
-        lambda: hf.DPOTrainer(str(home / "model"), args=args, train_dataset=rows, processing_class=tokenizer),
-    )
+    told(": rows are read with the model's tokenizer", lambda: trainer(processing_class=tokenizer))
 
 
 def test_rollouts_are_made_for_the_prompts_of_the_steps(home: Path, tmp_path: Path) -> None:
@@ -440,7 +426,7 @@ def test_rollouts_are_made_for_the_prompts_of_the_steps(home: Path, tmp_path: Pa
         return [1.0, 2.0, None, 0.0]
 
     rows = [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(9)]
-    args = trl.GRPOConfig(str(tmp_path), bf16=False, max_steps=2, num_generations=4, **TINY)
+    args = config_of("GRPO", tmp_path, max_steps=2)
     functions = [reward, lambda completions, **columns: [0.0, 0.0, 3.0, 0.0]]
     hf.GRPOTrainer(str(home / "model"), functions, args, train_dataset=rows, rollout_func=rollout)
     assert len(asked) == 2

@@ -204,7 +204,7 @@ def test_a_file_that_changes_after_its_tokens_are_cached_is_an_error(seer, tmp_p
     os.utime(path, ns=(1, 1))
     assert read(seer, tmp_path, [row]).fingerprint == first.fingerprint
     drawing(1)[0].save(path)
-    with pytest.raises(DataError, match=r"1 images changed after their rows were read \(tokens: found in"):
+    with pytest.raises(DataError, match=r"1 images changed after their rows were read \(tokens: "):
         read(seer, tmp_path, [row])
     path.unlink()
     assert read(seer, tmp_path, [row]).fingerprint == first.fingerprint

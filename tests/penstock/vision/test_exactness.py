@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock.data import sampling
 from penstock.data.image_processor import TYPES
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.batch import Batch, Images
 from penstock.runtime.plan import Policy, Semantics, saves
 from penstock.runtime.plan.workload import Model
-from penstock.training.streamed_forward import _padded
 from tests.lanes import mostly_slow
 from tests.runtime.test_replay import device_bytes
 from tests.seers import data_with_images, length_of, own_inputs, own_model, streamed, write_drawings, write_seer
@@ -108,7 +108,7 @@ def test_joined_batches_of_texts_and_images_keep_the_places_of_images(tmp_path, 
     text = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Fine."}]}\n'
     rows.write_text(text + text.join(rows.read_text().splitlines(keepends=True)) + text)
     data = data_with_images(folder, rows, tmp_path, semantics)
-    batch = _padded(lambda n: data.batch_of_samples([data.sample(n)]), range(5), 6)
+    batch = sampling.joined([data.batch_of_samples([data.sample(n)]) for n in range(5)], 6)
     token = data.parts[0].documents.reader.images.token_id
     assert [len(features) for features in batch.images.features] == (batch.input_ids == token).sum(1).tolist()
     assert [len(features) > 0 for features in batch.images.features] == [False, True, False, True, False, False]
