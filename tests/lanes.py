@@ -1,4 +1,4 @@
-"""Parametrizations of which the fast lane runs few cases; the other cases carry the mark `slow`. Numbers of Hypothesis examples."""
+"""Parametrizations with few cases in the fast lane; the others carry the mark `slow`. Numbers of Hypothesis examples."""
 
 from collections.abc import Collection, Iterable
 from itertools import product
