@@ -33,6 +33,8 @@ def tiny(model_type: str) -> dict[str, Any]:
         defaults = AutoConfig.for_model(model_type).to_dict()
         if isinstance(text := defaults.get("text_config"), dict) and "vision_config" in defaults:
             parts = {"text_config": tiny(text["model_type"]), "vision_config": dict(TINY["vision"])}
+            for name, fields in TINY["parts_by_hand"].get(model_type, {}).items():
+                parts[name] = parts.get(name, {}) | fields
             if "rope_type" in (rope := parts["text_config"].get("rope_parameters") or {}):
                 n = int((parts["text_config"].get("head_dim") or 16) * rope.get("partial_rotary_factor", 1)) // 2
                 rope["mrope_section"] = [n - 2 * (n // 3), n // 3, n // 3]

@@ -4,6 +4,7 @@ A new Python process spends eight seconds of a core on these imports. A fork has
 its own, and can be signalled and waited for. Other tests start commands as new processes.
 """
 
+import gc
 import math
 import os
 import runpy
@@ -23,6 +24,7 @@ from pathlib import Path
 IMPORTED = (
     *("penstock.cli.plan", "penstock.cli.run", "penstock.cli.progress", "penstock.training.session", "penstock.training.follower"),
     *("datasets", "transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen2.modeling_qwen2", "tests.training"),
+    *("numba.np.arraymath", "numba.np.linalg", "numba.typed.dictimpl", "scipy.io", "penstock.planner.show.facts"),
 )
 _POPEN = subprocess.Popen
 _ONE = threading.RLock()  # starting a process makes multiprocessing poll all others, while another thread may poll its own
@@ -132,6 +134,7 @@ def _context(how):
 
 def _become(words, folder, environment, out, errors, is_apart, how):
     code = 1
+    gc.freeze()  # a collection would touch, and so copy, every object of the server
     try:
         os.dup2(out.fileno(), 1)
         os.dup2(errors.fileno(), 2)

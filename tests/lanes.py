@@ -1,4 +1,4 @@
-"""Parametrizations of which the fast lane runs few cases; the other cases carry the mark `slow`. Numbers of Hypothesis examples."""
+"""Parametrizations with few cases in the fast lane; the others carry the mark `slow`. Numbers of Hypothesis examples."""
 
 from collections.abc import Collection, Iterable
 from itertools import product
@@ -9,7 +9,7 @@ from hypothesis import settings
 
 Case = type(pytest.param())
 EVERY_13TH = range(0, 10_000, 13)
-N_THOROUGH = 100  # examples for which properties state a number; the profile `thorough` makes 70 of them, for thirty minutes in all
+N_THOROUGH = 100  # properties state their number of examples of these; the profile `thorough` makes half
 
 
 def mostly_slow(names: Any, values: Iterable[Any], fast: Collection[int] = EVERY_13TH, **options: Any) -> pytest.MarkDecorator:

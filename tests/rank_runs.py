@@ -30,13 +30,13 @@ def words(home, plan, *extra, out="out", steps=4):
     return [str(word) for word in run]
 
 
-def run_to_end(arguments, is_forked=False):
-    """Run a command to its end, as a new process or forked, which saves the imports."""
-    command = [*COMMAND, *arguments]
+def run_to_end(arguments, is_forked=True):
+    """Run a command to its end, forked, which saves the imports, or as a new process."""
     if is_forked:
         running = begun(arguments)
         output = running.communicate(timeout=120)
-        return subprocess.CompletedProcess(command, running.returncode, *output)
+        return subprocess.CompletedProcess(running.args, running.returncode, *output)
+    command = [*COMMAND, *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=120, check=False)
 
 

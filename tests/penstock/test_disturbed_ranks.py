@@ -118,7 +118,7 @@ def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, extra)
     os.kill(pid_of(running, victim), signal.SIGKILL)
     assert f"rank {victim} was ended by SIGKILL" in said_by(running)
     n = step_of(home / "out") + 1
-    resumed = run_to_end(words(home, plans[1], "--resume", steps=n), is_forked=True)
+    resumed = run_to_end(words(home, plans[1], "--resume", steps=n))
     assert resumed.returncode == 0, resumed.stderr
     alone = succeeded(penstock(*words(home, plans[0], out="alone", steps=n)))
     assert ("that share them" in alone.output) == (rows in (PAIRS, ANSWERS))

@@ -53,8 +53,8 @@ CELLS = [*((cell, 5 * i) for i in range(20)), *((hard_cell, 5 * i) for i in rang
 
 @mostly_slow(("make", "first"), CELLS, fast=(8, 20, 31))
 def test_no_plan_is_faster_than_a_bound(make, first):
-    """Two policies of each of five cells are compared with their bounds."""
-    assert [message for number in range(first, first + 5) for message in broken(make(number), number)] == []
+    """Two policies of each of two cells are compared with their bounds."""
+    assert [message for number in (first, first + 1) for message in broken(make(number), number)] == []
 
 
 @mostly_slow("number", range(900_000, 900_008))

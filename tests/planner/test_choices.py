@@ -14,7 +14,7 @@ from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, family_of, sample_policy
 from tests.lanes import mostly_slow
 
-CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_200), 20, 4
+CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_100), 20, 4
 WITHIN_FRACTION = 8e-6  # of machine memory: solver tolerance, and squared norms of gradients kept on the device
 
 

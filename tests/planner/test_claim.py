@@ -19,7 +19,6 @@ OPTIONS = {"machine": "rtx4090-desktop", "seq_len": 512, "batch_size": 4}
 WAYS = {
     "searched": {},
     "a baseline": {"policy": "slideformer"},
-    "recomputed boundaries": {"policy": "megatrain"},
     "clipped steps": {"clipped_steps": 0.3},
     "fp32 without clipping": {"compute": "fp32", "gradient_dtype": "fp32", "clip_norm": None},
 }

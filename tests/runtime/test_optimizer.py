@@ -285,16 +285,15 @@ TABLE += [
 def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients(layout, monkeypatch):
     """Scalar instructions are ten times slower: LLVM emits them if it cannot prove that arrays do not overlap."""
     fresh = compiled_loop(compiled_loops.update.py_func)  # numba has no assembly of machine code that it loads from its cache
-    monkeypatch.setattr(compiled_loops, "update", fresh)
+    if is_adamw := layout.rule == "adamw":  # Lion has no roots and quotients
+        monkeypatch.setattr(compiled_loops, "update", fresh)
     assert optimizer.host_differences(layout) == []
     if platform.machine() != "x86_64":
         pytest.skip("the assembly of x86 is read")
-    assert fresh.signatures
+    assert len(fresh.signatures) == is_adamw
     for signature in fresh.signatures:
         assembly = fresh.inspect_asm(signature)
-        packed = {name: re.findall(rf"\bv?{name}ps\b.*%[xyz]mm", assembly) for name in ("sqrt", "div")}
-        needed = ["sqrt", "div"] * (layout.rule == "adamw")
-        assert all(packed[name] for name in needed), f"{layout} is scalar"
+        assert all(re.findall(rf"\bv?{name}ps\b.*%[xyz]mm", assembly) for name in ("sqrt", "div")), f"{layout} is scalar"
 
 
 def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):

@@ -195,7 +195,7 @@ REMEMBERING = {
 }
 WAYS_OF_EXPERTS = [*product(["qwen3_moe"], ["keep", "on the host"], [None])]
 WAYS_OF_EXPERTS += [*product(["gpt_oss"], ["boundaries", "keep", "attention"], [None])]
-BY_TILES = [*product(["llama"], REMEMBERING, [40]), *product(["gemma2"], ["keep", "boundaries", "products"], [40])]
+BY_TILES = [("llama", "all ways at once", 40), *product(["llama", "gemma2"], ["keep", "boundaries", "products"], [40])]
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 3}
 
 

@@ -10,7 +10,6 @@ import sys
 from penstock.hwprofiles.probe.probe import BEYOND_TORCH_BYTES
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.footprint import host_needs
-from tests.lanes import mostly_slow
 from tests.running import SCRATCH, penstock
 from tests.tiny import tiny_config
 from tests.tour import ROOT
@@ -46,17 +45,16 @@ def write_chats(path, n_chats):
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-@mostly_slow(("n_steps", "n_chats"), [(30, 300), (100, 1000)])
-def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path, n_steps, n_chats):
+def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path):
     """Allow a tenth, in a separate process; the compiler takes memory only if its cache is empty. Without length classes the matrix
     library alone takes twice that."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
-    write_chats(tmp_path / "chats.jsonl", n_chats)
+    write_chats(tmp_path / "chats.jsonl", 300)
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)
     result = penstock("plan", tmp_path, "--machine", "cpu-2core", *sizes, "--policy", "megatrain", "-o", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
     plan = PlanFile.read(tmp_path / "plan.json").plan
-    words = ["run", tmp_path / "plan.json", "--data", tmp_path / "chats.jsonl", "--packing", "documents", "--steps", n_steps]
+    words = ["run", tmp_path / "plan.json", "--data", tmp_path / "chats.jsonl", "--packing", "documents", "--steps", 30]
     command = [sys.executable, "-c", RUN, *map(str, words), *SCRATCH, "--lr", "1e-3", "--out", str(tmp_path / "out")]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)

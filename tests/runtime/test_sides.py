@@ -24,12 +24,12 @@ STREAMS = {"gemma3n_text": "sdpa", "deepseek_v4": "eager", "glm_moe_dsa": "sdpa"
 STREAMS = {name: attention for name, attention in STREAMS.items() if find_spec(f"transformers.models.{name.removesuffix('_text')}")}
 OWN_AND_SHARED = [("gemma4_text", {"num_hidden_layers": 4}), ("gemma4_text", SHARED)]
 CASES = [*((name, {"num_hidden_layers": 3}) for name in TYPES), *((name, SHARED) for name in TYPES if name == "gemma4_text")]
+KEPT = Policy(save=saves(all=(1, 3)), accumulation_group=2)
 
 
-@mostly_slow("compute_dtype", ["fp32", "bf16"])
 @diagonal(
     ("model_type,sizes", [*OWN_AND_SHARED, *((name, {}) for name in STREAMS)]),
-    ("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING]),
+    ("policy,compute_dtype", [(Policy(), "bf16"), (KEPT, "fp32"), (EVERYTHING, "bf16"), (EVERYTHING, "fp32")]),
 )
 def test_gradients_of_sides_and_of_several_streams_are_exact(model_type, sizes, policy, compute_dtype):
     """Use micro-batches of two sizes with embeddings that wait for several backwards, and hidden states with an epilogue."""

@@ -20,7 +20,7 @@ from penstock.runtime.plan.workload import Block, Model, Saved
 from tests import real_layers
 from tests.lanes import mostly_slow
 from tests.real_layers import Work, hf_model, layer_calls
-from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
+from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, families, tiny_config
 from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, state_of, streamed, trained
 
 from .test_replay import BY_TILES, REMEMBERING, WIDE, device_bytes, wide
@@ -87,7 +87,7 @@ def test_one_tile_for_all_tokens_is_none_and_smaller_ones_round(model_type: str,
             assert torch.dist(m, expected[name]) <= tolerance * expected[name].norm(), (tile, name)
 
 
-@mostly_slow("model_type", DENSE_TYPES)
+@mostly_slow("model_type", [first for first, *_ in families(DENSE_TYPES)])
 def test_tiles_do_the_same_work_and_add_their_sums(model_type: str) -> None:
     """One tile of all tokens is no tile. A second MLP width adds the weights and one tile, for any sequence length."""
 

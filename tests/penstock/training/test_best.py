@@ -133,7 +133,7 @@ def test_a_resumed_run_compares_on_its_own_data_or_names_no_best(home):
 
 def test_all_ranks_stop_at_the_same_step_with_the_bits_of_one(home):
     looks = ("--eval-data", home / "data" / "b.txt", *FLAGS)
-    done = run_to_end(words(home, planned(home, 2), *looks, steps=9), is_forked=True)
+    done = run_to_end(words(home, planned(home, 2), *looks, steps=9))
     assert done.returncode == 0, done.stderr
     assert "the run ends after step 3 of 9" in done.stderr
     succeeded(penstock(*words(home, planned(home, 1), *looks, out="alone", steps=9)))
