@@ -84,7 +84,7 @@ def _plan(model: Model, settings: RunSettings, device: str, context: int | None,
     profile = read_profile(DEVICES[device])
     projects = settings.adapter is not None and adapts_projector(Path(settings.adapter))
     fields: dict[str, Any] = {"seq_len": context or min(limit, CONTEXT), "batch_size": 1, "clip_norm": None}
-    fields |= {"loss_tile_tokens": LOGITS, "objective": CROSS_ENTROPY, "train": "all,projector" if projects else None}
+    fields |= {"loss_tile_tokens": LOGITS, "objective": CROSS_ENTROPY, "train": "all,projector" if projects else "all"}
     untrained = build_workload(model, semantics_of(fields, model, profile, "eager", False))  # its shapes do not depend on `compute`
     parameters = {p.name: p.shape for block in untrained.blocks for p in block.parameters if p.tied_to is None}
     if settings.adapter is not None:

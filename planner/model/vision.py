@@ -102,7 +102,7 @@ def vision_tower(config: Mapping[str, Any], width: int, height: int, limits: Map
         n_features + (rows // merge if model_type in ("mistral3", "pixtral") else 0),
         n_features,
         d * (1 + n_added),
-        rows * columns * hidden // n_features + d * n_added,
+        (d if model_type in _GLM else n_places * hidden // n_features) + d * n_added,
         (
             Matmul(n_places, pixels, hidden),
             *of_layer,

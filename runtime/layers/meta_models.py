@@ -27,7 +27,10 @@ _IRRELEVANT = {
 # Module within the body that maps features of the tower, row by row of the decoder's tokens, to its width: by model type
 PROJECTORS = dict.fromkeys(("gemma3", "internvl", "llava", "mistral3"), "multi_modal_projector")
 PROJECTORS |= dict.fromkeys(("idefics3", "smolvlm"), "connector.modality_projection")
-PROJECTORS |= dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "visual.merger")
+PROJECTORS |= dict.fromkeys(
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
+    "visual.merger",
+)
 _ANY_LENGTH = ("default", "linear", "llama3")  # rotary embeddings that do not depend on `max_position_embeddings`
 
 

@@ -130,7 +130,7 @@ def test_features_take_no_memory_beyond_the_block_being_computed(tmp_path, model
     ids, places = torch.full((2, n_tokens), token), torch.arange(n_tokens)
     images = Images(
         **{"features": (torch.randn(n_tokens, width * (1 + n_added)),) * 2, "places": (places, places), "is_listed": not has_types},
-        **{"n_added": n_added, "token_types": torch.ones_like(ids) if has_types else None},
+        **{"n_added": n_added, "width": width, "token_types": torch.ones_like(ids) if has_types else None},
         positions=torch.arange(n_tokens).expand(2, 3, -1) if n_added else None,
     )
     of_text, with_images = (device_bytes(plan, [Batch(ids, ids % 300, images=part)])[1] for part in (None, images))

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForImageTextToText
 
-from penstock.data.image_processor import TYPES, ImageReader
+from penstock.data.image_processor import ImageReader
 from penstock.data.tokenizer import read_tokenizer
 from penstock.planner.model.config import projector_trace
-from penstock.planner.model.vision import FIXED, vision_tower
+from penstock.planner.model.vision import FIXED, processor_limits, vision_tower
 from penstock.planner.model.workload import build_workload, supported_attention
+from penstock.runtime.layers.meta_models import PROJECTORS
 from penstock.runtime.plan import Policy, Semantics, saves
 from penstock.runtime.plan.train import IN_PROJECTOR, Lora, Train, parse_train
 from penstock.runtime.plan.workload import Model
@@ -23,11 +24,11 @@ from penstock.vision.tower import Tower
 from tests.lanes import mostly_slow
 from tests.penstock.test_chat import talk
 from tests.penstock.test_run_ranks import logged
-from tests.penstock.vision.test_exactness import KEPT, TESTED, differing
+from tests.penstock.vision.test_exactness import KEPT, differing
 from tests.penstock.vision.test_image_runs import planned, words
 from tests.rank_runs import contents, run_to_end
 from tests.running import lines_of, one_line, penstock, succeeded, weights_sha
-from tests.seers import SEERS, data_with_images, drawing, own_inputs, own_model, streamed, write_drawings, write_seer
+from tests.seers import data_with_images, drawing, own_inputs, own_model, streamed, write_drawings, write_seer
 
 TEXT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Fine."}]}
 
@@ -37,7 +38,7 @@ def semantics_for(config, train):
     return Semantics(64, 1, 1, attention=supported_attention(Model(config))[0], train=parse_train(train), **exact)
 
 
-FORMS = [(train, name) for train in ("all,projector", "projector") for name in TESTED]
+FORMS = [(train, name) for train in ("all,projector", "projector") for name in PROJECTORS]
 
 
 @mostly_slow("train,model_type", FORMS, fast=(0, 3, 5, 7, 15))
@@ -154,7 +155,7 @@ def test_a_checkpoint_holds_the_trained_projector_in_the_whole_model(home):
     one_line(penstock(*words(home, plan, out="d")), 2, "--train projector: the data has no images to train a projector")
 
 
-@mostly_slow("model_type", [name for name in TYPES if name in SEERS], fast=(0, 3, 4, 5))
+@mostly_slow("model_type", [*PROJECTORS], fast=(0, 3, 4, 5))
 def test_a_plan_counts_the_projector_in_the_embedding(tmp_path, model_type):
     config = write_seer(tmp_path, model_type)
     plain, trained = (build_workload(Model(config), semantics_for(config, train)).blocks[0] for train in ("all", "all,projector"))
@@ -168,7 +169,9 @@ def test_a_plan_counts_the_projector_in_the_embedding(tmp_path, model_type):
     _, inputs = reader.tower_inputs(drawing(3, size)[0], "here")
     tower = Tower(tmp_path, config, torch.float32, torch.device("cpu"), projects=False)
     features = tower.features(inputs)
-    assert vision_tower(config, *size).file_bytes(2, 4, projects=False) == 2 * features["features"].nbytes
+    assert (
+        vision_tower(config, *size, processor_limits(tmp_path)).file_bytes(2, 4, projects=False) == 2 * features["features"].nbytes
+    )
     name, tree = projector_trace(Model(config), 64)
     arguments = [torch.randn(tree["made"][0][0]).view(-1, *tower.shape), *[torch.tensor([[28, 28 * 64]])] * ("sizes" in features)]
     saved = list[torch.Tensor]()
