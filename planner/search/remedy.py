@@ -110,7 +110,7 @@ def does_not_fit(request: Request, needs: list[Footprint]) -> DoesNotFitError:
     nearest = _nearest(needs)
     every = chain(_bitwise_identical(request, nearest), _changes(request, needs))
     fitting = [*islice((change for change in every if change[1].fits()), MAX_CHANGES)]
-    if (changed := in_fp8(request)) is not None:
+    if request.semantics.train.lora is not None and (changed := in_fp8(request)) is not None:
         fitting.append((f"{IN_FP8_WORDS} (activations in 8 bits, too: docs/fp8.md)", changed))
     changes = [_with_rate(*change) for change in fitting]
     smallest = ", or ".join(changes) or "no change that was tried; use a smaller model or a larger machine"
@@ -198,13 +198,19 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def in_fp8(request: Request) -> Request | None:
-    """Change products with a frozen base of 8 or 16 bits to FP8. None if adapters are not trained, if the machine or the model has
-    no FP8 products, or if it does not fit."""
+    """Change products to FP8: those of bf16 weights, or under adapters those of a frozen base of 8 or 16 bits, with that base. None
+    if the machine or the model has no FP8 products, or if it does not fit."""
     s, has_fp8 = request.semantics, request.profile.has_fp8
-    if s.train.lora is None or s.base not in ("bf16", "int8", "fp8") or s.compute_dtype != "bf16" or not has_fp8:
+    has_adapters = s.train.lora is not None
+    if (
+        s.base not in ("bf16", *("int8", "fp8") * has_adapters)
+        or (s.products, s.compute_dtype) != ("compute", "bf16")
+        or not has_fp8
+    ):
         return None
     with suppress(WorkloadError):  # no such linear layers
-        return changed if (changed := _changed(request, **IN_FP8)).fits() else None
+        changed = _changed(request, **IN_FP8) if has_adapters else _changed(request, products="fp8")
+        return changed if changed.fits() else None
     return None
 
 
