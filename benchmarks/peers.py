@@ -61,7 +61,7 @@ def job_of(row: Mapping[str, Any]) -> Job | str:
         return "; ".join(reason for reason, is_true in reasons.items() if is_true)
     assert machine is not None
     fields = {"seq_len": seq_len, "batch_size": batch}
-    if (compute := row.get("compute", "bf16")) == "fp8":
+    if (compute := row.get("compute", "bf16")) == "fp8" and "lora" not in kind:
         fields["compute_dtype"] = "fp8"
         differs.append("ours: a scale per row, weight gradients in bf16")
     elif compute != "bf16":

@@ -145,6 +145,11 @@ def test_the_interval_of_a_peer_has_the_factors_of_other_systems_alone() -> None
 def test_a_published_row_becomes_the_same_job_or_a_reason() -> None:
     row = {"system": "x", "what": "full", "gpu": "H100", "model": "qwen3-8b", "seq": 1024, "batch": 8, "tokens_per_s": 1.0}
     assert peers.job_of(row) == ("h100-sxm", "qwen3-8b", (("seq_len", 1024), ("batch_size", 8)), ())
+    in_fp8 = peers.job_of(row | {"compute": "fp8"})
+    assert (dict(in_fp8.arguments)["compute_dtype"], in_fp8.differs) == (
+        "fp8",
+        ("ours: a scale per row, weight gradients in bf16",),
+    )
     lora = peers.job_of(row | {"what": "qlora nf4 r16 attention+experts", "compute": "fp8"})
     assert dict(lora.arguments)["train"] == peers.EXPERTS
     assert dict(lora.arguments)["base"] == "nf4"

@@ -99,9 +99,9 @@ def test_a_scale_is_that_of_its_own_row() -> None:
     y = product(codes, scales, weights, of_weights[:, 0])
     dx = input_gradient(y, weights, of_weights[:, 0])
     for rows in (slice(0, 1), slice(7, 8), slice(3, 40), slice(100, 300), slice(5, 300, 3)):
-        others = torch.cat([x[rows], torch.full((3, 512), 3e38).bfloat16(), torch.full((1, 512), float("inf")).bfloat16()])
+        larger = torch.cat([x[rows], torch.full((3, 512), 3e38).bfloat16(), torch.full((1, 512), float("inf")).bfloat16()])
         n = len(x[rows])
-        for one in (x[rows], others):
+        for one in (x[rows], larger):
             one_codes, one_scales = quantise(one)
             assert same_bits(one_codes[:n], codes[rows])
             assert same_bits(one_scales[:n], scales[rows])
@@ -254,8 +254,8 @@ def test_any_policy_has_the_bits_of_another(model_type) -> None:
 def test_adapters_that_drop_have_the_bits_of_a_run_that_keeps_all() -> None:
     semantics = semantics_of("llama", train=Train(lora=Lora(4, 8.0, dropout=0.3, targets=("q_proj", "v_proj"))), **FP8)
     config = tiny_config("llama", num_hidden_layers=3)
-    kept, recomputed = (streamed(config, semantics, policy, delay_seed=3) for policy in (POLICIES["kept"], Policy()))
-    assert same_state(kept, recomputed)
+    saving, recomputing = (streamed(config, semantics, policy, delay_seed=3) for policy in (POLICIES["kept"], Policy()))
+    assert same_state(saving, recomputing)
 
 
 def test_packed_documents_have_the_bits_of_another_policy() -> None:
@@ -326,11 +326,11 @@ def test_training_weights_has_the_bits_of_the_slow_twin(model_type, tied, how) -
 def test_any_policy_trains_weights_to_the_bits_of_another(model_type) -> None:
     config, semantics = tiny(model_type), semantics_of(model_type, products="fp8")
     layers = range(1, config["num_hidden_layers"] + 1)
-    kept = streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=4), delay_seed=2)
+    saving = streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=4), delay_seed=2)
     streaming = streamed(config, semantics, Policy(prefetch_depth=2, resident_blocks=(1,), update=Update.DEFERRED), delay_seed=3)
-    assert same_state(kept, streaming)
+    assert same_state(saving, streaming)
     if model_type == "deepseek_v3":
-        in_bf16 = scaled_in_words(kept.plan).partition("; layers' matrices in bf16: ")[2].split(", ")
+        in_bf16 = scaled_in_words(saving.plan).partition("; layers' matrices in bf16: ")[2].split(", ")
         assert {"self_attn.kv_a_proj_with_mqa", "mlp.gate", "mlp.experts.down_proj"} < {*in_bf16}
 
 
@@ -339,8 +339,8 @@ def test_losses_of_trained_weights_have_the_bits_of_another_policy(fields) -> No
     config, semantics = tiny_config("llama", num_hidden_layers=3), semantics_of("llama", products="fp8", **fields)
     cuts = [replace(batch, document_tokens=((1, 7, 3, 5), (16,), (9, 1, 1, 5), (4, 12))) for batch in batches_of(96, 4, 16)]
     batches = () if fields else cuts
-    kept, away = (replace(POLICIES[name], accumulation_group=2) for name in ("kept", "on the host"))
-    first, second = (trained(plan_of(config, semantics, policy), batches=batches) for policy in (kept, away))
+    saving, offloading = (replace(POLICIES[name], accumulation_group=2) for name in ("kept", "on the host"))
+    first, second = (trained(plan_of(config, semantics, policy), batches=batches) for policy in (saving, offloading))
     assert same_state(first, second)
 
 
