@@ -206,22 +206,21 @@ def advice(answer, profile):
 def test_fp8_is_advised_with_the_speed_that_a_search_confirms(base):
     """Not for a base in 4 bits, on a GPU with slow or no FP8 products, or for a given policy."""
     model = read_model("qwen2.5-3b")
-    adapters, as_advised = replace(SEMANTICS, batch_size=64, micro_batch=16), {"products": "fp8"}
-    if base != "trained":
-        adapters = replace(adapters, batch_size=2, train=Train(lora=Lora()), gradient_dtype="fp32", base=base)
-        as_advised |= {"base": "fp8-rows"}
-    answer, profile = search_machine(model, adapters, DESKTOP, None, frozenset())
+    train = {} if base == "trained" else {"train": Train(lora=Lora()), "gradient_dtype": "fp32", "base": base}
+    semantics = replace(SEMANTICS, **(train | {"batch_size": 2} if train else {"batch_size": 64, "micro_batch": 16}))
+    as_advised = {"products": "fp8"} | ({"base": "fp8-rows"} if train else {})
+    answer, profile = search_machine(model, semantics, DESKTOP, None, frozenset())
     rate, times = advice(answer, profile)
     assert (base == "nf4") == (rate == 0.0)
     if base != "nf4":
-        searched = search_machine(model, replace(adapters, **as_advised), DESKTOP, None, frozenset())[0].claim
+        searched = search_machine(model, replace(semantics, **as_advised), DESKTOP, None, frozenset())[0].claim
         assert 0.9 * searched.prediction.tokens_per_s <= rate <= 1.001 * searched.prediction.tokens_per_s
         assert times == pytest.approx(rate / answer.claim.prediction.tokens_per_s, abs=0.01)
         assert times > 1.05
     fields = DESKTOP.to_json()
     fields["device"]["fp8_rate_fraction"] |= {"value": 0.5}
     for machine, policy in ((read_profile("rtx3090-desktop"), None), (Profile.from_json(fields), None), (DESKTOP, Policy())):
-        assert advice(*search_machine(model, adapters, machine, policy, frozenset())) == (0.0, 0.0)
+        assert advice(*search_machine(model, semantics, machine, policy, frozenset())) == (0.0, 0.0)
 
 
 @mostly_slow(("base", "machine"), [("bf16", "rtx4090-desktop"), ("bf16", "rtx3090-desktop"), ("nf4", "rtx4090-desktop")])
