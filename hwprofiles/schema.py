@@ -112,7 +112,7 @@ class Profile(Part):
         """Rate of FP8 products over bf16 products. Raise ProfileError if the device has none, or the profile no rate of them."""
         if (fraction := self.device.fp8_rate_fraction) is None:
             when = " (NVIDIA's GPUs have them from Ada and Hopper on)" if self.device.kind == "cuda" else ""
-            remedy = "leave out --compute fp8, or measure them with `penstock probe`"
+            remedy = "leave out --compute fp8 (and for adapters use --base int8), or measure them with `penstock probe`"
             raise ProfileError(f"{self.name}: the profile of {self.device.name} has no FP8 products{when}; {remedy}")
         return fraction.value
 

@@ -31,7 +31,7 @@ from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from penstock.runtime.plan.legality import refuse_half_pairs
 from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
 from penstock.runtime.plan.optimizer import optimizing
-from penstock.runtime.plan.policy import computing
+from penstock.runtime.plan.policy import COMPUTES, computing
 from penstock.runtime.plan.train import training
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
@@ -153,6 +153,8 @@ def semantics_of(raw: Mapping[str, Any], model: Model, profile: Profile, kernels
 
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
+    if raw.get("compute_dtype") not in (None, *COMPUTES):
+        raise PlanError(f"compute_dtype: should be {', '.join(COMPUTES)}, found {raw['compute_dtype']!r}")
     if raw.get("compute_dtype") == "fp8":  # products alone; all else is computed in bf16
         raw = {**raw, **computing("fp8")}
     objective = raw["objective"]
@@ -163,6 +165,8 @@ def semantics_of(raw: Mapping[str, Any], model: Model, profile: Profile, kernels
     del fields["objective"]
     named = spelled_out(model, replace(_validated(Semantics, fields, "semantics"), objective=objective))
     semantics = with_kernels(model, named, profile, kernels, deterministic)
+    if raw.get("micro_batch") is None and semantics.batch_size < objective.rows_each:
+        raise PlanError(f"--loss {objective.name}: a step has at least {objective.rows_each} sequences; give a larger --batch-size")
     if (n := semantics.micro_batch) > semantics.batch_size:
         raise PlanError(f"a micro-batch of {n} is more than the batch of {semantics.batch_size}; choose at most that")
     refuse_half_pairs(semantics)

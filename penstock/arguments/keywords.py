@@ -30,7 +30,8 @@ _RENAMED |= {"--master": "master_dtype", "--clipped-steps": "clipped_fraction", 
 _SAME = "seq-len batch-size clip-norm policy host-cores kernels deterministic gpus hosts network-gbit loss measured no-dropout"
 _SAME += " resume resume-from search machine"
 _SWITCHES = {"deterministic", "no_dropout", "resume", "search", "from_scratch"}
-_WORDS = "none|nf4|int8|fp8|mxfp4|bf16|fp32|lora|all|dpo|kto|reward|classify|distill|eager|fused|lion|adamw|bytes|cpu|cuda|emulated"
+_WORDS = "none|nf4|int8|fp8-rows|fp8|mxfp4|bf16|fp32|lora|all|dpo|kto|reward|classify|distill|eager|fused|lion|adamw|bytes|cpu|cuda"
+_WORDS += "|emulated"
 _VALUE = r"'[^']*'|[A-Z]{2,}(?:\.py:[A-Z]+)?|\d\w*(?:\.\d+)?%?|[\w.*/+-]+[:=](?:[^\s,;`()']|,(?=\S))+|~?\.{0,2}/[^\s,;`]+"
 _VALUE += rf"|checkpoint-\d+|(?:{_WORDS}|\w+(?=: ))\b"
 _FLAG = re.compile(rf"(?<![\w-])(--[a-z]+(?:-[a-z]+)*)(?![\w-])(?:[ =]({_VALUE}))?")

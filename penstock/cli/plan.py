@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from penstock import api
+from penstock.data.images import MOST_PIXELS
 from penstock.hwprofiles.instructions import plan_advice
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.model.config import WEIGHT_PATTERNS, download, hub_name, note_on_weights, shipped_models
@@ -227,6 +228,8 @@ def _tower_for(model: str, n_images: int | None, image_size: str | None, seq_len
     if len(edges) != 2 or not all(edge.isdecimal() and 0 < int(edge) < 2**16 for edge in edges):
         raise click.UsageError(f"--image-size {image_size[:40]}: no width and height; write it as 1024x768")
     width, height = map(int, edges)
+    if width * height > MOST_PIXELS:
+        raise click.UsageError(f"--image-size {image_size}: above {MOST_PIXELS:,} pixels, which no run reads; give a smaller one")
     tower = vision_tower(read_model(model).config, width, height, processor_limits(Path(model)))
     if tower.n_tokens >= seq_len:
         problem = f"--image-size {image_size}: {tower.n_tokens:,} tokens an image, and a sequence holds {seq_len:,}"

@@ -190,6 +190,9 @@ def _packed(
         if counts["cut"]:
             longest = f"the longest document has {documents.lengths.max():,} tokens"
             wanted = f"prompts fill the {shape.seq_len:,} tokens of a sequence, and {longest}: choose a longer --seq-len"
+        elif documents.has_images and documents.lengths.max() > shape.seq_len:
+            longest = f"the longest has {documents.lengths.max():,} tokens"
+            wanted = f"documents with their images do not fit {shape.seq_len:,} tokens, {longest}: choose a longer --seq-len"
         raise DataError(f"{reader.about}: nothing to learn in it ({counts_text(counts)}); {wanted}")
     segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
     of_images = {"images": documents.images_digest} if documents.has_images else {}

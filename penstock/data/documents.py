@@ -27,7 +27,7 @@ from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parse_line
 from .formats import NEEDED, ROLLOUTS, TOKENS, learned_tokens, read_row, renamed, rollouts, shown
 from .image_processor import ImageReader, ImageTokens, UnreadableImageError
-from .images import images_in, text_in
+from .images import MARK, images_in, text_in
 from .messages import Chat, Completion
 from .tokenizer import is_tokenizer_error, reason_of
 
@@ -187,8 +187,12 @@ class Reader:
         template = self.template
         if item.images:
             if self.images is None:
-                raise DataError(f"{where}: has images; a vision-language model reads them, before training; leave them out")
+                raise DataError(
+                    f"{where}: has images, read only by a vision-language model, and not with --streaming; leave them out"
+                )
             template, item = self._with_images(item, where)
+        elif self.images is not None and any(MARK in text_in(m.get("content") or "") for m in item.messages if m["role"] == "user"):
+            raise DataError(f"{where}: {MARK} in a text, and no image in the row; add the column images, or leave the row out")
         chat = template.with_arguments(item, where)
         rendered = template.render(chat, where)
         roles, parts = template.dropped_roles(chat, rendered), template.dropped_parts(chat, rendered)

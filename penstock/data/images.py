@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 COLUMNS = ("images", "image")  # column names of a row, in this order
+_UNREAD = ("videos", "video", "audios", "audio")
 MARK = "<image>"  # in texts of LLaVA and ShareGPT
 MOST_PIXELS = 2**26  # of an image, before it is decoded
 MOST_BYTES = 2**27  # of a file
@@ -35,6 +36,8 @@ _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0
 def placed_images(messages: list[Any], row: Mapping[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """Return the messages with a part {"type": "image"} at each place of an image, and the images in this order. Without places,
     the images of the row's columns come before the text of the first user message. ValueError if numbers differ."""
+    if name := next((name for name in _UNREAD if row.get(name)), None):
+        raise ValueError(f'has "{name}", and only images are read; leave the row out')
     column = images_in(row)
     _refuse_elsewhere(messages)
     parts = [_parts(message, bool(column)) for message in messages]
@@ -124,7 +127,7 @@ def text_in(content: Any) -> str:
 def open_image(source: Any, folder: Path) -> "Image":
     """Decode an image of a row as RGB, upright. `folder`: of the paths. ValueError with the reason, on one line."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise DataError("images need pillow: pip install 'penstock-train[images]'") from None
     try:
@@ -142,6 +145,8 @@ def open_image(source: Any, folder: Path) -> "Image":
             return ImageOps.exif_transpose(image).convert("RGB")
     except ValueError:
         raise
+    except UnidentifiedImageError:
+        raise ValueError(f"a file that is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
     except Exception as error:  # decoders of damaged files raise errors of many kinds
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         raise ValueError(f"an image that cannot be read ({reason})") from None

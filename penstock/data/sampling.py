@@ -171,7 +171,8 @@ class MapStyleData:
             few = f"a step of {self.batch_size:,} sequences trains on some of these {n_rows:,} more than once"
             lines["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
         problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
-        return lines | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
+        advice += "" if any(part.documents.has_images for part in self.parts) else ", or set data.too_long to split"
+        return lines | ({"warning": f"{', '.join(cut)}: {problem}; {advice}"} if cut else {})
 
 
 def _dropped_words(dropped: Mapping[str, int]) -> Iterator[tuple[str, str]]:

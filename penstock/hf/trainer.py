@@ -19,7 +19,7 @@ from penstock.checkpoint.checkpoint import STATE_FILE, latest
 from penstock.data.data import read_data
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
-from penstock.planner.model.workload import read_model
+from penstock.planner.model.workload import read_model, spelled_out
 from penstock.ranks import is_follower, joined, n_started
 from penstock.results import Planned
 from penstock.run_config import PLAN_FILE, TABLES, RunRequest, read_run
@@ -181,7 +181,8 @@ class Trainer:
         file = plan.file if isinstance(plan, Planned) else plan if isinstance(plan, PlanFile) else PlanFile.read(Path(plan))
         semantics, problems = file.plan.semantics.all_ranks, Job()
         wanted = {name: requested.get(name) for name in ("batch_size", "clip_norm", "compute_dtype")}
-        wanted["train"] = parse_train(requested.get("train") or "all")
+        train = replace(semantics, train=parse_train(requested.get("train") or "all"))
+        wanted["train"] = spelled_out(file.plan.model, train).train
         wanted["objective"] = parse_objective(requested["loss"] or "cross-entropy")
         held = {name: getattr(semantics, name) for name in wanted} | {"ranks": file.plan.semantics.ranks}
         for name, value in (wanted | {"ranks": requested["gpus"]}).items():

@@ -339,6 +339,8 @@ def attach_stored(inputs: RunInputs, tower: Path | None = None) -> int:
     images. `tower`: folder of the features, instead of the settings' one or the cache. PlanError if nothing trains a projector."""
     settings, request, data = inputs.settings, inputs.request, inputs.data
     has_images = isinstance(data, MapStyleData) and any(part.documents.has_images for part in data.parts)
+    if inputs.plan.semantics.train.projector and settings.data.streaming:
+        raise PlanError("--streaming: images, which a trained projector needs, are not streamed; leave it out")
     if inputs.plan.semantics.train.projector and not has_images:
         raise PlanError(f"--train {inputs.plan.semantics.train}: the data has no images to train a projector; plan without it")
     sets = [data for data in (inputs.data, inputs.held_out) if isinstance(data, MapStyleData)]

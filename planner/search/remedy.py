@@ -193,7 +193,8 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
         changed = _changed(untiled, train=train, base=base, gradient_dtype="fp32", products="compute")
         if changed.fits():
             suffix = " without --compute fp8" if s.products == "fp8" else ""
-            yield f"{prefix}--base {base}{suffix}" if base != "bf16" or not prefix else prefix.strip(), changed
+            words = f"{prefix}--base {base}" if base != "bf16" or not prefix else prefix.strip()
+            yield f"{words}{suffix}", changed
             return
 
 

@@ -194,7 +194,8 @@ def candidate(
     hour, n_here = hourly(profile), semantics.ranks // profile.n_hosts
     if semantics.products == "fp8" and not profile.has_fp8:
         reason = f"the profile of {profile.device.name} has no FP8 products"
-        return Candidate(profile.name, hour, None, Refusal("no FP8", reason, "leave out --compute fp8", {}))
+        instead = f"leave out --compute fp8{', and use --base int8' * (semantics.base == 'fp8-rows')}"
+        return Candidate(profile.name, hour, None, Refusal("no FP8", reason, instead, {}))
     semantics = with_kernels(model, semantics, profile)
     sizes = sizes_of(model, semantics, profile, free)
     every = chain.from_iterable(Request(model, size, profile, fixed, free).needs() for size, _ in sizes)

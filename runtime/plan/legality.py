@@ -31,6 +31,8 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
 def refuse_products(semantics: Semantics) -> None:
     """Raise PlanError unless FP8 products have bf16 weights, or under adapters weights in their format, and no others do."""
     base, works = semantics.base, "--train lora --base fp8-rows --compute fp8"
+    if base == "fp8-rows" and semantics.train.lora is None:
+        raise PlanError(f"--base fp8-rows is for adapters: leave it out, or use {works}")
     if semantics.products == "compute":
         if base == "fp8-rows":
             raise PlanError("--base fp8-rows is multiplied as it is stored: add --compute fp8; to compute in bf16 use fp8 or int8")
@@ -41,7 +43,7 @@ def refuse_products(semantics: Semantics) -> None:
         raise PlanError(f"--compute fp8 without adapters quantises bf16 weights: leave out --base {base}, or use {works}")
     if semantics.train.lora is not None and base != "fp8-rows":
         why = "no kernel here multiplies its blocks of 128 x 128" if base == "fp8" else "it multiplies E4M3 with a scale per row"
-        raise PlanError(f"--compute fp8 with --base {base}: {why}; use {works}")
+        raise PlanError(f"--compute fp8 with --base {base}: {why}; use --base fp8-rows --compute fp8")
 
 
 def refuse_sum_groups(semantics: Semantics) -> None:

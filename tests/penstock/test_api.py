@@ -100,7 +100,7 @@ def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path) -> None:
         ("train", 3, "plan: train=3: give str or None"),
         ("deterministic", 1, "plan: deterministic=1: give bool"),
         ("host_memory_bytes", "64GB", "plan: host_memory_bytes='64GB': give int or None"),
-        ("compute_dtype", torch.bfloat16, "compute_dtype: should be 'bf16' or 'fp32', found 'torch.bfloat16'"),
+        ("compute_dtype", torch.bfloat16, "compute_dtype: should be bf16, fp32, fp8, found torch.bfloat16"),
     ):
         with pytest.raises(penstock.PenstockError, match=re.escape(message)) as refused:
             penstock.plan(home / "model", "cpu-2core", **(SIZES | {name: wrong}))

@@ -112,7 +112,7 @@ def bad(name, seer):
     [
         ("missing.png", "no image 'missing.png' in .*--images"),
         ("broken.png", "cannot be read"),
-        ("text.png", "cannot be read"),
+        ("text.png", "a file that is no JPEG, PNG, .* or TIFF"),
         ("huge.png", f"pixels, above {MOST_PIXELS:,}; make it smaller"),
         ("moving.gif", "an animation"),
         ("../outside.png", "outside of .*--images"),
@@ -127,6 +127,19 @@ def test_an_image_that_cannot_be_read_makes_a_bad_row(seer, tmp_path, source, wo
         read(seer, tmp_path, [row, LAYOUTS["in the part"]])
     part = read(seer, tmp_path, [row, LAYOUTS["in the part"]], bad_rows=0.5)
     assert len(part.documents.problems) == len(part.sequences) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"videos": ["a.mp4"]}, 'has "videos", and only images are read'),
+        ({"images": []}, "<image> in a text, and no image in the row"),
+    ],
+)
+def test_a_row_whose_images_are_elsewhere_is_a_bad_row(seer, tmp_path, fields, words):
+    row = {"messages": [{"role": "user", "content": f"<image>{QUESTION}"}, ANSWER]} | fields
+    with pytest.raises(DataError, match=words):
+        read(seer, tmp_path, [row, LAYOUTS["in the part"]])
 
 
 def test_palettes_are_read_and_deep_images_refused(tmp_path):
@@ -244,13 +257,13 @@ def test_no_sequence_is_cut_within_an_image(seer, tmp_path):
 def test_a_model_that_reads_no_images_is_named(seer, tmp_path):
     write_talker(seer / "text", "chatml")
     (seer / "text" / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(DataError, match="has images; a vision-language model reads them"):
+    with pytest.raises(DataError, match="has images, read only by a vision-language model"):
         read(seer, tmp_path, [LAYOUTS["in the part"]], model="text")
     (seer / "text" / "config.json").write_text('{"model_type": "kosmos-2", "vision_config": {}}')
     with pytest.raises(DataError, match="kosmos-2 models are trained on text alone; supported: aya_vision, "):
         read(seer, tmp_path, [LAYOUTS["LLaVA"]], model="text")
     one_line(
-        penstock("data", seer / "rows" / "images.jsonl", "--seq-len", "64"), 2, "has images; a vision-language model reads them"
+        penstock("data", seer / "rows" / "images.jsonl", "--seq-len", "64"), 2, "has images, read only by a vision-language model"
     )
 
 

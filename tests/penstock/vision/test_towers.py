@@ -85,6 +85,7 @@ def test_plan_counts_images(tmp_path):
     text = succeeded(penstock(*words)).output
     assert re.search(r"^images +1,000 of 1024 x 768: 768 tokens each; the tower's pass [\d.]+ s", text, re.M)
     one_line(penstock(*words, "--image-size", "4096x4096"), 2, "16,384 tokens an image, and a sequence holds 4,096")
+    one_line(penstock(*words, "--image-size", "20000x20000"), 2, "above 67,108,864 pixels, which no run reads")
     one_line(penstock(*words, "--image-size", "big", "-o", tmp_path / "p.json"), 2, "no width and height")
     assert not (tmp_path / "p.json").exists(), "sizes are validated before a plan is written"
     one_line(penstock(*words[:-2], "--image-size", "64x64"), 2, "--image-size does nothing without --images")
