@@ -119,9 +119,11 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
     if (advised := resident_hint(f.resident_s, f.step_s)) is not None:
         yield "resident", advised
     if (rate := f.tokens_per_s_in_fp8 or 0.0) > LEAST_FASTER * f.tokens_per_s:
-        flags, weights = (IN_FP8_WORDS, "base") if f.plan.semantics.train.lora is not None else ("--compute fp8", "weights")
+        has_adapters = f.plan.semantics.train.lora is not None
+        flags, weights = (IN_FP8_WORDS, "base") if has_adapters else ("--compute fp8", "weights")
         gain = f"{flags}: about {rate:,.0f} tokens/s, {rate / f.tokens_per_s:.2f} times as many"
-        yield "advice", f"{gain}; it changes results: {weights}, activations and their gradients in 8 bits (docs/fp8.md)"
+        cost = "" if has_adapters else ", and a trial's loss was higher"
+        yield "advice", f"{gain}; it changes results: {weights}, activations and their gradients in 8 bits{cost} (docs/fp8.md)"
     if f.answer is not None and f.answer.clipped_step_s is not None:
         extra = f.answer.clipped_step_s / f.prediction.step_s - 1
         yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {extra:.1%} more if its gradient is clipped"
