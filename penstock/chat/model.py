@@ -82,13 +82,13 @@ def _plan(model: Model, settings: RunSettings, device: str, context: int | None,
     if context is not None and context > limit:
         raise RunConfigError(f"--context {context}: the model has {limit:,} positions; give at most that")
     profile = read_profile(DEVICES[device])
-    projects = settings.adapter is not None and adapts_projector(Path(settings.adapter))
+    in_projector = settings.adapter is not None and adapts_projector(Path(settings.adapter))
     fields: dict[str, Any] = {"seq_len": context or min(limit, CONTEXT), "batch_size": 1, "clip_norm": None}
-    fields |= {"loss_tile_tokens": LOGITS, "objective": CROSS_ENTROPY, "train": "all,projector" if projects else "all"}
+    fields |= {"loss_tile_tokens": LOGITS, "objective": CROSS_ENTROPY, "train": "all,projector" if in_projector else "all"}
     untrained = build_workload(model, semantics_of(fields, model, profile, "eager", False))  # its shapes do not depend on `compute`
     parameters = {p.name: p.shape for block in untrained.blocks for p in block.parameters if p.tied_to is None}
     if settings.adapter is not None:
-        trained = str(Train(lora=read_adapter(Path(settings.adapter), parameters)[0], projector=projects))
+        trained = str(Train(lora=read_adapter(Path(settings.adapter), parameters)[0], projector=in_projector))
     elif base != "bf16":
         trained = "lora:r=8"  # only layers with adapters have packed weights
     else:

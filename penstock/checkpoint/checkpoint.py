@@ -184,9 +184,9 @@ class CheckpointWriter:
         pairs = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
         self._write_model_file(file, published, chain.from_iterable(pairs))
 
-    def copy_towers(self, folder: Path, config: Mapping[str, Any], projects: bool) -> None:
+    def copy_towers(self, folder: Path, config: Mapping[str, Any], with_projector: bool) -> None:
         """Copy the tensors of a vision-language model's `towers`, unchanged, one at a time."""
-        stored, names = towers(folder, config, projects)
+        stored, names = towers(folder, config, with_projector)
         outlines = {name: torch.empty_like(stored[name], device="meta") for name in names}
         outlines = dict(sorted(outlines.items(), key=lambda item: -item[1].itemsize))
         self._write_model_file("model-towers.safetensors", outlines, map(stored.__getitem__, outlines))

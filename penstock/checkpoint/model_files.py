@@ -139,18 +139,18 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
             yield name, weight
 
 
-def towers(folder: Path, config: Mapping[str, Any], projects: bool) -> tuple[Shards, list[str]]:
-    """Return the tensors of a vision-language model's folder, and the names of those outside its text decoder. `projects`: with
-    those of its projector."""
+def towers(folder: Path, config: Mapping[str, Any], with_projector: bool) -> tuple[Shards, list[str]]:
+    """Return the tensors of a vision-language model's folder, and the names of those outside its text decoder, `with_projector` or
+    without."""
     stored, conversion = Shards(weight_files(folder)), conversion_of(config)
-    inside = {name for name in conversion.weights if not (projects and IN_PROJECTOR.search(name))}
+    inside = {name for name in conversion.weights if not (with_projector and IN_PROJECTOR.search(name))}
     outside = (sources for target, sources in conversion.sources(stored).items() if target not in inside)
     return stored, sorted(name for sources in outside for name, _ in sources)
 
 
-def towers_bytes(folder: Path, config: Mapping[str, Any], projects: bool) -> int:
+def towers_bytes(folder: Path, config: Mapping[str, Any], with_projector: bool) -> int:
     """Return the stored bytes of the tensors of `towers`."""
-    stored, names = towers(folder, config, projects)
+    stored, names = towers(folder, config, with_projector)
     return sum(stored[name].nbytes for name in names)
 
 

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -114,13 +114,7 @@ def fits(
     if wrong := [name for name in names or () if name not in planned.known()]:
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; choose from {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
-    remarks: list[str] = []
-    if semantics.products == "fp8":
-        every = [*chain(*groups.values())]
-        _ = max(every, key=lambda profile: profile.has_fp8).fp8_rate_fraction  # raises if none has
-        remarks += [f"{profile.name}: has no FP8 products, and is left out" for profile in every if not profile.has_fp8]
-        able = {name: [profile for profile in profiles if profile.has_fp8] for name, profiles in groups.items()}
-        groups = {name: profiles for name, profiles in able.items() if profiles}
+    groups, remarks = _with_fp8(groups) if semantics.products == "fp8" else (groups, [])
     for (name, profiles), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
             remarks.append(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out")
@@ -151,6 +145,15 @@ def fits(
         from penstock.planner.show.machine_pages import fits_page
 
         write_drawing(html, fits_page(known, titles, [*map(row, known)], semantics, remarks, created()))
+
+
+def _with_fp8(groups: Mapping[str, list[Profile]]) -> tuple[dict[str, list[Profile]], list[str]]:
+    """Return the machines with FP8 products, and a remark on each other one. ProfileError if none has them."""
+    every = [*chain(*groups.values())]
+    _ = max(every, key=lambda profile: profile.has_fp8).fp8_rate_fraction  # raises if none has
+    able = {name: [profile for profile in profiles if profile.has_fp8] for name, profiles in groups.items()}
+    remarks = [f"{profile.name}: has no FP8 products, and is left out" for profile in every if not profile.has_fp8]
+    return {name: profiles for name, profiles in able.items() if profiles}, remarks
 
 
 def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:

@@ -187,9 +187,7 @@ class Reader:
         template = self.template
         if item.images:
             if self.images is None:
-                raise DataError(
-                    f"{where}: has images, read only by a vision-language model, and not with --streaming; leave them out"
-                )
+                raise DataError(f"{where}: has images, read only by a vision-language model without --streaming; leave them out")
             template, item = self._with_images(item, where)
         elif self.images is not None and any(MARK in text_in(m.get("content") or "") for m in item.messages if m["role"] == "user"):
             raise DataError(f"{where}: {MARK} in a text, and no image in the row; add the column images, or leave the row out")

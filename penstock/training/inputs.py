@@ -147,8 +147,8 @@ class RunInputs:
     @property
     def checkpoint_bytes(self) -> int:
         n_bytes = self.plan.checkpoint_bytes(self.settings.checkpoint.weights_only)
-        projects = not self.plan.semantics.train.projector
-        return n_bytes + (0 if self.towers_from is None else towers_bytes(self.towers_from, self.plan.model.config, projects))
+        with_projector = not self.plan.semantics.train.projector
+        return n_bytes + (0 if self.towers_from is None else towers_bytes(self.towers_from, self.plan.model.config, with_projector))
 
     @property
     def digests(self) -> dict[str, str]:

@@ -34,11 +34,10 @@ def tower_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def tower_digest(folder: Path, config: dict[str, Any], projects: bool = True) -> str:
-    """SHA-256 of the names, shapes and ends of the tower's tensors; the same in a model with another decoder. `projects`: with
-    those of the projector."""
+def tower_digest(folder: Path, config: dict[str, Any], with_projector: bool = True) -> str:
+    """SHA-256 of the names, shapes and ends of the tower's tensors, and of its projector's; independent of the decoder."""
     stored, sources = _sources(folder, config, tower_model(config, torch.float32))
-    of_weights = (of_weight for target, of_weight in sources.items() if projects or not IN_PROJECTOR.search(target))
+    of_weights = (of_weight for target, of_weight in sources.items() if with_projector or not IN_PROJECTOR.search(target))
     names = sorted(name for of_weight in of_weights for name, _ in of_weight)
     return digest_of((name, stored.outline(name), [stored[name]]) for name in names)
 

@@ -103,7 +103,7 @@ def test_weights_are_those_that_transformers_loads_and_loads_again(tmp_path, no_
         part = dict(sorted(part.items(), key=lambda item: -item[1].itemsize))
         files.write_weights(f"model-{number}.safetensors", config, part, part.__getitem__)
     if "vision_config" in config:
-        files.copy_towers(folder, config, projects=True)
+        files.copy_towers(folder, config, with_projector=True)
     files.write_config(config, dtype)
     again = load_model(tmp_path / "saved", kind, dtype=dtype).state_dict()
     assert again.keys() == expected.keys()
