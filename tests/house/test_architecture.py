@@ -56,7 +56,7 @@ MOST_KNOBS = 15  # fields of a policy; the last one selects blocks with gradient
 MOST_KINDS = 23  # kinds of ops; three are collectives, one unpacks weights, one reads a disk
 # Maximum lines of *.py per package. A commit that raises one does nothing else, and names the issue that grants the lines.
 MOST_LINES = {"runtime/plan": 2_648, "runtime": 8_617, "planner": 12_337, "hwprofiles": 2_834, "penstock": 15_223}
-MOST_LINES |= {"tests": 33_482, "benchmarks": 10_376}
+MOST_LINES |= {"tests": 33_475, "benchmarks": 10_376}
 
 # Folders and files that may import a third-party library, so that replacing it affects only these
 HOME = {

@@ -19,7 +19,7 @@ from penstock.runtime.plan import Semantics
 from penstock.vision import stored_outputs
 from tests.lanes import mostly_slow
 from tests.penstock.test_run_ranks import logged
-from tests.rank_runs import contents, run_to_end
+from tests.rank_runs import begun, contents, run_to_end, said_by
 from tests.running import SIZES, UNSEARCHED, lines_of, one_line, penstock, succeeded, weights_sha
 from tests.seers import data_with_images, drawing, own_inputs, write_seer
 
@@ -29,19 +29,8 @@ LONG = [64 if word == "32" else word for word in SIZES]
 def planned(home, model_type, *extra, name="plan.json"):
     if not (home / model_type).exists():
         write_seer(home / model_type, model_type)
-    succeeded(
-        penstock(
-            "plan",
-            home / model_type,
-            *LONG,
-            "--compute",
-            "fp32",
-            "-o",
-            home / name,
-            *extra,
-            *(() if "--policy" in extra else UNSEARCHED),
-        )
-    )
+    schedule = () if "--policy" in extra else UNSEARCHED
+    succeeded(penstock("plan", home / model_type, *LONG, "--compute", "fp32", "-o", home / name, *extra, *schedule))
     return home / name
 
 
@@ -50,21 +39,35 @@ def words(home, plan, *extra, out="out", steps=4):
     return [str(word) for word in [*run, "--out", home / out, "--steps", steps, "--lr", "1e-3", *extra]]
 
 
-@mostly_slow("model_type", ["qwen2_5_vl", "gemma3"], fast=(0,))
-def test_a_killed_run_and_two_ranks_write_the_same_bytes(home, model_type):
-    batch = ("--policy", "megatrain", "--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4)
+def write_the_same_bytes(home, model_type, *extra):
+    """Train alone; on two ranks, resumed on one; and alone, ended by SIGKILL after a checkpoint and resumed."""
+    batch = ("--policy", "megatrain", "--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4, *extra)
     one, two = (planned(home, model_type, *batch, "--gpus", n, name=f"{n}.json") for n in (1, 2))
-    every = ("--save-every", 2, "--eval-every", 2)
-    succeeded(penstock(*words(home, one, *every, out="alone")))
-    (features,) = (home / "cache" / "towers").glob("*/*.safetensors")
-    written_ns = features.stat().st_mtime_ns
+    every, steps = ("--save-every", 2, "--eval-every", 2), 8
+    succeeded(penstock(*words(home, one, *every, out="alone", steps=steps)))
+    written_ns = {path: path.stat().st_mtime_ns for path in (home / "cache" / "towers").glob("*/*")}
     shared = run_to_end(words(home, two, *every, steps=2))
     assert shared.returncode == 0, shared.stderr
     assert contents(home / "out" / "checkpoint-2") == contents(home / "alone" / "checkpoint-2")
-    succeeded(penstock(*words(home, one, *every, "--resume")))
-    assert weights_sha(home / "out" / "checkpoint-4") == weights_sha(home / "alone" / "checkpoint-4")
-    assert logged(home, "out") == logged(home, "alone")
-    assert [path.stat().st_mtime_ns for path in (home / "cache" / "towers").glob("*/*")] == [written_ns], "computed once"
+    running = begun(words(home, one, *every, out="killed", steps=steps))
+    while not (home / "killed" / "checkpoint-2").exists():
+        assert running.poll() is None, said_by(running)
+        time.sleep(0.005)
+    running.kill()
+    running.communicate(timeout=60)
+    assert not (home / "killed" / f"checkpoint-{steps}").exists(), "killed before its end"
+    for out in ("out", "killed"):
+        succeeded(penstock(*words(home, one, *every, "--resume", out=out, steps=steps)))
+        assert weights_sha(home / out / f"checkpoint-{steps}") == weights_sha(home / "alone" / f"checkpoint-{steps}")
+        assert logged(home, out) == logged(home, "alone")
+    now_ns = {path: path.stat().st_mtime_ns for path in (home / "cache" / "towers").glob("*/*")}
+    assert len(now_ns) == 1, "a file of features"
+    assert now_ns == written_ns, "computed once"
+
+
+@mostly_slow("model_type", ["qwen2_5_vl", "gemma3"], fast=(0,))
+def test_a_killed_run_and_two_ranks_write_the_same_bytes(home, model_type):
+    write_the_same_bytes(home, model_type)
 
 
 def test_a_stopped_pass_goes_on_and_another_key_is_refused(home, monkeypatch):

@@ -23,11 +23,9 @@ from penstock.runtime.plan.workload import Model
 from penstock.vision.tower import Tower
 from tests.lanes import mostly_slow
 from tests.penstock.test_chat import talk
-from tests.penstock.test_run_ranks import logged
 from tests.penstock.vision.test_exactness import KEPT, differing
-from tests.penstock.vision.test_image_runs import planned, words
-from tests.rank_runs import contents, run_to_end
-from tests.running import lines_of, one_line, penstock, succeeded, weights_sha
+from tests.penstock.vision.test_image_runs import planned, words, write_the_same_bytes
+from tests.running import lines_of, one_line, penstock, succeeded
 from tests.seers import data_with_images, drawing, own_inputs, own_model, streamed, write_drawings, write_seer
 
 TEXT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Fine."}]}
@@ -95,16 +93,7 @@ def test_micro_batches_of_several_images_and_of_none_are_those_of_transformers(t
     "train,model_type", [("lora:r=4,projector", "llava"), ("projector", "qwen2_5_vl"), ("projector", "gemma3")], fast=(0, 1)
 )
 def test_a_killed_run_and_two_ranks_write_the_same_bytes(home, train, model_type):
-    batch = ("--policy", "megatrain", "--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4, "--train", train)
-    one, two = (planned(home, model_type, *batch, "--gpus", n, name=f"{n}.json") for n in (1, 2))
-    every = ("--save-every", 2, "--eval-every", 2)
-    succeeded(penstock(*words(home, one, *every, out="alone")))
-    shared = run_to_end(words(home, two, *every, steps=2))
-    assert shared.returncode == 0, shared.stderr
-    assert contents(home / "out" / "checkpoint-2") == contents(home / "alone" / "checkpoint-2")
-    succeeded(penstock(*words(home, one, *every, "--resume")))
-    assert weights_sha(home / "out" / "checkpoint-4") == weights_sha(home / "alone" / "checkpoint-4")
-    assert logged(home, "out") == logged(home, "alone")
+    write_the_same_bytes(home, model_type, "--train", train)
 
 
 @mostly_slow("model_type", ["llava", "qwen2_5_vl", "idefics3"], fast=(0, 1))
