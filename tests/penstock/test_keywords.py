@@ -115,6 +115,8 @@ def test_settings_of_other_trainers_get_true_advice(home: Path) -> None:
         ("leave out --deterministic", 'leave out settings={"deterministic": True}'),
         ("the command line: seed: no", "settings: seed: no"),
         ("convert it, with --resume-from checkpoint-3, or", 'convert it, with resume_from="checkpoint-3", or'),
+        ("--train all,projector: no", 'train="all,projector": no'),
+        ("--train lora:r=4,projector: no", 'train="lora:r=4,projector": no'),
         ("hf download A --local-dir B", "hf download A --local-dir B"),
     ],
 )
