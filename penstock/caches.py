@@ -1,9 +1,11 @@
-"""Cache folder of a user, shared by processes: tokenized data and layer traces."""
+"""Cache folder of a user, shared by processes: rows of programs, tokenized data and layer traces."""
 
 import os
 from pathlib import Path
 
 from penstock.planner.model import trace_cache
+
+ROWS_FOLDER = "rows"  # in this folder: rows of programs
 
 
 def cache_folder() -> Path:

@@ -45,11 +45,12 @@ def forward(plan_file: Path, config: Path | None, of_images: bool, output: Path,
     if not of_images:
         check_output(output)
     options = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
+    options |= {"tower": str(output)} if of_images else {}
     with Preparing() as report:
         request = RunRequest(read_run(config, options), PlanFile.read(plan_file), str(plan_file), report=report)
         from penstock.training.session import write_forward, write_image_features
 
-        n = write_image_features(request, output) if of_images else write_forward(request, output)
+        n = write_image_features(request) if of_images else write_forward(request, output)
     unit = "answers" if request.file.plan.semantics.objective.n_top is None else "sequences"
     content = f"features of {n:,} images" if of_images else f"log-probabilities of {n:,} {unit}"
     click.echo(f"{on_one_line(str(output))}: {content}")

@@ -199,16 +199,17 @@ class ImageReader:
         grid_of = [{}] * len(counts) if grids is None else [{"grid": grid} for grid in torch.as_tensor(grids).tolist()]
         return [{"n_tokens": n, **grid} for n, grid in zip(counts, grid_of, strict=True)]
 
-    def changed(self, stamps: Iterable[list[Any]]) -> list[str]:
-        """Return the paths of images whose files have other pixels than those of these stamps. A missing file has not changed."""
-        changed = dict[str, bool]()
+    def changed(self, stamps: Iterable[list[Any]]) -> dict[str, str]:
+        """Return path and new digest (or why it has none) of images whose files have other pixels than those of these stamps. A
+        missing file has not changed."""
+        changed = dict[str, str]()
         for path, *stamp, digest in stamps:
             if path not in changed and (self.root / path).is_file() and stamp_of(path, self.root) != [path, *stamp]:
                 try:
-                    changed[path] = digest_of(open_image(path, self.root)) != digest
-                except ValueError:
-                    changed[path] = True
-        return [path for path, is_changed in changed.items() if is_changed]
+                    changed[path] = "" if (now := digest_of(open_image(path, self.root))) == digest else now
+                except ValueError as error:
+                    changed[path] = str(error)
+        return {path: now for path, now in changed.items() if now}
 
     def tower_inputs(self, source: Any, where: str) -> tuple[str, dict[str, torch.Tensor]]:
         """Return the digest of an image, and the processor's outputs for it alone. DataError if it cannot be read any more."""
