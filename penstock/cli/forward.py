@@ -70,9 +70,7 @@ _CHAT_FLAGS = ("adapter", "packed", "tokenizer", "data.chat_template", "seed", "
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: the likeliest token.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the probability to draw from.")
 @click.option("--compute", type=click.Choice(COMPUTES), default="bf16", show_default=True, help="As in penstock plan.")
-@click.option(
-    "--base", type=click.Choice(get_args(Base)), default="bf16", show_default=True, help="Storage of the model's weights."
-)
+@click.option("--base", type=click.Choice(get_args(Base)), default="bf16", show_default=True, help="Storage of its weights.")
 def chat(
     model: str, system: str | None, max_new_tokens: int, context: int | None, temperature: float, top_p: float, **flags: Any
 ) -> None:

@@ -63,9 +63,8 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
         sys.stdout.write(json_text(profile.to_json()))
     else:
         write_output(output, json_text(profile.to_json()))
-        console.print(
-            f"wrote {output}; plan for it with: penstock plan MODEL --machine {in_shell(output)}", soft_wrap=True, highlight=False
-        )
+        following = f"plan for it with: penstock plan MODEL --machine {in_shell(output)}"
+        console.print(f"wrote {output}; {following}", soft_wrap=True, highlight=False)
 
 
 def headline(profile: Profile) -> Table:

@@ -30,20 +30,9 @@ from .tokenizer import ModelTokenizer, reason_of
 
 # Types with the bits of transformers' own forward in steps with images (tests/penstock/vision)
 TYPES = (
-    *(
-        "aya_vision",
-        "deepseek_vl",
-        "gemma3",
-        "gemma4",
-        "glm46v",
-        "glm4v",
-        "glm4v_moe",
-        "glm_ocr",
-        "hyperclovax_vision_v2",
-        "idefics3",
-    ),
-    *("internvl", "janus", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "paddleocr_vl", "qwen2_5_vl"),
-    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3"),
+    *("aya_vision", "deepseek_vl", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "hyperclovax_vision_v2"),
+    *("idefics3", "internvl", "janus", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "paddleocr_vl"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3"),
 )
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja")
 _OFFSETS = "return_text_replacement_offsets"
