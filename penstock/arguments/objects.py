@@ -23,7 +23,7 @@ from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan import Plan
 from penstock.settings import DataPart
 
-ROWS_AT_ONCE = 1000  # of a Dataset
+ROWS_AT_ONCE = 1000  # from a Dataset
 ACCEPTED = "a path, a list of paths or rows, a datasets.Dataset, an iterable of dict batches, or an object with batch(step)"
 _PART = {part.name for part in fields(DataPart)}
 

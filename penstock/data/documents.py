@@ -117,9 +117,9 @@ class Reader:
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
         documents, problems = dict[tuple[int, int], list[tuple[Any, ...]]](), dict[tuple[int, int], DataError]()
-        for (place, one, _, notes, numbers, with_images), encoding, own in zip(inputs, encoded, alone, strict=True):
+        for (place, one, _, notes, numbers, with_images), encoding, texts in zip(inputs, encoded, alone, strict=True):
             of_images = (None, 0, None) if with_images is None else (with_images.images, with_images.end, with_images.stamps)
-            columns = (*self._document(*one, encoding, place), *place, sum(len(m.ids) for m in own), *notes, numbers, *of_images)
+            columns = (*self._document(*one, encoding, place), *place, sum(len(m.ids) for m in texts), *notes, numbers, *of_images)
             documents.setdefault(place, []).append(columns)
             try:
                 self._refuse_image_token(encoding.ids if with_images is None else (), self.files.where(*place))

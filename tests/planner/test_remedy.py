@@ -256,10 +256,10 @@ FORMS = {
 def test_only_bases_are_advised_that_published_weights_are_read_with(form, machine, frozen, in_adapters, in_whole):
     model, profile = read_model("qwen2.5-3b"), read_profile(machine)
     model = replace(model, config=model.config | ({"quantization_config": FORMS[form]} if FORMS[form] else {}))
-    whole = Request(model, Semantics(1024, 16, 1), profile, None, SIZES).resized()
-    adapters = replace(whole, semantics=replace(whole.semantics, train=Train(lora=Lora()), gradient_dtype="fp32"))
-    assert [text for text, _ in _frozen(whole)] == frozen
-    assert [in_fp8(request) is not None for request in (adapters, whole)] == [in_adapters, in_whole]
+    trained = Request(model, Semantics(1024, 16, 1), profile, None, SIZES).resized()
+    adapters = replace(trained, semantics=replace(trained.semantics, train=Train(lora=Lora()), gradient_dtype="fp32"))
+    assert [text for text, _ in _frozen(trained)] == frozen
+    assert [in_fp8(request) is not None for request in (adapters, trained)] == [in_adapters, in_whole]
     assert not any("fp8-rows" in text for text, _ in _frozen(adapters)), "in_fp8 has it"
 
 
