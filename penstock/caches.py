@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.planner.model import trace_cache
 
-ROWS_FOLDER = "rows"  # in this folder: rows of programs
+ROWS_FOLDER = "rows-of-programs"  # in this folder; images of these rows are relative to the current one
 
 
 def cache_folder() -> Path:

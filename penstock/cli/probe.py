@@ -50,11 +50,9 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
     console = Console(stderr=True)
     with Preparing(every_stage=True) as show:
         name = output.stem if output else "this-machine"
-
-        def report(stage: str, fraction: float) -> None:
-            show(f"measuring {stage}: {fraction:.0%}")
-
-        profile = unwrap(measured)(device, quick, gpu=gpu, name=name, disk=disk, report=report)
+        profile = unwrap(measured)(
+            device, quick, gpu=gpu, name=name, disk=disk, report=lambda stage, share: show(f"measuring {stage}: {share:.0%}")
+        )
     profile = profile.with_memory(None, host_memory)
     console.print(headline(profile))
     for line in remarks(profile):

@@ -118,9 +118,10 @@ def _value(part: dict[str, Any]) -> Any:
     value = value.get("url") if part.get("type") == "image_url" and isinstance(value, dict) else value
     if value is None or part.get("base64") is not value:
         return value
-    if not isinstance(value, str):
-        raise ValueError('an image under "base64" that is no text')
-    return base64.b64decode(value, validate=True)
+    try:
+        return base64.b64decode(part["base64"], validate=True)
+    except (TypeError, ValueError):
+        raise ValueError('an image under "base64" that is no base64') from None
 
 
 def text_in(content: Any) -> str:

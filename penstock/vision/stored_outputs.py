@@ -66,9 +66,8 @@ def attach_images(
     projects = not plan.semantics.train.projector
     key = {
         **{"format": FORMAT, "stage": STAGES[projects], "tower": tower_digest(model, plan.model.config, projects)},
-        **{"processor": readers[0].digest},
-        **{"dtype": plan.semantics.compute_dtype, "device": device, "transformers": version, "torch": torch.__version__},
-        "pillow": pillow_version(),
+        **{"processor": readers[0].digest, "dtype": plan.semantics.compute_dtype, "device": device},
+        **{"transformers": version, "torch": torch.__version__, "pillow": pillow_version()},
     }
     named, cache = where
     folder = Path(named) if named is not None else cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]

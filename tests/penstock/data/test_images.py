@@ -214,7 +214,8 @@ LOST = {
         {"messages": [user({**PART, "max_pixels": 784}, TEXT), ANSWER]},
         '"max_pixels" of its own, which is not read; .* preprocessor_config.json',
     ),
-    "a number": ({"messages": [user({"type": "image", "base64": 5}, TEXT), ANSWER]}, 'under "base64" that is no text'),
+    "a number": ({"messages": [user({"type": "image", "base64": 5}, TEXT), ANSWER]}, 'under "base64" that is no base64'),
+    "damaged": ({"messages": [user({"type": "image", "base64": "@"}, TEXT), ANSWER]}, 'under "base64" that is no base64'),
 }
 
 
@@ -267,7 +268,7 @@ def test_images_of_a_program_are_read_as_files_are(seer, tmp_path, monkeypatch, 
         parts = rows = Dataset.from_list([{**rows[0], "images": [{"bytes": content}]}], features=features)
     for data in (rows, parts):
         path = training_data(data, None).settings["data.path"]
-        table = read(seer, tmp_path / "tokens", Path(path)).documents
+        table = read(seer, tmp_path, Path(path)).documents
         assert table.ids(0).tolist() == wanted.ids(0).tolist()
         assert table.images(0) == wanted.images(0)
     with pytest.raises(DataError, match="row 1: no JSON"):

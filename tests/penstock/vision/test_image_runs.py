@@ -109,14 +109,18 @@ def test_a_stopped_pass_goes_on_and_another_key_is_refused(home, monkeypatch):
 
 
 def test_an_image_that_changes_while_a_run_begins_is_an_error(home, monkeypatch):
-    """Before, its row is read again; the tower would compute features that no row names."""
-    plan = planned(home, "llava")
-    succeeded(penstock("data", home / "rows" / "images.jsonl", "--model", home / "llava", "--seq-len", 64))
+    """Before, its row is read again, and a run that began with the former image is not resumed."""
+    plan = planned(home, "llava", "--train", "lora:r=4")
+    succeeded(penstock(*words(home, plan, steps=1)))
     drawing(77, (80, 80))[0].save(home / "rows" / "3-0.png")
     with monkeypatch.context() as patched:
         patched.setattr(ImageReader, "changed", lambda *_: {})
-        one_line(penstock(*words(home, plan)), 2, "images.jsonl:4: an image changed after this row was read; run again")
-    succeeded(penstock(*words(home, plan, steps=1)))
+        changed = "images.jsonl:4: an image changed after this row was read; run again"
+        one_line(penstock(*words(home, plan, "--tower", home / "tower", out="b")), 2, changed)
+    one_line(
+        penstock(*words(home, plan, "--resume")), 2, "of another set of data", "or start a new run from its weights, with --adapter"
+    )
+    succeeded(penstock(*words(home, plan, out="b", steps=1)))
 
 
 def test_an_image_that_is_mended_is_not_left_out_of_cached_tokens(home):
