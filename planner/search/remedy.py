@@ -186,7 +186,7 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
         return
     lora = Train(lora=Lora(), projector=s.train.projector)
     prefix, train = ("", s.train) if s.train.lora else (f"--train lora{',projector' * lora.projector} ", lora)
-    form = _form(request.model)
+    form = published(request.model) or "bf16"  # else a copy in bf16 is needed
     bases = BASES if form == "bf16" else [base for base in ("bf16", form) if is_readable(form, base)]
     for base in [base for base in bases if s.train.all or base not in (s.base, "fp8-rows")]:
         is_fp8 = base == "fp8-rows"
@@ -199,11 +199,6 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
             return
 
 
-def _form(model: Model) -> Base:
-    """Return the format of a model's published weights; of an unsupported one, that of a copy in bf16."""
-    return published(model) or "bf16"
-
-
 def in_fp8(request: Request) -> Request | None:
     """Change products to FP8: those of bf16 weights, or under adapters those of a frozen base of 8 or 16 bits, with that base. None
     if the machine or the model has no FP8 products, if its weights are not read so, or if it does not fit."""
@@ -212,7 +207,7 @@ def in_fp8(request: Request) -> Request | None:
     if (
         s.base not in ("bf16", *("int8", "fp8") * has_adapters)
         or (s.products, s.compute_dtype) != ("compute", "bf16")
-        or not (has_fp8 and is_readable(_form(request.model), "fp8-rows" if has_adapters else "bf16"))
+        or not (has_fp8 and is_readable(published(request.model) or "bf16", "fp8-rows" if has_adapters else "bf16"))
     ):
         return None
     with suppress(WorkloadError):  # no such linear layers
