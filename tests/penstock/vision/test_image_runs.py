@@ -177,6 +177,8 @@ def test_batches_of_a_program_have_no_token_of_images(home):
             train(plan, [{"input_ids": [ids], "labels": [ids]}], out=home / str(token in ids), steps=1, lr=1e-3)
     with pytest.raises(PlanError, match=r"stop is a int; give a penstock\.Stop"):
         train(plan, [{"text": "a"}], out=home / "out", steps=1, stop=3)
+    with pytest.raises(PlanError, match=r'^settings={"tower": \.\.\.}: the data has no images; leave it out'):
+        train(plan, [{"text": "a b c"}] * 4, out=home / "out", steps=1, settings={"tower": str(home / "features")})
 
 
 @mostly_slow("model_type", ["qwen2_5_vl", "llava"], fast=(0,))
