@@ -1,9 +1,11 @@
-"""Cache folder of a user, shared by processes: tokenized data and layer traces."""
+"""Cache folder of a user, shared by processes: rows of programs, tokenized data and layer traces."""
 
 import os
 from pathlib import Path
 
 from penstock.planner.model import trace_cache
+
+ROWS_FOLDER = "rows-of-programs"  # in this folder; images of these rows are relative to the current one
 
 
 def cache_folder() -> Path:

@@ -32,8 +32,8 @@ _SAME += " resume resume-from search machine"
 _SWITCHES = {"deterministic", "no_dropout", "resume", "search", "from_scratch"}
 _WORDS = "none|nf4|int8|fp8-rows|fp8|mxfp4|bf16|fp32|lora|all|dpo|kto|reward|classify|distill|eager|fused|lion|adamw|bytes|cpu|cuda"
 _WORDS += "|emulated"
-_VALUE = r"'[^']*'|[A-Z]{2,}(?:\.py:[A-Z]+)?|\d\w*(?:\.\d+)?%?|[\w.*/+-]+[:=](?:[^\s,;`()']|,(?=\S))+|~?\.{0,2}/[^\s,;`]+"
-_VALUE += rf"|checkpoint-\d+|(?:{_WORDS}|\w+(?=: ))\b"
+_VALUE = r"'[^']*'|[A-Z]{2,}(?:\.py:[A-Z]+)?|\d\w*(?:\.\d+)?%?|[\w.*/+-]+[:=](?:[^\s,;`()']|,(?=\S))+(?<!:)|~?\.{0,2}/[^\s,;`]+"
+_VALUE += rf"|checkpoint-\d+|(?:{_WORDS}|\w+(?=: ))(?:,projector)?\b"
 _FLAG = re.compile(rf"(?<![\w-])(--[a-z]+(?:-[a-z]+)*)(?![\w-])(?:[ =]({_VALUE}))?")
 _COMMAND = re.compile(r"`penstock (plan|run|forward|check)(?: ([^`]*))?`")
 _FUNCTIONS = {"plan": "plan", "run": "train", "forward": "forward", "check": "check"}

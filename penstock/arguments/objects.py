@@ -12,7 +12,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
-from penstock.caches import cache_folder
+from penstock.caches import ROWS_FOLDER, cache_folder
 from penstock.data.dict_batches import MOST_HELD_OUT, DictBatches
 from penstock.data.files import table_rows, without_nulls
 from penstock.data.formats import COLUMNS, not_understood
@@ -23,8 +23,7 @@ from penstock.runtime.errors import DataError, user_code
 from penstock.runtime.plan import Plan
 from penstock.settings import DataPart
 
-ROWS_FOLDER = "rows"  # in the user's cache
-ROWS_AT_ONCE = 1000  # of a Dataset
+ROWS_AT_ONCE = 1000  # from a Dataset
 ACCEPTED = "a path, a list of paths or rows, a datasets.Dataset, an iterable of dict batches, or an object with batch(step)"
 _PART = {part.name for part in fields(DataPart)}
 

@@ -319,7 +319,8 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
     None. `converts`: permit another optimizer. Its state is rounded to this run's dtypes, and another rule has other
     hyperparameters."""
     notes, is_another_rule = list[str](), False
-    afresh = f"or start a new run from its weights, with --model {in_shell(state.path)} and another --out"
+    flag = "--adapter" if (state.path / CONFIG_FILE).is_file() else "--model"
+    afresh = f"or start a new run from its weights, with {flag} {in_shell(state.path)} and another --out"
     for key, value in expected.items():
         saved = state.fields.get(key)
         if key == "semantics" and isinstance(saved, dict):

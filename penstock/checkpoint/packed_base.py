@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.files import alone
 from penstock.runtime.layers.packed_weights import NF4, pack, parts
-from penstock.runtime.plan.packed import DEQUANTISED, FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
+from penstock.runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, is_readable, layout, published_as
 
 from .dequantised import BLOCKS, ROW_SCALES, fp8_parts, fp8_row_parts, mxfp4_parts
 from .disk import new_folder, writing
@@ -43,7 +43,7 @@ def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: B
     published = published_base(folder, config)
     if published == base:
         return _Published(folder, config, shapes, base).read
-    if published != "bf16" and not (base == "fp8-rows" and published in DEQUANTISED):
+    if not is_readable(published, base):
         also = " --compute fp8" if published == "fp8-rows" else ""
         raise CheckpointError(f"{folder}: its weights are packed in {published}, not in {base}; plan with --base {published}{also}")
     key = json.dumps([FORMAT, weights_digest(folder), sorted(shapes.items())])

@@ -14,7 +14,7 @@ import click
 
 from penstock.run_config import read_run
 
-from .options import AS_JSON, PATH, Command, flag_of, given_settings
+from .options import AS_JSON, PATH, Command, flag_of, given_settings, together
 from .outputs import show_table
 from .progress import Preparing, show_overview
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.data.tokenizer import ModelTokenizer
 
 ANY_VOCAB_SIZE = 2**32  # vocabulary size without a config.json
+_FLAGS = ("format", "columns", "split", "packing", "images", "bad_rows", "max_row_seconds", "max_row_mb", "chat_template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,7 @@ class Sample:
 @click.option("--model", type=PATH, help="Folder with the tokenizer.  [default: none, and text is read as bytes]")
 @click.option("--seq-len", type=click.IntRange(2), default=4096, show_default=True, help="Tokens of a sequence.")
 @click.option("--samples", "n_samples", type=click.IntRange(0), default=3, show_default=True, help="Documents to show.")
-@flag_of("data.format")
-@flag_of("data.columns")
-@flag_of("data.split")
-@flag_of("data.packing")
-@flag_of("data.images")
-@flag_of("data.bad_rows")
-@flag_of("data.max_row_seconds")
-@flag_of("data.max_row_mb")
-@flag_of("data.chat_template")
+@together(*(flag_of(f"data.{name}") for name in _FLAGS))
 @AS_JSON
 def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int, as_json: bool, **flags: Any) -> None:
     """Show the first documents of PATH as the model reads them, mark the learned tokens, and count all documents.

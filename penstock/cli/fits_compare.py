@@ -223,13 +223,8 @@ def compare(
     has_all = click.get_current_context().get_parameter_source("gpus") is ParameterSource.DEFAULT
     tasks, remarks = [], list[str]()
     for machine in _compared(machines, None if has_all else gpus):
-        profile = rented(machine.with_prices(**prices), *host)
-        if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
-            limit = show_bytes(profile.most_host_bytes or 0)
-            remarks.append(f"{profile.name}: has at most {limit} of memory, and is planned with that")
-            profile = profile.with_memory(None, profile.most_host_bytes)
-        else:
-            profile = profile.with_memory(None, host_memory)
+        profile, limited = _with_memory(rented(machine.with_prices(**prices), *host), host_memory)
+        remarks += limited
         fields = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
         n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
@@ -296,6 +291,14 @@ def machines(name: str | None, as_json: bool) -> None:
         rows.append((p.name, p.summary, show_bytes(p.device.memory_bytes.value), host, rent, bought, *shares))
     titles = ("machine", "what it is", "device memory", "host memory", "rent an hour", "bought")
     show_table((*titles, "measured", "on another", "assumed"), rows)
+
+
+def _with_memory(profile: Profile, n_bytes: int | None) -> tuple[Profile, list[str]]:
+    """Return the machine with this host memory; or with its own, and a remark, if that is soldered or it takes less."""
+    if n_bytes is None or (profile.takes(n_bytes) and not profile.is_soldered):
+        return profile.with_memory(None, n_bytes), []
+    remark = f"{profile.name}: has at most {show_bytes(profile.most_host_bytes or 0)} of memory, and is planned with that"
+    return profile.with_memory(None, profile.most_host_bytes), [remark]
 
 
 def _compared(names: str, n_gpus: int | None) -> list[Profile]:

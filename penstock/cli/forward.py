@@ -45,11 +45,12 @@ def forward(plan_file: Path, config: Path | None, of_images: bool, output: Path,
     if not of_images:
         check_output(output)
     options = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
+    options |= {"tower": str(output)} if of_images else {}
     with Preparing() as report:
         request = RunRequest(read_run(config, options), PlanFile.read(plan_file), str(plan_file), report=report)
         from penstock.training.session import write_forward, write_image_features
 
-        n = write_image_features(request, output) if of_images else write_forward(request, output)
+        n = write_image_features(request) if of_images else write_forward(request, output)
     unit = "answers" if request.file.plan.semantics.objective.n_top is None else "sequences"
     content = f"features of {n:,} images" if of_images else f"log-probabilities of {n:,} {unit}"
     click.echo(f"{on_one_line(str(output))}: {content}")
@@ -69,9 +70,7 @@ _CHAT_FLAGS = ("adapter", "packed", "tokenizer", "data.chat_template", "seed", "
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: the likeliest token.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the probability to draw from.")
 @click.option("--compute", type=click.Choice(COMPUTES), default="bf16", show_default=True, help="As in penstock plan.")
-@click.option(
-    "--base", type=click.Choice(get_args(Base)), default="bf16", show_default=True, help="Storage of the model's weights."
-)
+@click.option("--base", type=click.Choice(get_args(Base)), default="bf16", show_default=True, help="Storage of its weights.")
 def chat(
     model: str, system: str | None, max_new_tokens: int, context: int | None, temperature: float, top_p: float, **flags: Any
 ) -> None:

@@ -2,8 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import date
 from inspect import unwrap
 from pathlib import Path
@@ -140,11 +140,10 @@ def plan(
     """
     from penstock.planner.show.facts import Facts
     from penstock.planner.show.text import print_plan
-    from penstock.runtime.compiled import IS_COMPILED
 
     if output is not None:
         check_output(output)
-    tower = _tower_for(model, n_images, image_size, seq_len)
+    shown = _images_of(model, n_images, image_size, seq_len)
     try:
         planned: Planned = unwrap(api.plan)(  # with the flags of the command in its messages
             model,
@@ -161,26 +160,33 @@ def plan(
         raise
     if output is not None:
         planned.save(output)
-    images = None if tower is None else _image_fields(planned, tower, n_images or 0, image_size or IMAGE_SIZE)
+    images = {} if shown is None else shown.fields(planned)
     if as_json:
-        click.echo(json.dumps(_fields(planned, tokens) | ({} if images is None else {"images": images})))
+        click.echo(json.dumps(_fields(planned, tokens) | ({"images": images} if images else {})))
     else:
         facts = Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens, today=date.today())
         print_plan(facts, Console(file=sys.stdout), verbose)
-        if images is not None:
+        if images:
             click.echo(_images_in_words(images))
-    if not IS_COMPILED:
-        slower = "a search takes longer, and a run's host updates 10 to 60 times as long as planned"
-        note(f"without numba {slower}; install it with: pip install numba")
-    in_bf16 = plan_advice(planned.profile) if planned.plan.semantics.compute_dtype == "bf16" else None
-    notes = in_bf16, note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan)
-    for text in filter(None, notes):
+    for text in filter(None, _notes(planned)):
         note(text)
     if output is not None:
         written = in_shell(output)
         disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
         run = f"penstock run {written} --data FOLDER{disk}{_run_flags(planned.plan.model)}"
         click.echo(f"wrote {on_one_line(str(output))}; next: penstock check {written}, then {run}", err=True)
+
+
+def _notes(planned: Planned) -> Iterator[str | None]:
+    """Yield notes on the installation, the machine and the model; None for one that does not apply."""
+    from penstock.runtime.compiled import IS_COMPILED
+
+    if not IS_COMPILED:
+        slower = "a search takes longer, and a run's host updates 10 to 60 times as long as planned"
+        yield f"without numba {slower}; install it with: pip install numba"
+    yield plan_advice(planned.profile) if planned.plan.semantics.compute_dtype == "bf16" else None
+    yield note_on_weights(planned.plan.model, planned.plan.semantics.base)
+    yield beyond_positions(planned.plan)
 
 
 def _run_flags(model: Model) -> str:
@@ -215,8 +221,31 @@ def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     }
 
 
-def _tower_for(model: str, n_images: int | None, image_size: str | None, seq_len: int) -> "VisionTower | None":
-    """Return the vision tower for --images, or None without. UsageError for a wrong size, or an image that fills a sequence."""
+@dataclass(frozen=True, slots=True)
+class _Images:
+    """Images of --images and --image-size, in pixels, and their vision tower."""
+
+    n: int
+    width: int
+    height: int
+    tower: "VisionTower"
+
+    def fields(self, planned: Planned) -> dict[str, Any]:
+        """Return the fields of `images` in `--json`."""
+        from penstock.planner.predict.cost import CostModel
+        from penstock.planner.predict.forward_pass import tower_s
+
+        tower, dtype = self.tower, planned.plan.semantics.compute_dtype
+        n_bytes = tower.file_bytes(self.n, ITEM_BYTES[dtype], not planned.plan.semantics.train.projector)
+        return {
+            **{"n": self.n, "width": self.width, "height": self.height, "tokens_each": tower.n_tokens, "flop_each": tower.flop},
+            **{"tower_s": self.n * tower_s(tower, dtype, CostModel(planned.profile)), "file_bytes": n_bytes},
+            "weights_bytes": tower.n_params * ITEM_BYTES[dtype],
+        }
+
+
+def _images_of(model: str, n_images: int | None, image_size: str | None, seq_len: int) -> _Images | None:
+    """Return the images of --images, or None without. UsageError for a wrong size, or an image that fills a sequence."""
     from penstock.planner.model.vision import processor_limits, vision_tower
 
     if n_images is None:
@@ -234,22 +263,7 @@ def _tower_for(model: str, n_images: int | None, image_size: str | None, seq_len
     if tower.n_tokens >= seq_len:
         problem = f"--image-size {image_size}: {tower.n_tokens:,} tokens an image, and a sequence holds {seq_len:,}"
         raise click.UsageError(f"{problem}; give smaller images, or a longer --seq-len")
-    return tower
-
-
-def _image_fields(planned: Planned, tower: "VisionTower", n_images: int, image_size: str) -> dict[str, Any]:
-    """Return the fields of `images` in `--json`."""
-    from penstock.planner.predict.cost import CostModel
-    from penstock.planner.predict.forward_pass import tower_s
-
-    (width, height), semantics = map(int, image_size.lower().split("x")), planned.plan.semantics
-    dtype, projects = semantics.compute_dtype, not semantics.train.projector
-    seconds = tower_s(tower, dtype, CostModel(planned.profile))
-    return {
-        **{"n": n_images, "width": width, "height": height, "tokens_each": tower.n_tokens, "flop_each": tower.flop},
-        **{"tower_s": n_images * seconds, "file_bytes": tower.file_bytes(n_images, ITEM_BYTES[dtype], projects)},
-        "weights_bytes": tower.n_params * ITEM_BYTES[dtype],
-    }
+    return _Images(n_images, width, height, tower)
 
 
 def _images_in_words(images: Mapping[str, Any]) -> str:

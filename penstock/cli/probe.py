@@ -50,11 +50,9 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
     console = Console(stderr=True)
     with Preparing(every_stage=True) as show:
         name = output.stem if output else "this-machine"
-
-        def report(stage: str, fraction: float) -> None:
-            show(f"measuring {stage}: {fraction:.0%}")
-
-        profile = unwrap(measured)(device, quick, gpu=gpu, name=name, disk=disk, report=report)
+        profile = unwrap(measured)(
+            device, quick, gpu=gpu, name=name, disk=disk, report=lambda stage, share: show(f"measuring {stage}: {share:.0%}")
+        )
     profile = profile.with_memory(None, host_memory)
     console.print(headline(profile))
     for line in remarks(profile):
@@ -63,9 +61,8 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
         sys.stdout.write(json_text(profile.to_json()))
     else:
         write_output(output, json_text(profile.to_json()))
-        console.print(
-            f"wrote {output}; plan for it with: penstock plan MODEL --machine {in_shell(output)}", soft_wrap=True, highlight=False
-        )
+        following = f"plan for it with: penstock plan MODEL --machine {in_shell(output)}"
+        console.print(f"wrote {output}; {following}", soft_wrap=True, highlight=False)
 
 
 def headline(profile: Profile) -> Table:

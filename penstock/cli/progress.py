@@ -179,8 +179,7 @@ class Progress(Bar):
 
     def _peak_bytes(self) -> int:
         """Return the peak memory of the device, or of the process if the device is the CPU."""
-        peak_bytes = self.session.store.device_peak_bytes()
-        if peak_bytes is not None:
+        if (peak_bytes := self.session.store.device_peak_bytes()) is not None:
             return peak_bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 

@@ -26,19 +26,12 @@ if TYPE_CHECKING:
 STATES = "checkpoint-*/trainer_state.json"
 
 
-def _refuse_to_recalibrate(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    if path is not None:
-        instead = f"plan with --measured RUN, or measure the machine with penstock probe -o {in_shell(path)}"
-        raise click.UsageError(f"--recalibrate is no longer available: rates fitted to one run predicted others worse; {instead}")
-
-
 @click.command("run", cls=RunCommand)
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
 @click.option("--config", type=PATH, help="YAML or TOML file of settings; flags override it.")
 @setting_flags
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint in --out.")
 @click.option("--resume-from", metavar="CHECKPOINT", help="Resume from this one, as checkpoint-20.")
-@click.option("--recalibrate", type=PATH, metavar="FILE.json", hidden=True, expose_value=False, callback=_refuse_to_recalibrate)
 @click.option(
     "--time-scale", type=above_0(1e6), help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
 )
@@ -66,9 +59,8 @@ def run(
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
-            raise click.UsageError(
-                f"no checkpoint in {settings.out}, but some next to {config}; give --out {in_shell(config.parent)}"
-            )
+            problem = f"no checkpoint in {settings.out}, but some next to {config}"
+            raise click.UsageError(f"{problem}; give --out {in_shell(config.parent)}")
         report("reading the plan")
         file = PlanFile.read(Path(settings.plan))
         if (n := file.plan.semantics.ranks) > 1 and settings.device != "emulated" and not is_rank():

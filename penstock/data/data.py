@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.caches import ROWS_FOLDER
 from penstock.runtime.errors import DataError
 from penstock.runtime.plan.objective import ANSWER, CROSS_ENTROPY, LAST, LossInput, LossUnit, Objective
 from penstock.settings import DataSettings
@@ -130,7 +131,8 @@ def reader_of(request: DataRequest, part: DataSettings, tokenizer: ModelTokenize
     is_read = not (is_text or part.streaming or format in (ROLLOUTS, TOKENS))
     token = None if request.vision is None else image_token(request.vision)
     if request.vision is not None and token is not None and is_read:
-        root = Path(part.images) if part.images is not None else files.path if files.path.is_dir() else files.path.parent
+        of_rows = Path.cwd() if files.path.parent.name == ROWS_FOLDER else files.path.parent
+        root = Path(part.images) if part.images is not None else files.path if files.path.is_dir() else of_rows
         images = ImageReader(request.vision, tokenizer, files.limits, root, part.chat_template is not None)
     template = ChatTemplate(tokenizer, files.limits)
     return Reader(files, columns, format, template, request.vocab_size, is_text, unread_columns, images, token)

@@ -116,13 +116,17 @@ class Reader:
             advice = "write it as UTF-8, and use a tokenizer with its letters"
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
-        encoded_documents = [
-            (*self._document(*one, encoding, place, with_images is not None), *place, sum(len(m.ids) for m in encodings))
-            + (*notes, numbers)
-            + ((with_images.images, with_images.end, with_images.stamps) if with_images is not None else (None, 0, None))
-            for (place, one, _, notes, numbers, with_images), encoding, encodings in zip(inputs, encoded, alone, strict=True)
-        ]
-        return {name: [values[column] for values in encoded_documents] for column, name in enumerate(names)}
+        documents, problems = dict[tuple[int, int], list[tuple[Any, ...]]](), dict[tuple[int, int], DataError]()
+        for (place, one, _, notes, numbers, with_images), encoding, texts in zip(inputs, encoded, alone, strict=True):
+            of_images = (None, 0, None) if with_images is None else (with_images.images, with_images.end, with_images.stamps)
+            columns = (*self._document(*one, encoding, place), *place, sum(len(m.ids) for m in texts), *notes, numbers, *of_images)
+            documents.setdefault(place, []).append(columns)
+            try:
+                self._refuse_image_token(encoding.ids if with_images is None else (), self.files.where(*place))
+            except DataError as error:
+                problems[place] = error
+        documents |= {place: [_bad(place, error)] for place, error in problems.items()}
+        return {name: [values[column] for row in documents.values() for values in row] for column, name in enumerate(names)}
 
     def _tokenised(self, value: Any, file: int, row: int) -> list[tuple[Any, ...]]:
         """Return the documents of a pre-tokenised row, as tuples in the order of `features`."""
@@ -138,7 +142,7 @@ class Reader:
             completions = rollouts(fields, self.vocab_size, where)
             self._refuse_image_token([i for prompt, ids, *_ in completions for i in (*prompt, *ids)], where)
         except DataError as error:
-            return [((), (), 0, 0, 0, file, row, 0, str(error), None, ())]
+            return [_bad((file, row), error)]
         counted = [(p + c, (len(p), len(p + c)), len(p + c), len(c), len(c), (a, *logps)) for p, c, a, logps in completions]
         return [(*columns, file, row, 0, None, None, numbers) for *columns, numbers in counted]
 
@@ -163,7 +167,7 @@ class Reader:
             raise DataError(f"{where}: has images, and they belong to messages; give messages, or leave the images out")
         return fields
 
-    def _refuse_image_token(self, ids: Sequence[int] | Array, where: str) -> None:
+    def _refuse_image_token(self, ids: Sequence[int], where: str) -> None:
         if self.image_token is not None and self.image_token in ids:
             raise DataError(f"{where}: a text with the token of images, and no image; leave it out")
 
@@ -214,9 +218,7 @@ class Reader:
         template.watch = self.template.watch  # of this thread
         return template, self.images.with_parts(chat, where)
 
-    def _document(
-        self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int], has_images: bool
-    ) -> tuple[Array, Array, int, int, int]:
+    def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
         """Return ids, edges of learned runs, and the counts of tokens, learned tokens and targets."""
         n_doubled = self.template.tokenizer.n_doubled(encoding.ids) if self.is_text else 0  # rendered by a template: begins already
         ids, end_id = np.array(encoding.ids[n_doubled:], dtype=np.int64), self.template.tokenizer.end_id
@@ -225,8 +227,6 @@ class Reader:
         if (largest := ids.max(initial=0)) >= self.vocab_size:
             problem = f"token {largest} is outside the model's {self.vocab_size} token ids"
             raise DataError(f"{self.files.where(*place)}: {problem}; use the tokenizer of this model")
-        if not has_images:
-            self._refuse_image_token(ids, self.files.where(*place))
         end = (len(text), len(text) + 1)
         if is_ended and spans == [(0, end[1])]:  # all is learned: skip the offsets, which take as long as encoding
             runs = np.array([[0, ids.size]])
@@ -236,6 +236,11 @@ class Reader:
         n_learned = int((runs[:, 1] - runs[:, 0]).sum())
         n_targets = n_learned - int((runs[:1, 0] == 0).sum())  # the first token has no context to predict it from
         return ids, runs.reshape(-1), ids.size, n_learned, n_targets
+
+
+def _bad(place: tuple[int, int], error: DataError) -> tuple[Any, ...]:
+    """Return the empty document of a bad row, in the order of `features`."""
+    return ((), (), 0, 0, 0, *place, 0, str(error), None, (), None, 0, None)
 
 
 def _images_by_document(chat: Chat, n_documents: int, where: str) -> list[tuple[Any, ...]]:
@@ -359,16 +364,10 @@ class Documents:
         return self.files.where(*(column[document].as_py() for column in self._columns[2:]))
 
 
-def changed_images(documents: Documents, n: int) -> DataError:
-    """Return the error for images that are no longer those of the cached tokens."""
-    problem = f"{n:,} images changed after their rows were read (tokens: {documents.location[-80:]})"
-    return DataError(f"{documents.files.path}: {problem}; empty that folder, and run again")
-
-
 def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
     """Return all documents of a data set, from the cache if an earlier run wrote them. `datasets` stores them in the folder
-    `cache`. The key is a digest of file contents, reader and library versions. Concurrent processes tokenise once. DataError for a
-    rejected file or a read-only folder."""
+    `cache`. The key is a digest of file contents, reader and library versions; if images changed since, also of these. Concurrent
+    processes tokenise once. DataError for a rejected file or a read-only folder."""
     how, shown_s = ["found in"], time.monotonic()
 
     def examples() -> Iterator[dict[str, Any]]:
@@ -382,17 +381,17 @@ def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Cal
             yield example
 
     disable_progress_bars()
-    made_by = [content_hash, reader.identity, list(reader.features), tokenizers.__version__, transformers.__version__]
+    made_by: list[Any] = [content_hash, reader.identity, list(reader.features), tokenizers.__version__, transformers.__version__]
     made_by += [] if reader.images is None else [reader.images.identity]
-    fingerprint = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
-    options = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
+    options: dict[str, Any] = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
     try:
-        dataset = Dataset.from_generator(examples, fingerprint=fingerprint, **options)
-        documents = Documents(dataset, reader.files, f"{how[0]} {cache}")
-        documents.reader = reader
-        if reader.images is not None and (changed := reader.images.changed(documents.stamps)):
-            raise changed_images(documents, len(changed))
-        return documents
+        while True:
+            options["fingerprint"] = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
+            documents = Documents(Dataset.from_generator(examples, **options), reader.files, f"{how[0]} {cache}")
+            documents.reader = reader
+            if reader.images is None or not (changed := reader.images.changed(documents.stamps)):
+                return documents
+            made_by += [changed]
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, PenstockError):

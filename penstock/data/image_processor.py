@@ -30,20 +30,9 @@ from .tokenizer import ModelTokenizer, reason_of
 
 # Types with the bits of transformers' own forward in steps with images (tests/penstock/vision)
 TYPES = (
-    *(
-        "aya_vision",
-        "deepseek_vl",
-        "gemma3",
-        "gemma4",
-        "glm46v",
-        "glm4v",
-        "glm4v_moe",
-        "glm_ocr",
-        "hyperclovax_vision_v2",
-        "idefics3",
-    ),
-    *("internvl", "janus", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "paddleocr_vl", "qwen2_5_vl"),
-    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3"),
+    *("aya_vision", "deepseek_vl", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "hyperclovax_vision_v2"),
+    *("idefics3", "internvl", "janus", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "paddleocr_vl"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3"),
 )
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja")
 _OFFSETS = "return_text_replacement_offsets"
@@ -199,16 +188,17 @@ class ImageReader:
         grid_of = [{}] * len(counts) if grids is None else [{"grid": grid} for grid in torch.as_tensor(grids).tolist()]
         return [{"n_tokens": n, **grid} for n, grid in zip(counts, grid_of, strict=True)]
 
-    def changed(self, stamps: Iterable[list[Any]]) -> list[str]:
-        """Return the paths of images whose files have other pixels than those of these stamps. A missing file has not changed."""
-        changed = dict[str, bool]()
+    def changed(self, stamps: Iterable[list[Any]]) -> dict[str, str]:
+        """Return path and new digest (or why it has none) of images whose files have other pixels than those of these stamps. A
+        missing file has not changed."""
+        changed = dict[str, str]()
         for path, *stamp, digest in stamps:
             if path not in changed and (self.root / path).is_file() and stamp_of(path, self.root) != [path, *stamp]:
                 try:
-                    changed[path] = digest_of(open_image(path, self.root)) != digest
-                except ValueError:
-                    changed[path] = True
-        return [path for path, is_changed in changed.items() if is_changed]
+                    changed[path] = "" if (now := digest_of(open_image(path, self.root))) == digest else now
+                except ValueError as error:
+                    changed[path] = str(error)
+        return {path: now for path, now in changed.items() if now}
 
     def tower_inputs(self, source: Any, where: str) -> tuple[str, dict[str, torch.Tensor]]:
         """Return the digest of an image, and the processor's outputs for it alone. DataError if it cannot be read any more."""

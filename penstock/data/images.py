@@ -28,6 +28,7 @@ MOST_PIXELS = 2**26  # of an image, before it is decoded
 MOST_BYTES = 2**27  # of a file
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # no decoder that starts another program
 _KEYS = ("image", "path", "bytes", "base64", "url", "image_url", "file_name")  # of a part, with the image
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a part, in Qwen's format
 _PART = {"type": "image"}
 _DEEP = ("I", "F")  # first letter of modes above 8 bits
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")  # first bytes of FORMATS
@@ -109,14 +110,18 @@ def _is_image(part: Any) -> bool:
 
 
 def _value(part: dict[str, Any]) -> Any:
-    """Image within a part; None if it is in a column of the row."""
+    """Image within a part; None if it is in a column of the row. ValueError for a size of its own."""
+    if name := next((name for name in _SIZES if part.get(name) is not None), None):
+        how = "leave it out, or set the limits of all images in the model's preprocessor_config.json"
+        raise ValueError(f'an image with a "{name}" of its own, which is not read; {how}')
     value = next((part[key] for key in _KEYS if part.get(key) is not None), None)
     value = value.get("url") if part.get("type") == "image_url" and isinstance(value, dict) else value
     if value is None or part.get("base64") is not value:
         return value
-    if not isinstance(value, str):
-        raise ValueError('an image under "base64" that is no text')
-    return base64.b64decode(value, validate=True)
+    try:
+        return base64.b64decode(part["base64"], validate=True)
+    except (TypeError, ValueError):
+        raise ValueError('an image under "base64" that is no base64') from None
 
 
 def text_in(content: Any) -> str:

@@ -163,6 +163,8 @@ def read_inputs(
     which read no held-out data and leave checks of their own to rank 0."""
     request = with_defaults(request)
     settings, report = request.settings, request.report
+    if settings.tower is not None and Path(settings.tower).is_file():
+        raise PlanError(f"{settings.tower}: is a file; name a folder for the features of images")
     plan, folder = plan_of_folder(request.file.plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
     digest = f"random, by seed {settings.seed}" if weights is None else weights_digest(weights)
@@ -334,9 +336,9 @@ def tokens_folder(run: Path) -> Path:
         return run / TOKENS_FOLDER
 
 
-def attach_stored(inputs: RunInputs, tower: Path | None = None) -> int:
+def attach_stored(inputs: RunInputs) -> int:
     """Attach the features of images to training and held-out data, after computing those that are not stored. Return the number of
-    images. `tower`: folder of the features, instead of the settings' one or the cache. PlanError if nothing trains a projector."""
+    images. PlanError if nothing trains a projector, or if the settings name a folder of features and there are no images."""
     settings, request, data = inputs.settings, inputs.request, inputs.data
     has_images = isinstance(data, MapStyleData) and any(part.documents.has_images for part in data.parts)
     if inputs.plan.semantics.train.projector and settings.data.streaming:
@@ -344,9 +346,11 @@ def attach_stored(inputs: RunInputs, tower: Path | None = None) -> int:
     if inputs.plan.semantics.train.projector and not has_images:
         raise PlanError(f"--train {inputs.plan.semantics.train}: the data has no images to train a projector; plan without it")
     sets = [data for data in (inputs.data, inputs.held_out) if isinstance(data, MapStyleData)]
-    named = Path(settings.tower) if tower is None and settings.tower is not None else tower
-    where = named, tokens_folder(Path(settings.out)).with_name(TOWERS_FOLDER)
-    return attach_images(sets, inputs.plan, inputs.folder, where, inputs.device, request.report, request.stop)
+    where = settings.tower, tokens_folder(Path(settings.out)).with_name(TOWERS_FOLDER)
+    n_images = attach_images(sets, inputs.plan, inputs.folder, where, inputs.device, request.report, request.stop)
+    if settings.tower is not None and not n_images:
+        raise PlanError("--tower: the data has no images; leave it out")
+    return n_images
 
 
 def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Report) -> RunData | None:

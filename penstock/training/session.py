@@ -248,11 +248,9 @@ def write_forward(request: RunRequest, path: Path) -> int:
     return write_reference(path, inputs, build(inputs), adapter)
 
 
-def write_image_features(request: RunRequest, folder: Path) -> int:
-    """Write the features of all images of the data, for `--tower`. Return the number of images. PenstockError for no images."""
-    if not (n_images := attach_stored(_forward_inputs(request), folder)):
-        raise PlanError("--tower: the data has no images; leave it out")
-    return n_images
+def write_image_features(request: RunRequest) -> int:
+    """Write the features of all images of the data into the folder `tower`. Return the number of images. PenstockError for none."""
+    return attach_stored(_forward_inputs(request))
 
 
 def _forward_inputs(request: RunRequest) -> RunInputs:

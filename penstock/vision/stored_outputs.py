@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.tensor_files import Shards, read_metadata, write_tensors
-from penstock.data.documents import Documents, changed_images
+from penstock.data.documents import Documents
 from penstock.data.image_processor import ImageReader
 from penstock.data.images import pillow_version
 from penstock.data.sampling import MapStyleData
@@ -50,7 +50,7 @@ def attach_images(
     sets: Sequence[MapStyleData],
     plan: Plan,
     model: Path | None,
-    where: tuple[Path | None, Path],
+    where: tuple[str | None, Path],
     device: str,
     report: Report,
     stop: Stop,
@@ -66,12 +66,11 @@ def attach_images(
     projects = not plan.semantics.train.projector
     key = {
         **{"format": FORMAT, "stage": STAGES[projects], "tower": tower_digest(model, plan.model.config, projects)},
-        **{"processor": readers[0].digest},
-        **{"dtype": plan.semantics.compute_dtype, "device": device, "transformers": version, "torch": torch.__version__},
-        "pillow": pillow_version(),
+        **{"processor": readers[0].digest, "dtype": plan.semantics.compute_dtype, "device": device},
+        **{"transformers": version, "torch": torch.__version__, "pillow": pillow_version()},
     }
     named, cache = where
-    folder = named or cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    folder = Path(named) if named is not None else cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     stored = StoredOutputs(folder, key, plan.model.config, readers[0])
     n_images = stored.complete(tables, model, torch.device(device), report, stop)
     for data in sets:
@@ -110,12 +109,16 @@ class StoredOutputs:
                 places |= {documents.place(d)} if images.keys() - known else set()
             rows.append((documents, places))
         if missing := {sha: n for sha, n in wanted.items() if sha not in known}:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
             report(f"the vision tower: 0 of {len(missing):,} images")
             tower = Tower(model, self.config, DTYPE[self.key["dtype"]], device, self.key["stage"] == STAGES[True])
             self._compute(rows, missing, tower, report, stop)
         if gone := missing.keys() - {*self._files}:
-            raise changed_images(tables[0], len(gone))
+            numbered = ((table, d) for table in tables for d in range(len(table.lengths)))
+            where = next(table.where(d) for table, d in numbered if any(image["sha256"] in gone for image in table.images(d)))
+            raise DataError(f"{where}: an image changed after this row was read; run again")
         return len(wanted)
 
     def _compute(self, rows: Rows, missing: dict[str, int], tower: Tower, report: Report, stop: Stop) -> None:
@@ -156,7 +159,6 @@ class StoredOutputs:
         path = self.folder / f"{_PREFIX}{hashlib.sha256(''.join(batch).encode()).hexdigest()[:24]}.safetensors"
         unfinished = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
         with writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
             unfinished.unlink(missing_ok=True)
             write_tensors(unfinished, batch, batch.values(), {"key": json.dumps(self.key), "form": json.dumps(self.form)})
             os.replace(unfinished, path)

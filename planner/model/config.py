@@ -19,7 +19,7 @@ from typing import Any, NoReturn, get_args
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan import LibraryKernel
-from penstock.runtime.plan.packed import DEQUANTISED, Base, published_as
+from penstock.runtime.plan.packed import Base, is_readable, published_as
 from penstock.runtime.plan.workload import Model, has_towers
 
 from . import trace_cache
@@ -97,10 +97,9 @@ def note_on_weights(model: Model, base: Base = "bf16") -> str | None:
     form, subject = published(model), f"the weights of {model.name or 'this model'} are published"
     if form in ("bf16", base):
         return None
-    if base == "bf16" and form in DEQUANTISED:
-        return f"{subject} in {form.upper()}; `run` reads them, and saves its own, in bf16"
-    if base == "fp8-rows" and form in DEQUANTISED:
-        return f"{subject} in {form.upper()}; `run` reads their values in bf16, and quantises these by row"
+    if form is not None and is_readable(form, base):
+        how = "them, and saves its own, in bf16" if base == "bf16" else "their values in bf16, and quantises these by row"
+        return f"{subject} in {form.upper()}; `run` reads {how}"
     quantised = model.config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     also = " --compute fp8" if form == "fp8-rows" else ""

@@ -15,7 +15,7 @@ from penstock.runtime.errors import DoesNotFitError, PlanError, WorkloadError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.legality import refuse_illegal
 from penstock.runtime.plan.optimizer import optimizing
-from penstock.runtime.plan.packed import Base
+from penstock.runtime.plan.packed import Base, is_readable
 from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import ITEM_BYTES, Model, Workload
 from penstock.runtime.units import GB
@@ -186,13 +186,14 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
         return
     lora = Train(lora=Lora(), projector=s.train.projector)
     prefix, train = ("", s.train) if s.train.lora else (f"--train lora{',projector' * lora.projector} ", lora)
-    form = published(request.model)
-    bases = BASES if form in ("bf16", None) else [base for base in ("bf16", form) if base != "fp8-rows"]
-    for base in [base for base in bases if s.train.all or base != s.base]:
+    form = published(request.model) or "bf16"  # else a copy in bf16 is needed
+    bases = BASES if form == "bf16" else [base for base in ("bf16", form) if is_readable(form, base)]
+    for base in [base for base in bases if s.train.all or base not in (s.base, "fp8-rows")]:
+        is_fp8 = base == "fp8-rows"
         untiled = replace(request, semantics=replace(s, mlp_tile_tokens=None))
-        changed = _changed(untiled, train=train, base=base, gradient_dtype="fp32", products="compute")
-        if changed.fits():
-            suffix = " without --compute fp8" if s.products == "fp8" else ""
+        changed = _changed(untiled, train=train, base=base, gradient_dtype="fp32", products="fp8" if is_fp8 else "compute")
+        if changed.fits() and (request.profile.has_fp8 or not is_fp8):
+            suffix = " --compute fp8" if is_fp8 else " without --compute fp8" if s.products == "fp8" else ""
             words = f"{prefix}--base {base}" if base != "bf16" or not prefix else prefix.strip()
             yield f"{words}{suffix}", changed
             return
@@ -200,13 +201,13 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
 
 def in_fp8(request: Request) -> Request | None:
     """Change products to FP8: those of bf16 weights, or under adapters those of a frozen base of 8 or 16 bits, with that base. None
-    if the machine or the model has no FP8 products, or if it does not fit."""
+    if the machine or the model has no FP8 products, if its weights are not read so, or if it does not fit."""
     s, has_fp8 = request.semantics, request.profile.has_fp8
     has_adapters = s.train.lora is not None
     if (
         s.base not in ("bf16", *("int8", "fp8") * has_adapters)
         or (s.products, s.compute_dtype) != ("compute", "bf16")
-        or not has_fp8
+        or not (has_fp8 and is_readable(published(request.model) or "bf16", "fp8-rows" if has_adapters else "bf16"))
     ):
         return None
     with suppress(WorkloadError):  # no such linear layers

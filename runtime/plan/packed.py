@@ -71,6 +71,11 @@ def published_as(config: Mapping[str, object]) -> Base | None:
     return None
 
 
+def is_readable(form: Base, base: Base) -> bool:
+    """True if weights published in this format are read with this base, as they are or by their bf16 values."""
+    return form in ("bf16", base) or (form in DEQUANTISED and base in ("bf16", "fp8-rows"))
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     code_bytes: int

@@ -115,6 +115,8 @@ def test_settings_of_other_trainers_get_true_advice(home: Path) -> None:
         ("leave out --deterministic", 'leave out settings={"deterministic": True}'),
         ("the command line: seed: no", "settings: seed: no"),
         ("convert it, with --resume-from checkpoint-3, or", 'convert it, with resume_from="checkpoint-3", or'),
+        ("--train all,projector: no", 'train="all,projector": no'),
+        ("--train lora:r=4,projector: no", 'train="lora:r=4,projector": no'),
         ("hf download A --local-dir B", "hf download A --local-dir B"),
     ],
 )
@@ -125,9 +127,7 @@ def test_a_message_has_keywords_in_place_of_flags(text: str, expected: str) -> N
 def test_every_flag_has_a_keyword_or_setting_of_its_own() -> None:
     """A flag of `plan`, `run`, `forward` and `check` becomes an argument that a function takes, or a setting."""
     accepted = {name for function in FUNCTIONS for name in signature(function).parameters} | {name for name, _ in settings_of()}
-    commands_only = (
-        "image-size tokens-per-step tokens usd-per-hour usd usd-per-kwh output json verbose config time-scale recalibrate"
-    )
+    commands_only = "image-size tokens-per-step tokens usd-per-hour usd usd-per-kwh output json verbose config time-scale"
     ignored = {f"--{name}" for name in commands_only.split()}
     with click.Context(cli) as context:
         params = [p for name in ("plan", "run", "forward", "check") for p in (cli.get_command(context, name) or cli).params]

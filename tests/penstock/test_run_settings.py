@@ -133,7 +133,7 @@ def test_decay_spares_named_parameters_that_there_are(home):
         (["--steps", "2", "--epochs", "1"], ("steps and epochs",)),
         (["--warmup-steps", "4"], ("warm-up takes 4 steps", "the run has 4")),
         (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "it holds: ")),
-        (["--recalibrate", "here.json"], ("--recalibrate is no longer available", "penstock probe -o here.json")),
+        (["--recalibrate", "here.json"], ("--recalibrate: no such option", "plan with --measured RUN")),
         (["--device", "emulated", "--save-minutes", "5"], ("an emulated run trains a stand-in and saves nothing",)),
         (["--prompt", "x" * 40], ("prompt 1 has 40 tokens", "32")),
     ],

@@ -12,7 +12,17 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.policies import baseline, smallest_plans
-from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _bitwise_identical, _changes, _with_memory, does_not_fit, most_ops
+from penstock.planner.search.remedy import (
+    MAX_PLAN_OPS,
+    Request,
+    _bitwise_identical,
+    _changes,
+    _frozen,
+    _with_memory,
+    does_not_fit,
+    in_fp8,
+    most_ops,
+)
 from penstock.planner.search.search import search_machine
 from penstock.planner.show.facts import Facts
 from penstock.planner.show.report_lines import short_report
@@ -221,6 +231,36 @@ def test_fp8_is_advised_with_the_speed_that_a_search_confirms(base):
     fields["device"]["fp8_rate_fraction"] |= {"value": 0.5}
     for machine, policy in ((read_profile("rtx3090-desktop"), None), (Profile.from_json(fields), None), (DESKTOP, Policy())):
         assert advice(*search_machine(model, semantics, machine, policy, frozenset())) == (0.0, 0.0)
+
+
+BY_ROW = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+BY_ROW |= {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}}
+FORMS = {
+    "bf16": {},
+    "fp8-rows": BY_ROW,
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "machine", "frozen", "in_adapters", "in_whole"),
+    [
+        ("bf16", "rtx4090-desktop", ["--train lora"], True, True),
+        ("fp8-rows", "rtx4090-desktop", ["--train lora --base fp8-rows --compute fp8"], True, False),
+        ("fp8-rows", "rtx3090-desktop", [], False, False),
+        ("fp8", "rtx4090-desktop", ["--train lora"], True, True),
+        ("nf4", "rtx4090-desktop", ["--train lora --base nf4"], False, False),
+    ],
+)
+def test_only_bases_are_advised_that_published_weights_are_read_with(form, machine, frozen, in_adapters, in_whole):
+    model, profile = read_model("qwen2.5-3b"), read_profile(machine)
+    model = replace(model, config=model.config | ({"quantization_config": FORMS[form]} if FORMS[form] else {}))
+    trained = Request(model, Semantics(1024, 16, 1), profile, None, SIZES).resized()
+    adapters = replace(trained, semantics=replace(trained.semantics, train=Train(lora=Lora()), gradient_dtype="fp32"))
+    assert [text for text, _ in _frozen(trained)] == frozen
+    assert [in_fp8(request) is not None for request in (adapters, trained)] == [in_adapters, in_whole]
+    assert not any("fp8-rows" in text for text, _ in _frozen(adapters)), "in_fp8 has it"
 
 
 @mostly_slow(("base", "machine"), [("bf16", "rtx4090-desktop"), ("bf16", "rtx3090-desktop"), ("nf4", "rtx4090-desktop")])

@@ -14,8 +14,9 @@ from PIL import Image as Pictures
 from penstock.arguments.objects import training_data
 from penstock.data import images
 from penstock.data.data import DataRequest, read_data
-from penstock.data.images import MOST_PIXELS, open_image
+from penstock.data.images import MOST_PIXELS, digest_of, open_image
 from penstock.runtime.errors import DataError
+from penstock.runtime.plan.objective import CROSS_ENTROPY
 from penstock.settings import DataSettings
 from tests.chats import write_talker
 from tests.running import one_line, penstock
@@ -34,14 +35,15 @@ def seer(tmp_path_factory):
     return folder
 
 
-def read(seer, cache, rows, model="model", **settings):
+def read(seer, cache, rows, model="model", objective=CROSS_ENTROPY, **settings):
     """Return the documents of rows: a list, or a file next to the images."""
     path = rows
     if isinstance(rows, list):
         path = seer / "rows" / f"{abs(hash(json.dumps(rows)))}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     part = replace(DataSettings(path=str(path)), **({"packing": "one"} | settings))
-    return read_data(DataRequest(part, seer / model, 10**6, 64, 1, 0, cache, True, vision=seer / model)).parts[0]
+    folder = seer / model
+    return read_data(DataRequest(part, folder, 10**6, 64, 1, 0, cache, True, objective=objective, vision=folder)).parts[0]
 
 
 def user(*parts):
@@ -142,6 +144,27 @@ def test_a_row_whose_images_are_elsewhere_is_a_bad_row(seer, tmp_path, fields, w
         read(seer, tmp_path, [row, LAYOUTS["in the part"]])
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "Look: "},
+        {"prompt": QUESTION, "completion": "Look: "},
+        {"prompt": QUESTION, "chosen": "A. ", "rejected": "Look: "},
+        {"messages": [{"role": "user", "content": QUESTION}, {**ANSWER, "content": "Look: "}]},
+    ],
+)
+def test_a_text_with_the_token_of_images_is_a_bad_row(seer, tmp_path, row):
+    """As a whole: a pair with the token in one of its answers has neither."""
+    rows = [json.loads(json.dumps(row).replace("Look: ", f"Look: {mark}")) for mark in ("a", "<image>", "b")]
+    with pytest.raises(DataError, match=r"jsonl:2: a text with the token of images, and no image.* \(1 of 3 rows are bad"):
+        read(seer, tmp_path, rows, objective=None)
+    documents = read(seer, tmp_path, rows, objective=None, bad_rows=0.5).documents
+    assert [documents.place(d)[1] for d in documents.problems] == [2]
+    assert [documents.place(d)[1] for d in range(len(documents.lengths)) if d not in documents.problems] == sorted(
+        [1, 3] * (1 + ("chosen" in row))
+    )
+
+
 def test_palettes_are_read_and_deep_images_refused(tmp_path):
     """A palette with transparency is common; of 16 bits, a conversion to RGB would keep the darkest 256 values alone."""
     picture = drawing(0)[0]
@@ -187,7 +210,12 @@ LOST = {
     "of a message": ({"messages": [{**ASKED, "images": ["0-0.png"]}, ANSWER]}, 'message 0 has "images"'),
     "of a part": ({"messages": [user({**TEXT, "image": "0-0.png"}), ANSWER]}, 'message 0 has "image"'),
     "learned": ({"messages": [ASKED, {**ANSWER, "content": [TEXT, PART]}]}, "message 1 is a learned answer with an image"),
-    "a number": ({"messages": [user({"type": "image", "base64": 5}, TEXT), ANSWER]}, 'under "base64" that is no text'),
+    "of a size of its own": (
+        {"messages": [user({**PART, "max_pixels": 784}, TEXT), ANSWER]},
+        '"max_pixels" of its own, which is not read; .* preprocessor_config.json',
+    ),
+    "a number": ({"messages": [user({"type": "image", "base64": 5}, TEXT), ANSWER]}, 'under "base64" that is no base64'),
+    "damaged": ({"messages": [user({"type": "image", "base64": "@"}, TEXT), ANSWER]}, 'under "base64" that is no base64'),
 }
 
 
@@ -209,25 +237,30 @@ def test_a_template_that_writes_no_images_is_refused(seer, tmp_path):
         read(seer, tmp_path, [LAYOUTS["in the part"]], chat_template=str(template))
 
 
-def test_a_file_that_changes_after_its_tokens_are_cached_is_an_error(seer, tmp_path):
-    """Also if features of the former image are stored; a copy with another time has not changed, nor has a removed file."""
+def test_rows_of_a_file_that_changes_after_its_tokens_are_cached_are_read_again(seer, tmp_path):
+    """Once; a copy with another time has not changed, nor has a removed file."""
     path, row = seer / "rows" / "changing.png", {"messages": [user({"type": "image", "path": "changing.png"}, TEXT), ANSWER]}
     drawing(0)[0].save(path)
     first = read(seer, tmp_path, [row])
     os.utime(path, ns=(1, 1))
     assert read(seer, tmp_path, [row]).fingerprint == first.fingerprint
     drawing(1)[0].save(path)
-    with pytest.raises(DataError, match=r"1 images changed after their rows were read \(tokens: "):
-        read(seer, tmp_path, [row])
+    second, third = (read(seer, tmp_path, [row]) for _ in range(2))
+    assert second.documents.images(0)[0]["sha256"] == digest_of(drawing(1)[0]) != first.documents.images(0)[0]["sha256"]
+    assert second.fingerprint == third.fingerprint != first.fingerprint
+    assert [part.documents.location.split()[0] for part in (first, second, third)] == ["made,", "made,", "found"]
     path.unlink()
     assert read(seer, tmp_path, [row]).fingerprint == first.fingerprint
 
 
-@pytest.mark.parametrize("kind", ["Dataset", "pictures", "bytes"])
+@pytest.mark.parametrize("kind", ["Dataset", "pictures", "bytes", "paths"])
 def test_images_of_a_program_are_read_as_files_are(seer, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     content, wanted = (seer / "rows" / "0-0.png").read_bytes(), read(seer, tmp_path, [LAYOUTS["in the part"]]).documents
     image = Pictures.open(io.BytesIO(content)) if kind == "pictures" else content
+    if kind == "paths":  # relative to the current folder
+        monkeypatch.chdir(seer)
+        image = "rows/0-0.png"
     rows = [{"messages": [ASKED, ANSWER], "images": [image]}]
     parts = [{"messages": [user({"type": "image", "image": image}, TEXT), ANSWER]}]
     if kind == "Dataset":
