@@ -71,8 +71,8 @@ SIGNATURES = {
     "gated_gradients": "const ELEMENT* d, const ELEMENT* g, const ELEMENT* u, ELEMENT* a, ELEMENT* b, int n",
     **dict.fromkeys(("rotate", "rotate_back"), _ROTATION),
     "unpack": "const unsigned char* c, const SCALE* s, OUT* o, const float* q, int n, int r, int k, double f",
-    "quantise": "const ELEMENT* x, const float* f, unsigned char* c, float* s, int n, int k",
-    "transpose": "const unsigned char* x, unsigned char* o, int n, int k",
+    "quantise": "const ELEMENT* x, const float* f, const int* e, unsigned char* c, float* s, int n, int k",
+    "transpose": "const unsigned char* x, unsigned char* o, int m, int n, int k",
     "update_low_bit": "WEIGHT* w, REMAINDER* r, MOMENT* m, MOMENT* v, const GRADIENT* g, int n, int t, int k, int l, int o, "
     "double a, double b, double c, double d, double e, double f, double h, double i",
 }

@@ -70,7 +70,7 @@ def case_of(model_type: str, policy: str, groups: int, batch: int, ranks: int) -
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling", "adapters", "table")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
     fields = SEMANTICS.get(policy, {})
-    if policy == "packed" and model_type in EXPERT_TYPES:
+    if policy in ("packed", "scaled") and model_type in EXPERT_TYPES:
         fields |= {"train": Train(lora=Lora(rank=8, targets=("q_proj", "experts")))}
     pairs = {"micro_batch": 2, "objective": parse_objective("orpo")} if policy == "pairs" else {"micro_batch": 1}
     attention = {"attention": "eager"} if model_type == "gpt_oss" else {}  # no fused attention has sinks and dropout

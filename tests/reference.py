@@ -147,22 +147,51 @@ def adapt_experts(experts: torch.nn.Module, rank: int, scale: float) -> None:
         n_experts, n_in, n_out = weight.shape if experts.is_transposed else weight.transpose(1, 2).shape
         holder.lora_A = torch.nn.Linear(n_in, rank * n_experts, bias=False, dtype=dtype)
         holder.lora_B = torch.nn.Linear(rank * n_experts, n_out, bias=False, dtype=dtype)
-    experts.base_layer, forward_of_experts = first, experts.forward
+    experts.base_layer = first
 
     def product(x, weight, offs, bias=None, is_transposed=False):
         holder_of = experts if weight is experts.down_proj else first
         a, b = holder_of.lora_A.weight.view(len(offs), rank, -1), holder_of.lora_B.weight.view(-1, rank, len(offs))
         outputs = []
         for e, rows in enumerate(x.tensor_split(offs[:-1].tolist())):
-            one = weight[e] if is_transposed else weight[e].t()
-            outputs.append(torch.add(rows @ one, (rows @ a[e].t()) @ b[:, :, e].contiguous().t(), alpha=scale))
+            low_rank = (rows @ a[e].t()) @ b[:, :, e].contiguous().t()
+            outputs.append(torch.add(expert(experts, weight, e, rows, is_transposed), low_rank, alpha=scale))
         return torch.cat(outputs) if bias is None else torch.cat(outputs) + bias
+
+    replace_products(experts, product)
+
+
+def replace_products(experts: torch.nn.Module, product) -> None:
+    forward_of_experts = experts.forward
 
     def forward(*args, **kwargs):
         with mock.patch("transformers.integrations.moe._grouped_linear", product):
             return forward_of_experts(*args, **kwargs)
 
     experts.forward = forward
+
+
+def expert(experts, weight, e, rows, is_transposed):
+    """Product of the rows of expert e, in FP8 if the experts have codes of the weight (`multiply_in_fp8`), or train it in FP8."""
+    stack = "down_proj" if weight is experts.down_proj else "gate_up_proj"
+    if len(rows) and stack in getattr(experts, "scaled", {}):
+        codes, scales = experts.scaled[stack]
+        return (Turned if is_transposed else Scaled).apply(rows, None, codes[e], scales[e])
+    if len(rows) and stack in getattr(experts, "trained_in_fp8", ()):
+        return TurnedTrained.apply(rows, weight[e]) if is_transposed else ScaledTrained.apply(rows, weight[e], None)[0]
+    return rows @ (weight[e] if is_transposed else weight[e].t())
+
+
+def expert_by_expert(experts: torch.nn.Module) -> None:
+    """Compute the products of experts without adapters by `expert`."""
+
+    def product(x, weight, offs, bias=None, is_transposed=False):
+        parts = x.tensor_split(offs[:-1].tolist())
+        y = torch.cat([expert(experts, weight, e, rows, is_transposed) for e, rows in enumerate(parts)])
+        return y if bias is None else y + bias
+
+    if getattr(experts, "base_layer", None) is None:
+        replace_products(experts, product)
 
 
 class Adapted(torch.nn.Module):
@@ -249,11 +278,17 @@ def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def multiply_in_fp8(model: torch.nn.Module, name: str, packed: torch.Tensor) -> None:
-    """Replace the frozen product of a linear layer, with or without an adapter, by the FP8 product of a weight in fp8-rows."""
-    module = model.get_submodule(name.removesuffix(".weight"))
-    n_out, n_in = module.weight.shape
-    codes = packed[: n_out * n_in].view(torch.float8_e4m3fn).view(n_out, n_in).float()
-    module.scaled = codes, packed[-(-n_out * n_in // 256) * 256 :].view(torch.float32)[:n_out]
+    """Replace the frozen product of a linear layer or of experts, with or without adapters, by the FP8 product of a weight in
+    fp8-rows."""
+    shape, path, last = model.get_parameter(name).shape, *name.rsplit(".", 1)
+    module, n, n_rows = model.get_submodule(path), shape.numel(), shape[:-1].numel()
+    codes = packed[:n].view(torch.float8_e4m3fn).view(shape).float()
+    weight = codes, packed[-(-n // 256) * 256 :].view(torch.float32)[:n_rows].view(shape[:-1])
+    if last != "weight":
+        module.scaled = getattr(module, "scaled", {}) | {last: weight}
+        expert_by_expert(module)
+        return
+    module.scaled = weight
     if isinstance(module, torch.nn.Linear):
         module.forward = lambda x: Scaled.apply(x, module.bias, *module.scaled)
 
@@ -271,10 +306,43 @@ class Scaled(torch.autograd.Function):
         return scaled_gradient(gradient.flatten(0, -2), *ctx.weight).view(*gradient.shape[:-1], -1), None, None, None
 
 
+class Turned(Scaled):
+    """The same for a stack with a row and a scale per input: forward and input gradient change places."""
+
+    @staticmethod
+    def forward(ctx, x, bias, codes, scales):
+        ctx.weight = codes, scales
+        return scaled_gradient(x, codes, scales)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return scaled_product(gradient, None, *ctx.weight), None, None, None
+
+
+class TurnedTrained(torch.autograd.Function):
+    """The same for a trained bf16 weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        values, scales = e4m3_rows(weight.float())
+        return scaled_gradient(x, values, scales[:, 0])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        values, scales = e4m3_rows(weight.float())
+        return scaled_product(gradient, None, values, scales[:, 0]), x.t() @ gradient
+
+
 def multiply_trained_in_fp8(model: torch.nn.Module) -> None:
-    """Replace linear layers named ..._proj, with sides that are multiples of 16, by FP8 products of bf16 weights: the weight is
-    quantised at each use. The first of several with one input computes all outputs."""
+    """Replace linear layers named ..._proj and stacks of experts, with sides that are multiples of 16, by FP8 products of bf16
+    weights: the weight is quantised at each use. The first of several linear layers with one input computes all outputs."""
     for part in (part for layer in model.model.layers for part in layer.modules()):
+        stacks = [n for n, p in part.named_parameters(recurse=False) if p.dim() == 3 and not any(size % 16 for size in p.shape[1:])]
+        if stacks:
+            part.trained_in_fp8 = stacks
+            expert_by_expert(part)
         linear = {n: child for n, child in part.named_children() if n.endswith("_proj") and isinstance(child, torch.nn.Linear)}
         linear = {n: child for n, child in linear.items() if not any(size % 16 for size in child.weight.shape)}
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), *((n,) for n in [*linear])):

@@ -5,12 +5,12 @@ and set of frozen weights. Traces are recorded in bf16: an element of 2 bytes re
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from penstock.runtime.plan import Semantics
-from penstock.runtime.plan.packed import is_packed
+from penstock.runtime.plan.packed import is_packed, scaled_scratch_bytes
 from penstock.runtime.plan.train import STACK, Lora
 from penstock.runtime.plan.workload import Matmul
 
@@ -102,8 +102,18 @@ class LayerTrace:
     @property
     def stacks(self) -> dict[str, tuple[int, int, int]]:
         """Experts, inputs and outputs of each stack of experts that may have adapters, by name, in the order of calls."""
-        grouped = (call for call in self.calls if call.name == "_grouped_mm" and call.weights)
-        return {call.weights[0]: tuple(call.shapes[1]) for call in grouped if STACK.search(call.weights[0])}  # type: ignore[misc]
+        return {name: shape for name, shape in self.grouped.items() if STACK.search(name)}
+
+    @property
+    def grouped(self) -> dict[str, tuple[int, int, int]]:
+        """Experts, inputs and outputs of each stack of experts, by name, in the order of calls."""
+        calls = (call for call in self.calls if call.name == "_grouped_mm" and call.weights)
+        return {call.weights[0]: tuple(call.shapes[1]) for call in calls}  # type: ignore[misc]
+
+    @property
+    def has_rows_of_inputs(self) -> bool:
+        """True if stacks of experts have a row per input, (experts, inputs, outputs), in a layer with one that is not square."""
+        return any(k != n and self.parameters[name] == [e, k, n] for name, (e, k, n) in self.grouped.items())
 
     @property
     def unfused_attention(self) -> list[LibraryCall]:
@@ -301,7 +311,7 @@ class _Replay:
             how |= {"call": Call.PRODUCT if call.weights else Call.POINTWISE, "matmuls": _matmuls(call, frozen)}
         elif call.name == "_grouped_mm":
             how |= {"call": Call.OVERWRITTEN if call.makes[0] in self.overwritten else Call.GROUPED}
-            how |= {"matmuls": _grouped(call.shapes, frozen)}
+            how |= self._grouped(call, frozen)
             if rank := self.part.rank(weights[0]) if weights else 0:
                 how |= self._adapted(call, rank, reads[0], how)
         else:
@@ -316,18 +326,28 @@ class _Replay:
         )  # fmt: skip
         return [step, *how["extra_outputs"]]
 
+    def _grouped(self, call: LibraryCall, frozen: bool) -> dict[str, Any]:
+        """Return the step fields of a grouped product of experts, which depend on FP8."""
+        if not (call.weights and self.semantics.products == "fp8" and call.weights[0] in scaled_weights(self.trace)):
+            return {"matmuls": _grouped(call.shapes, frozen)}
+        (n_rows, k), (n_experts, *_, n) = call.shapes[:2]
+        packed = self.semantics.base != "bf16"
+        scratch_bytes = scaled_scratch_bytes(n_rows, k, n, self.tape.item_bytes, packed, n_experts)
+        matmuls = [replace(m, scaled="turned" if self.trace.has_rows_of_inputs else "own") for m in _grouped(call.shapes, frozen)]
+        return {"matmuls": matmuls, "scratch": scratch_bytes, "n_calls": 2 + (not packed)}
+
     def _adapted(self, call: LibraryCall, rank: int, x: Tensor, how: dict[str, Any]) -> dict[str, Any]:
         """Return the step fields that change if a grouped product of experts has adapters (`runtime/layers/adapters.py`)."""
         (n_rows, k), (n_experts, *_, n_out) = call.shapes[:2]
         item = self.tape.item_bytes
         down, up = (_grouped([[n_rows, a], [n_experts, a, b]], False) for a, b in ((k, rank), (rank, n_out)))
         return {
-            "n_trained": how["n_trained"] + n_experts * rank * (k + n_out), "n_calls": 5,
+            "n_trained": how["n_trained"] + n_experts * rank * (k + n_out), "n_calls": 4 + how.get("n_calls", 1),
             "matmuls": how["matmuls"] + down + up,
             "extra_outputs": [Tensor(n_rows * rank, item)], "saves": [x, *how["saves"]],
             # B is permuted to have experts outermost; the second product is added to the experts' output
             "moved": (2 * n_experts * rank * n_out + 3 * n_rows * n_out) * item,
-            "scratch": (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * item,
+            "scratch": (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * item + how["scratch"],
         }  # fmt: skip
 
     @staticmethod

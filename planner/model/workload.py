@@ -104,12 +104,14 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
 
 
 def _refuse_scaled(model: Model, semantics: Semantics) -> None:
-    """Raise WorkloadError unless each weight of an FP8 product belongs to a plain linear layer, and there is one."""
+    """Raise WorkloadError unless each weight of an FP8 product belongs to a plain linear layer or a grouped product, and there is
+    one."""
     kinds = [LayerTrace.from_json(kind) for kind in _modules(model)["kinds"]]
-    named = [(kind.plain_linear, name.removesuffix(".weight")) for kind in kinds for name in scaled_weights(kind)]
+    named = [(kind.plain_linear | {*kind.grouped}, name.removesuffix(".weight")) for kind in kinds for name in scaled_weights(kind)]
     instead = "leave out --compute fp8" if semantics.base == "bf16" else "use --base int8 without --compute fp8"
-    if odd := [name for linear, name in named if name not in linear]:
-        _fail(model, f"--compute fp8: {odd[0]} is no plain linear layer; {instead}")
+    if odd := [name for supported, name in named if name not in supported]:
+        kind = "grouped product" if ".experts." in odd[0] else "plain linear layer"
+        _fail(model, f"--compute fp8: {odd[0]} is no {kind}; {instead}")
     if not named:
         _fail(model, f"--compute fp8: no linear layer *_proj has sides that are multiples of 16; {instead}")
 

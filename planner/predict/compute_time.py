@@ -32,8 +32,9 @@ ACTIVATIONS, ACTIVATIONS_OFF_BY = "compiled activations, at the memory's rate", 
 # torch has a kernel for grouped products on compute capability 9 and 10 alone. Relative to single products by their law, unbalanced
 # groups of 1,024 and 2,048 rows take 1.18 to 1.25 times there (H200, pytorch #163425; repeats taken as 1,000), layers of small
 # experts at most 1.8 times (H100, ByteDance-Seed/VeOmni #460). On other GPUs a loop issues a product per expert (pytorch #161407),
-# and issuing a kernel takes 3 to 10 us.
+# and issuing a kernel takes 3 to 10 us. In FP8, capability 9 alone has one (`runtime/scaled_products.py`), priced the same.
 GROUPED_GPUS, GROUPED, GROUPED_TIMES, GROUPED_OFF_BY = ("H100", "H200", "B200", "B300"), "grouped products of experts", 1.25, 1.4
+GROUPED_IN_FP8 = GROUPED_GPUS[:2]
 EXPERT_CALLS, EXPERT_CALL_S, EXPERT_CALL_OFF_BY = "a kernel per expert, issued one after another", 8e-6, 2.0
 NARROW = 256  # products with smaller k or n (LoRA) take at least the time of their memory traffic
 ONLINE_TIMES_OF_A_CPU = 3  # memory traffic of `loss: online` on a CPU, which has no fused kernel, relative to the kernel's
@@ -102,17 +103,19 @@ class ComputeTime:
         return self._matmul(dtype, m) + (0.0 if m.frozen else self._matmul(dtype, replace(m, scaled="no")))
 
     def _quantising_s(self, matmuls: Sequence[Matmul], semantics: Semantics, backward: bool) -> float:
-        """Seconds of quantising operands of FP8 products; weights too, unless they are stored so. In backward also of transposing
-        the weights, on a GPU, and of adding the input gradients of products with one input."""
+        """Seconds of quantising operands of FP8 products; weights too, unless they are stored so. In backward (of stacks with a row
+        per input, in forward) also of transposing the weights, on a GPU, and of adding the input gradients of products with one
+        input."""
         item, is_cpu, n_bytes = ITEM_BYTES["bf16"], self.profile.device.kind == "cpu", 0
         per_element, factored = (QUANTISED_BYTES_BY_CALLS, FACTORED_BYTES_BY_CALLS) if is_cpu else (QUANTISED_BYTES, 0)
         for m in (m for m in matmuls if m.scaled != "no"):
             each_bytes = per_element * m.k * m.n * (semantics.base == "bf16")
+            turned, turning_bytes = m.scaled == "turned", 0 if is_cpu else 2 * m.k * m.n
             if backward:
-                each_bytes += (per_element + factored) * m.m * m.n + 2 * m.k * m.n * (not is_cpu)
+                each_bytes += (per_element + factored * (not turned)) * m.m * m.n + turning_bytes * (not turned)
                 each_bytes += 3 * item * m.m * m.k * (m.scaled == "shared")
-            elif m.scaled == "own":
-                each_bytes += per_element * m.m * m.k
+            elif m.scaled != "shared":
+                each_bytes += (per_element + factored * turned) * m.m * m.k + turning_bytes * turned
             n_bytes += m.count * each_bytes
         return n_bytes / self._memory_bytes_per_s
 
@@ -219,7 +222,7 @@ class ComputeTime:
 
     def _grouped_s(self, m: Matmul, seconds: float) -> float:
         """Seconds of the experts' products in one call. `seconds`: of the same products alone, one after another."""
-        if any(name in self.profile.device.name for name in GROUPED_GPUS):
+        if any(name in self.profile.device.name for name in (GROUPED_GPUS if m.scaled == "no" else GROUPED_IN_FP8)):
             return self._extrapolated(GROUPED, GROUPED_OFF_BY, GROUPED_TIMES * seconds)
         issued_s = m.count * EXPERT_CALL_S
         if issued_s * EXPERT_CALL_OFF_BY <= seconds:

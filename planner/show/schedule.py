@@ -91,7 +91,7 @@ def scaled_in_words(plan: Plan) -> str:
     """Name the products in FP8, and the layers' matrices that stay in bf16: `with q_proj, o_proj in FP8, ...; in bf16: gate`."""
     names: dict[bool, dict[str, None]] = {True: {}, False: {}}
     for block in plan.workload.blocks[1:-1]:
-        for p in (p for p in block.parameters if len(p.shape) > 1 and not is_adapter(p.name)):
+        for p in (p for p in block.parameters if len(p.shape) > 1 and not (is_adapter(p.name) or p.name.endswith("_bias"))):
             names[is_packed(p.name, p.shape, "fp8-rows")][p.name.removeprefix(f"{block.name}.").removesuffix(".weight")] = None
     rest = f"; layers' matrices in bf16: {', '.join(names[False])}" if names[False] else ""
     return f"with {', '.join(names[True])} in FP8, a scale per row (docs/fp8.md){rest}"

@@ -74,7 +74,7 @@ class Templates:
             adapt(self.model.get_submodule(name), f"{name}.", self._adapters(0), semantics.train.lora)
         self._check_parameters()
         if semantics.products == "fp8":
-            refuse_device(self.device)
+            refuse_device(self.device, any(m.grouped and m.scaled != "no" for b in workload.blocks for m in b.matmuls))
             for block, layer in enumerate(self.layers, start=1):
                 scaled = (p.name for p in workload.blocks[block].parameters if is_packed(p.name, p.shape, "fp8-rows"))
                 # Under adapters, autograd adds the gradients of layers without one

@@ -1,6 +1,7 @@
 // Quantise rows to E4M3 with a power of two as scale, as `quantise_by_calls` of `runtime/scaled_products.py`; and transpose bytes.
 //
-// The caller defines ELEMENT (float, or unsigned short for the bits of bf16) and FACTORS (1: multiply column j by factors[j] first).
+// The caller defines ELEMENT (float, or unsigned short for the bits of bf16) and FACTORS (1: multiply column j by factors[j] first; 2:
+// by factors[experts[row]][j]).
 // A block of threads quantises a row at a time: it finds the largest magnitude, then reads the row again, from a cache.
 #include "vectors.cu"
 
@@ -21,12 +22,14 @@ __device__ __forceinline__ float factored(ELEMENT x, const float* factors, int j
 }
 
 extern "C" __global__ void quantise(
-    const ELEMENT* x, const float* factors, unsigned char* codes, float* scales, int n_rows, int n_columns) {
+    const ELEMENT* x, const float* all_factors, const int* experts, unsigned char* codes, float* scales, int n_rows,
+    int n_columns) {
     __shared__ unsigned largest[MOST_THREADS];
     const bool aligned = n_columns % 8 == 0 && is_aligned<8>(x) && is_aligned<8>(codes);
     for (int row = blockIdx.x; row < n_rows; row += gridDim.x) {
         const ELEMENT* from = x + (long long)row * n_columns;
         unsigned char* to = codes + (long long)row * n_columns;
+        const float* factors = all_factors + (FACTORS == 2 ? (long long)experts[row] * n_columns : 0);
         unsigned most = 0;  // bits of magnitudes are in their order, and those of NaN are the largest
         for (int j = threadIdx.x * 8; j < n_columns; j += blockDim.x * 8) {
             Pack<ELEMENT, 8> part;
@@ -63,20 +66,21 @@ extern "C" __global__ void quantise(
     }
 }
 
-// Transpose (n_rows, n_columns), multiples of 16, by tiles. Threads of a block are a multiple of TILE, or fewer.
-extern "C" __global__ void transpose(const unsigned char* x, unsigned char* out, int n_rows, int n_columns) {
+// Transpose matrices (n_rows, n_columns), multiples of 16, by tiles. Threads of a block are a multiple of TILE, or fewer.
+extern "C" __global__ void transpose(const unsigned char* x, unsigned char* out, int n_matrices, int n_rows, int n_columns) {
     __shared__ unsigned char tile[TILE][TILE + 4];
     const int across = (n_columns + TILE - 1) / TILE, n_tiles = across * ((n_rows + TILE - 1) / TILE);
-    for (int t = blockIdx.x; t < n_tiles; t += gridDim.x) {
-        const int row = t / across * TILE, column = t % across * TILE;
+    for (int t = blockIdx.x; t < n_tiles * n_matrices; t += gridDim.x) {
+        const int row = t % n_tiles / across * TILE, column = t % n_tiles % across * TILE;
+        const long long start = (long long)(t / n_tiles) * n_rows * n_columns;
         for (int i = threadIdx.x; i < TILE * TILE; i += blockDim.x) {
             const int r = row + i / TILE, c = column + i % TILE;
-            if (r < n_rows && c < n_columns) tile[i / TILE][i % TILE] = x[(long long)r * n_columns + c];
+            if (r < n_rows && c < n_columns) tile[i / TILE][i % TILE] = x[start + (long long)r * n_columns + c];
         }
         __syncthreads();
         for (int i = threadIdx.x; i < TILE * TILE; i += blockDim.x) {
             const int c = column + i / TILE, r = row + i % TILE;
-            if (r < n_rows && c < n_columns) out[(long long)c * n_rows + r] = tile[i % TILE][i / TILE];
+            if (r < n_rows && c < n_columns) out[start + (long long)c * n_rows + r] = tile[i % TILE][i / TILE];
         }
         __syncthreads();
     }

@@ -11,11 +11,11 @@ The node is one library call, so that activation checkpointing stores both of it
 FP8 products (docs/fp8.md) have no accumulating form: y is first the frozen product with the bias, rounded once, and s h B^T is
 accumulated onto it. The input is quantised once for all projections. For its gradient the frozen products are rounded, and added
 in order; then dh A is accumulated. Weights are then flat bytes in fp8-rows (`Views.weights`). Without adapters they are bf16, and
-quantised at each use.
+quantised at each use. In stacks of experts the order is that of bf16.
 """
 
 # N rows, I inputs, O outputs, R rank, S = R times the number of projections with one input, E experts
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan.train import ADAPTERS, EXPERTS, Lora
-from penstock.runtime.scaled_products import input_gradient, product, quantise
+from penstock.runtime.scaled_products import grouped_product, input_gradient, product, quantise
 
 from .kernels import LIBRARY
 from .packed_weights import parts
@@ -158,44 +158,94 @@ class AdaptedExperts(nn.Module):
             n_experts, n_in, n_out = (weight if experts.is_transposed else weight.transpose(1, 2)).shape
             part.lora_A = Factor((n_experts * lora.rank, n_in), weight)
             part.lora_B = Factor((n_out, lora.rank * n_experts), weight)
-        self.scale, self.is_disabled = lora.scale, False
+        self.scale, self.is_disabled, self.scaled = lora.scale, False, dict[str, list[int]]()
         replace_grouped_products(experts, partial(self._product, experts))
 
     def _product(
         self, experts: Any, x_NI: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False
     ) -> Tensor:
         """Grouped product of all experts with adapters, in place of transformers'."""
-        weight_EIO = weight if is_transposed else weight.transpose(-2, -1)
-        part: Any = experts if weight is experts.down_proj else self
-        factors = part.lora_A.weight, part.lora_B.weight
         if self.is_disabled:
-            y_NO = F.grouped_mm(x_NI, weight_EIO, offs=offs)
-        else:
-            y_NO = _AdaptedStack.apply(x_NI, weight_EIO, offs, *factors, self.scale)  # type: ignore[no-untyped-call]
+            return stack_product(experts, self.scaled, x_NI, weight, offs, bias, is_transposed)
+        part: Any = experts if weight is experts.down_proj else self
+        operands = weight, _scaled_shape(experts, self.scaled, weight), is_transposed, part.lora_A.weight, part.lora_B.weight
+        y_NO: Tensor = _AdaptedStack.apply(x_NI, offs, *operands, self.scale)  # type: ignore[no-untyped-call]
         return y_NO if bias is None else y_NO.add_(bias)
 
 
 class _AdaptedStack(torch.autograd.Function):
-    """Grouped product of all experts with adapters. Rows are sorted by expert; `offs`: end of each expert's rows."""
+    """Grouped product of all experts with adapters. Rows are sorted by expert; `offs`: end of each expert's rows. `shape`: of a
+    weight that FP8 products multiply, (E, O, I), or (E, I, O) if transposed; empty for others."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        y_NO, h_NR = torch.ops.penstock.adapted_stack(x_NI, weight_EIO, offs, a, b, scale)
-        ctx.scale = scale
-        ctx.save_for_backward(x_NI, weight_EIO, offs, a, b, h_NR)
+    def forward(
+        ctx: Any, x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], turned: bool, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        y_NO, h_NR = torch.ops.penstock.adapted_stack(x_NI, offs, weight, shape, turned, a, b, scale)
+        ctx.scale, ctx.shape, ctx.turned = scale, shape, turned
+        ctx.save_for_backward(x_NI, weight, offs, a, b, h_NR)
         return y_NO  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight_EIO, offs, a, b, h_NR = ctx.saved_tensors
+        x_NI, weight, offs, a, b, h_NR = ctx.saved_tensors
         gradient_NO, grouped = gradients[0], partial(F.grouped_mm, offs=offs)
         a_ERI, b_EOR = factors_of_stack(a, b, len(offs))
         dh_NR = grouped(gradient_NO, b_EOR).mul_(ctx.scale)
         db_EOR = grouped(gradient_NO.t(), h_NR).mul_(ctx.scale)
         dx_NI = None
         if ctx.needs_input_grad[0]:
-            dx_NI = grouped(gradient_NO, weight_EIO.transpose(1, 2)).add_(grouped(dh_NR, a_ERI))
-        return dx_NI, None, None, grouped(dh_NR.t(), x_NI).view_as(a), db_EOR.permute(1, 2, 0).reshape(b.shape), None
+            dx_NI = _stack_product(gradient_NO, offs, weight, ctx.shape, not ctx.turned).add_(grouped(dh_NR, a_ERI))
+        da, db = grouped(dh_NR.t(), x_NI).view_as(a), db_EOR.permute(1, 2, 0).reshape(b.shape)
+        return dx_NI, None, None, None, None, da, db, None
+
+
+def stack_product(
+    experts: Any,
+    scaled: Mapping[str, list[int]],
+    x_NI: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    is_transposed: bool = False,
+) -> Tensor:
+    """Grouped product of all experts, in place of transformers', in FP8 for weights in `scaled` (shapes by name)."""
+    if shape := _scaled_shape(experts, scaled, weight):
+        y_NO: Tensor = _ScaledStack.apply(x_NI, offs, weight, shape, is_transposed)  # type: ignore[no-untyped-call]
+    else:
+        y_NO = _stack_product(x_NI, offs, weight, [], is_transposed)
+    return y_NO if bias is None else y_NO.add_(bias)
+
+
+def _scaled_shape(experts: Any, scaled: Mapping[str, list[int]], weight: Tensor) -> list[int]:
+    return scaled.get("down_proj" if weight is experts.down_proj else "gate_up_proj", [])
+
+
+class _ScaledStack(torch.autograd.Function):
+    """FP8 products of all experts, as `_AdaptedStack` without adapters. The gradient of a trained weight is computed in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], turned: bool) -> Tensor:
+        ctx.shape, ctx.turned = shape, turned
+        ctx.save_for_backward(offs, weight, *([x_NI] if ctx.needs_input_grad[2] else []))
+        return torch.ops.penstock.scaled_stack(x_NI, offs, weight, shape, turned)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g_NO,), (offs, weight, *saved), dx_NI, d_weight = gradients, ctx.saved_tensors, None, None
+        if ctx.needs_input_grad[0]:
+            dx_NI = _stack_product(g_NO, offs, weight, ctx.shape, not ctx.turned)
+        for x_NI in saved:
+            first, second = (x_NI, g_NO) if ctx.turned else (g_NO, x_NI)
+            d_weight = F.grouped_mm(first.t(), second, offs=offs)
+        return dx_NI, None, d_weight, None, None
+
+
+def _stack_product(rows: Tensor, offs: Tensor, weight: Tensor, shape: list[int], turned: bool) -> Tensor:
+    """Grouped product of rows with a stack: sums over its last dimension, or if `turned` over the one before. `shape`: in FP8."""
+    if not shape:
+        return F.grouped_mm(rows, weight if turned else weight.transpose(1, 2), offs=offs)
+    return grouped_product(rows, *_codes(weight, shape), offs, turned)
 
 
 def factors_of_stack(a: Tensor, b: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
@@ -216,12 +266,13 @@ def _is_scaled(weight: Tensor) -> bool:
     return weight.dtype is torch.uint8
 
 
-def _codes(weight: Tensor, n_outputs: int, width: int) -> tuple[Tensor, Tensor]:
-    """Codes (O, I) and scales (O,) of a weight: of flat bytes in fp8-rows, or of a bf16 matrix, which is quantised."""
+def _codes(weight: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Codes (..., O, I) and scales (..., O) of a weight: of flat bytes in fp8-rows, or of a bf16 weight, which is quantised."""
     if _is_scaled(weight):
-        return parts(weight, (n_outputs, width), "fp8-rows")
-    codes_OI, scales_O1 = quantise(weight)
-    return codes_OI, scales_O1[:, 0]
+        codes, scales = parts(weight, tuple(shape), "fp8-rows")
+    else:
+        codes, scales = quantise(weight.flatten(0, -2))
+    return codes.view(shape), scales.view(shape[:-1])
 
 
 def _products_gradient(gradients_NO: Sequence[Tensor], weights: Sequence[Tensor], width: int, in_fp8: bool = False) -> Tensor:
@@ -229,7 +280,7 @@ def _products_gradient(gradients_NO: Sequence[Tensor], weights: Sequence[Tensor]
     dx_NI: Tensor | None = None
     for g_NO, weight in zip(gradients_NO, weights, strict=True):
         if in_fp8 or _is_scaled(weight):
-            term_NI = input_gradient(g_NO, *_codes(weight, g_NO.shape[1], width))
+            term_NI = input_gradient(g_NO, *_codes(weight, (g_NO.shape[1], width)))
         else:
             term_NI = torch.mm(g_NO, weight)
         dx_NI = term_NI if dx_NI is None else dx_NI.add_(term_NI)
@@ -243,11 +294,15 @@ def scaled_forward(linear: Any, x: Tensor) -> Tensor:
 
 
 def use_scaled_products(layer: nn.Module, names: Iterable[str], shared_inputs: Iterable[Sequence[str]] = ()) -> None:
-    """Compute with FP8 products in the linear layers with these weights. `names`: within the layer, such as
-    `mlp.up_proj.weight`. `shared_inputs`: as for `adapt`. WorkloadError for a module that is not a plain linear layer."""
-    scaled = set[nn.Module]()
+    """Compute with FP8 products in the linear layers and experts with these weights. `names`: within the layer, such as
+    `mlp.up_proj.weight` or `mlp.experts.down_proj`. `shared_inputs`: as for `adapt`. WorkloadError for another module."""
+    scaled, stacks = set[nn.Module](), dict[str, dict[str, list[int]]]()
     for name in names:
-        part: Any = layer.get_submodule(name.removesuffix(".weight"))
+        path, _, last = name.rpartition(".")
+        if last != "weight":
+            stacks.setdefault(path, {})[last] = [*layer.get_parameter(name).shape]
+            continue
+        part: Any = layer.get_submodule(path)
         plain = part.plain_forward if isinstance(part, AdaptedLinear) else getattr(type(part), "forward", None)
         if plain is not nn.Linear.forward:
             raise WorkloadError(f"{name}: no plain linear layer, so --compute fp8 does not support it; make the plan again")
@@ -255,6 +310,14 @@ def use_scaled_products(layer: nn.Module, names: Iterable[str], shared_inputs: I
         if not isinstance(part, AdaptedLinear):
             part.forward = partial(scaled_forward, part)
             scaled.add(part)
+    for path, shapes in stacks.items():
+        experts: Any = layer.get_submodule(path)
+        if getattr(experts, IS_TRANSPOSED, None) is None:
+            raise WorkloadError(f"{path}: no grouped product, so --compute fp8 does not support it; make the plan again")
+        if isinstance(adapted := getattr(experts, "base_layer", None), AdaptedExperts):
+            adapted.scaled = shapes
+        else:
+            replace_grouped_products(experts, partial(stack_product, experts, shapes))
     for submodules in shared_inputs:
         _Partners([part for part in map(layer.get_submodule, submodules) if part in scaled])
 
@@ -311,7 +374,7 @@ def _scaled_linear_out(
 ) -> None:
     scaled = quantise(rows(x))
     for weight, bias, n, y in zip(weights, biases, n_outputs, out, strict=True):
-        product(*scaled, *_codes(weight, n, x.shape[-1]), bias, out_NO=y.view(-1, n))
+        product(*scaled, *_codes(weight, (n, x.shape[-1])), bias, out_NO=y.view(-1, n))
 
 
 def _adapted_linear(
@@ -332,10 +395,12 @@ def _adapted_linear(
     return outputs, h_NS
 
 
-def _adapted_stack(x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _adapted_stack(
+    x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], turned: bool, a: Tensor, b: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and low-rank product (N, R). The frozen product is first, because grouped products cannot accumulate."""
     a_ERI, b_EOR = factors_of_stack(a, b, len(offs))
-    y_NO, h_NR = F.grouped_mm(x_NI, weight_EIO, offs=offs), F.grouped_mm(x_NI, a_ERI.transpose(1, 2), offs=offs)
+    y_NO, h_NR = _stack_product(x_NI, offs, weight, shape, turned), F.grouped_mm(x_NI, a_ERI.transpose(1, 2), offs=offs)
     return y_NO.add_(F.grouped_mm(h_NR, b_EOR.transpose(1, 2), offs=offs), alpha=scale), h_NR
 
 
@@ -347,5 +412,8 @@ LIBRARY.define(f"scaled_linear({_SCALED}) -> Tensor[]")
 LIBRARY.define(f"scaled_linear.out({_SCALED}, *, Tensor(a!)[] out) -> ()")
 LIBRARY.impl("scaled_linear", _scaled_linear, "CompositeExplicitAutograd")
 LIBRARY.impl("scaled_linear.out", _scaled_linear_out, "CompositeExplicitAutograd")
-LIBRARY.define("adapted_stack(Tensor x, Tensor weight, Tensor offs, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
+_STACK = "Tensor x, Tensor offs, Tensor weight, int[] shape, bool turned"
+LIBRARY.define(f"adapted_stack({_STACK}, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
 LIBRARY.impl("adapted_stack", _adapted_stack, "CompositeExplicitAutograd")
+LIBRARY.define(f"scaled_stack({_STACK}) -> Tensor")
+LIBRARY.impl("scaled_stack", _stack_product, "CompositeExplicitAutograd")

@@ -20,7 +20,9 @@ from penstock.runtime.plan.workload import Saved
 from .views import Shelf
 
 # Names of library calls. Attention of packed documents (documents.py) is one call, like a product with its adapter (adapters.py).
-PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm", "adapted_linear", "adapted_stack", "scaled_linear"})
+PRODUCTS_WITH_WEIGHTS = frozenset(
+    {"mm", "addmm", "_grouped_mm", "adapted_linear", "adapted_stack", "scaled_linear", "scaled_stack"}
+)
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 FUSED_ATTENTION = frozenset({"attention_by_document", *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION)})
 _PRODUCTS = FUSED_ATTENTION | PRODUCTS_WITH_WEIGHTS

@@ -145,8 +145,8 @@ def replace_globals(part: nn.Module, replacements: Mapping[str, Any]) -> None:
 
 def replace_grouped_products(experts: nn.Module, product: Callable[..., Any]) -> None:
     """Replace the products of a module with stacked experts. WorkloadError if transformers computes these elsewhere."""
-    if _GROUPED_PRODUCT not in grouped_mm_experts_forward.__code__.co_names:  # else adapters would be ignored silently
-        raise WorkloadError("adapters of experts do not support this version of transformers; train without them")
+    if _GROUPED_PRODUCT not in grouped_mm_experts_forward.__code__.co_names:  # else they would be ignored silently
+        raise WorkloadError("adapters of experts do not support this version of transformers, nor does --compute fp8; omit them")
     experts.forward = MethodType(_with_globals(grouped_mm_experts_forward, {_GROUPED_PRODUCT: product}), experts)
 
 

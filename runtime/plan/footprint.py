@@ -55,13 +55,15 @@ def _window_mask_bytes(plan: Setup) -> int:
 
 def widened_bytes(plan: Setup) -> int:
     """Peak of torch's CPU kernel in an FP8 product (m, k) @ (k, n) or the gradient of its input: both operands in fp32, a second
-    operand by rows, and then another fp32 copy of it, or the result in fp32 and bf16; or two fp32 copies of the first operand."""
+    operand by rows, and then another fp32 copy of it, or the result in fp32 and bf16; or two fp32 copies of the first operand. An
+    expert may get all rows."""
 
     def peak_bytes(m: int, k: int, n: int) -> int:
         return max(8 * m * k, 4 * m * k + 5 * k * n + max(4 * k * n, 6 * m * n))
 
     products = (m for blocks in plan.workload.classes for m in plan.workload.blocks[blocks[0]].matmuls if m.scaled != "no")
-    return max((max(peak_bytes(m.m, m.k, m.n), peak_bytes(m.m, m.n, m.k)) for m in products), default=0)
+    sizes = ((m.m * (m.count if m.grouped else 1), m.k, m.n) for m in products)
+    return max((max(peak_bytes(rows, k, n), peak_bytes(rows, n, k)) for rows, k, n in sizes), default=0)
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:

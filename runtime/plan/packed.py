@@ -5,7 +5,8 @@ A packed weight is its codes, then its scales (fp32, except mxfp4), each aligned
     nf4    4-bit NormalFloat (QLoRA): two codes a byte, the first in the upper half; absolute maximum of each 64 elements
     int8   a signed byte per element; absolute maximum of each row
     fp8    float8_e4m3fn; a factor for each 128 x 128 block of each matrix
-    fp8-rows  float8_e4m3fn; a factor for each row (output). FP8 products multiply it as it is (docs/fp8.md): it is never unpacked
+    fp8-rows  float8_e4m3fn; a factor for each row (output, or input of gpt_oss's experts). FP8 products multiply it as it is
+           (docs/fp8.md): it is never unpacked
     mxfp4  two E2M1 codes a byte, the first in the lower half; a byte s for each 32 elements along the inputs: factor 2^(s - 127).
            The order is that of gpt_oss's parameters, (experts, inputs, outputs); its files have (experts, outputs, inputs)
 """
@@ -96,13 +97,14 @@ def _aligned(n_bytes: int) -> int:
 
 
 def is_packed(name: str, shape: tuple[int, ...], base: Base) -> bool:
-    """True for weights of a layer's projections and experts (mxfp4: experts only; fp8-rows: projections only, with sides that are
-    multiples of 16). nf4 and mxfp4 need whole blocks."""
+    """True for weights of a layer's projections and experts (mxfp4: experts only; fp8-rows: with sides that are multiples of 16).
+    nf4 and mxfp4 need whole blocks."""
     if base == "bf16" or len(shape) not in (2, 3) or not (OF_LAYER.match(name) and name.endswith(_PACKED)):
         return False
     n_elements = prod(shape)
     if base == "fp8-rows":
-        return n_elements > 0 and len(shape) == 2 and shape[0] % FP8_MULTIPLE == shape[1] % FP8_MULTIPLE == 0
+        is_kind = name.endswith(".weight") if len(shape) == 2 else ".experts." in name
+        return n_elements > 0 and is_kind and shape[-2] % FP8_MULTIPLE == shape[-1] % FP8_MULTIPLE == 0
     if base == "mxfp4":
         return n_elements > 0 and len(shape) == 3 and shape[1] % MXFP4_BLOCK == shape[2] % 2 == 0
     return n_elements > 0 and (base != "nf4" or n_elements % NF4_BLOCK == 0)
@@ -127,15 +129,20 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
             assert_never(base)
 
 
-def scaled_scratch_bytes(m: int, k: int, n: int, item_bytes: int, packed: bool = True) -> int:
+def scaled_scratch_bytes(m: int, k: int, n: int, item_bytes: int, packed: bool = True, n_experts: int = 0) -> int:
     """Bytes of temporaries of an FP8 product (m, k) @ (k, n) or of its input gradient, whichever needs more: codes, scales and an
-    fp32 chunk; in backward also the transposed weight, and a term of the input gradient. Not `packed`: codes of the weight, too."""
+    fp32 chunk; in backward also the transposed weight, and a term of the input gradient. Not `packed`: codes of the weight, too.
+    `n_experts`, or 0 without: experts with m rows in all; a chunk of factors, and each row's expert."""
 
     def quantised_bytes(rows: int, width: int) -> int:
         return rows * (width + 2 * SCALE_BYTES) + SCALE_BYTES * max(width, min(rows * width, QUANTISED_CHUNK_ELEMENTS))
 
-    weight_bytes, chunk_bytes = (0, 0) if packed else (n * (k + 2 * SCALE_BYTES), quantised_bytes(n, k))
-    backward_bytes = quantised_bytes(m, n) + k * n + m * k * item_bytes
+    stack, widest = max(n_experts, 1), max(k, n) if n_experts else n  # a stack may have a scale per input
+    weight_bytes = 0 if packed else stack * (k * n + 2 * SCALE_BYTES * widest)
+    chunk_bytes = 0 if packed else quantised_bytes(stack * n, k)
+    backward_bytes = quantised_bytes(m, n) + stack * k * n + m * k * item_bytes
+    if n_experts:
+        backward_bytes += m * 3 * SCALE_BYTES + SCALE_BYTES * min(m * widest, QUANTISED_CHUNK_ELEMENTS)
     return max(weight_bytes + max(quantised_bytes(m, k), backward_bytes), m * k + chunk_bytes) + 4 * SLOT_ALIGN_BYTES
 
 

@@ -100,6 +100,18 @@ def test_an_evaluation_shows_the_model_without_its_adapter(home):
     assert {"text", "base_text"} <= lines_of(home, "out", "samples.jsonl")[0].keys()
 
 
+@NEEDS_FP8
+@mostly_slow("model_type", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_fp8_resume_to_the_same_bits_and_are_evaluated_without_adapters(home, model_type):
+    with_weights(home / "model", model_type)
+    shutil.copytree(home / "data", home / "held-out")
+    plan = plan_in(home, "--train", "lora:r=8,targets=q_proj+experts", "--base", "fp8-rows", "--compute", "fp8")
+    resumed_alike(home, plan)
+    trained(home, plan, "--eval-data", home / "held-out", "--eval-base", out="evaluated")
+    first = next(line for line in lines_of(home, "evaluated") if "eval_loss" in line)
+    assert first["eval_loss"] == first["base_eval_loss"]
+
+
 @mostly_slow("compute", ["bf16", pytest.param("fp8", marks=NEEDS_FP8)])
 def test_trained_layers_leave_the_bits_of_all_others(home, compute):
     unbroken = resumed_alike(home, plan_in(home, "--train", "layers:1-2", "--compute", compute))

@@ -161,9 +161,9 @@ def test_unpacking_and_narrow_products_take_their_own_rates_where_they_were_meas
         assert slow_s > usual_s
 
 
-def products_s(machine, *shape, grouped):
+def products_s(machine, *shape, grouped, scaled="no"):
     cost = CostModel(read_profile(machine))
-    return cost._matmul("bf16", Matmul(*shape, grouped=grouped)), cost.outside
+    return cost._matmul("bf16", Matmul(*shape, grouped=grouped, scaled=scaled)), cost.outside
 
 
 def test_products_of_experts_take_a_grouped_kernel_or_a_call_each():
@@ -175,6 +175,11 @@ def test_products_of_experts_take_a_grouped_kernel_or_a_call_each():
     assert products_s("rtx5090-desktop", *small, grouped=False)[0] < 128 * EXPERT_CALL_S
     assert products_s("rtx5090-desktop", *large, grouped=True)[0] == products_s("rtx5090-desktop", *large, grouped=False)[0]
     assert products_s("cpu-2core", *small, grouped=True)[0] == products_s("cpu-2core", *small, grouped=False)[0]
+    for scaled in ("own", "turned"):  # torch's kernel of all experts in FP8 is Hopper's alone
+        in_fp8 = products_s("h100-sxm", *large, grouped=True, scaled=scaled)[0]
+        assert in_fp8 == pytest.approx(seconds / read_profile("h100-sxm").fp8_rate_fraction)
+        assert products_s("b200", *small, grouped=True, scaled=scaled)[0] == pytest.approx(128 * EXPERT_CALL_S)
+    assert products_s("b200", *small, grouped=True)[0] < 128 * EXPERT_CALL_S
 
 
 @pytest.mark.parametrize(("n_experts", "top_k", "width", "published_s"), [(128, 8, 768, 10.218e-3), (512, 10, 512, 11.411e-3)])

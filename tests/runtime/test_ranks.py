@@ -41,7 +41,7 @@ SMOKE += [
     "mistral:parts:2:2",
     "llama:table:2:2",
     "llama:int8:2:2",
-    *(["llama:scaled:2:2", "mistral:fp8:2:4"] if has_fp8_products() else []),
+    *(["llama:scaled:2:2", "mistral:fp8:2:4", "mixtral:scaled:2:2", "gpt_oss:fp8:2:2"] if has_fp8_products() else []),
 ]
 
 

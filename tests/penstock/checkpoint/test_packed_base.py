@@ -242,6 +242,15 @@ def test_fp8_with_a_scale_per_row_is_read_as_published(tmp_path):
         assert published_as({"quantization_config": BY_ROW["quantization_config"] | {"config_groups": groups}}) is None
 
 
+def test_experts_in_fp8_with_a_scale_per_row_are_read_as_published(tmp_path):
+    pieces = {name: random((48, 160), i).to(torch.float8_e4m3fn) for i, name in enumerate(EXPERT_NAMES)}
+    scales = {f"{name}_scale": random((48, 1), i).abs() for i, name in enumerate(EXPERT_NAMES)}
+    folder = published(tmp_path / "model", pieces | scales)
+    packed = packed_base(folder, EXPERTS | BY_ROW, {GATE_UP: (3, 96, 160)}, "fp8-rows", tmp_path)(GATE_UP)
+    for part, stored in zip(parts(packed, (3, 96, 160), "fp8-rows"), (pieces, scales), strict=True):
+        assert torch.equal(part.float().flatten(), torch.cat([t.float().flatten() for t in stored.values()]))
+
+
 def test_fp8_in_blocks_is_quantised_again_by_row(tmp_path):
     shapes = {Q: (256, 384)}
     tensors, mean = of_fp8(Q, shapes[Q])
