@@ -13,7 +13,7 @@ import torch
 
 from penstock.runtime.compiled import IS_COMPILED
 from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from penstock.runtime.errors import PlanError
+from penstock.runtime.errors import PlanError, SlowKernelWarning
 from penstock.runtime.plan.optimizer import RULES, AdamW
 
 from . import chunks
@@ -172,7 +172,7 @@ def _is_used(name: str, differences: Callable[[], list[str]]) -> bool:
 
 @cache
 def _tell_once(why: str) -> None:
-    warnings.warn(f"the host optimizer runs uncompiled and takes 10 to 60 times as long: {why}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"the host optimizer runs uncompiled and takes 10 to 60 times as long: {why}", SlowKernelWarning, stacklevel=2)
 
 
 def probe_numbers(n: int, spread: int, seed: int) -> torch.Tensor:
