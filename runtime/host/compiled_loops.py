@@ -28,6 +28,7 @@ from .rounding import GROUP, HALF, INFINITE, LARGEST, NEAREST, PACK, PACK_BYTES,
 
 Bits = NDArray[Any]
 intrinsic: Callable[..., Callable[..., Any]] = extending.intrinsic  # its type hints describe the Python function, not its calls
+function_of: Callable[..., Any] = cgutils.get_or_insert_function
 BLOCK_ELEMENTS = 2**11  # divides TURN
 SCRATCH_ELEMENTS = 4 * BLOCK_ELEMENTS  # gradient, two moments, scales of groups
 NARROW, EIGHT, NAN = np.uint32(16), np.uint32(8), np.uint32(0x7FC0)
@@ -197,7 +198,7 @@ def largest_of_group(typing: Any, array: Any, i: Any) -> Any:
         place = builder.bitcast(_place(context, builder, array, *args), VECTOR.as_pointer())
         bits = builder.and_(_disjoint(builder, builder.load(place, align=4), MOMENT), VECTOR([0x7FFFFFFF] * GROUP))
         kind, name = ir.FunctionType(INT, [VECTOR]), f"llvm.vector.reduce.umax.v{GROUP}i32"
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [bits])
+        return builder.call(function_of(builder.module, kind, name), [bits])
 
     return types.uint32(array, types.intp), generate
 
