@@ -15,6 +15,7 @@ from penstock.runtime.compiled import IS_COMPILED
 from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from penstock.runtime.errors import PlanError, SlowKernelWarning
 from penstock.runtime.plan.optimizer import RULES, AdamW
+from penstock.runtime.units import on_one_line
 
 from . import chunks
 from .chunks import Scratch
@@ -227,12 +228,11 @@ def device_kernel(device: torch.device, layout: KernelLayout) -> Kernel | None:
         kernel = layout.compiled(partial(compiled_kernel, device=device))
         if matches_host(kernel, device, layout):
             return kernel
-        cause = None
+        fault = "its kernel's bits differ"
     except (AttributeError, OSError, RuntimeError) as error:  # of torch's compiler, NVRTC or the driver
-        cause = error
-    raise PlanError(
-        f"{layout.rule} on {device.type} does not give the host's bits here; plan with --policy FILE, one with empty device_blocks"
-    ) from cause
+        fault = on_one_line(str(error), 120)
+    how = "plan with --policy FILE, one with empty device_blocks"
+    raise PlanError(f"{layout.rule} on {device.type} does not give the host's bits here ({fault}); {how}")
 
 
 def matches_host(kernel: Kernel, device: torch.device, layout: KernelLayout) -> bool:
