@@ -68,6 +68,10 @@ class DoesNotFitError(PenstockError):
         return type(self), (str(self), self.short_device_bytes, self.short_host_bytes, self.smallest_change)
 
 
+class SlowKernelWarning(RuntimeWarning):
+    """A kernel that cannot be used on this machine; its reference implementation runs, more slowly."""
+
+
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
     """Report an exception of a user's code as a StepError that names the code. The message is one line; the cause is chained."""

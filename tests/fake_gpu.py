@@ -5,6 +5,7 @@ random. Independent of the measuring method of the probe.
 """
 
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from penstock.hwprofiles.probe import kernels_to_time as kernels
 from penstock.hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
 from penstock.hwprofiles.probe.kernels_to_time import Benchmark
 from penstock.hwprofiles.probe.measurements import CLOCKED
+from penstock.runtime.errors import SlowKernelWarning
 from penstock.runtime.plan import Lane
 
 GB, GiB = 10**9, 2**30
@@ -72,6 +74,7 @@ class Truth:
     hiccup_s: float = 0.03
     fails_at: str = ""  # part of a benchmark's name at which the device fails
     no_memory_at: str = ""  # part of a benchmark's name at which memory runs out
+    slow_at: str = ""  # part of the name of a benchmark whose kernel cannot be used
 
 
 class FakeGpu(Device):
@@ -123,6 +126,8 @@ class FakeGpu(Device):
         self.n_runs += 1
         if self.truth.fails_at and self.truth.fails_at in ready.work.name:
             raise DeviceError("CUDA error: unspecified launch failure")
+        if self.truth.slow_at and self.truth.slow_at in ready.work.name:
+            warnings.warn(f"{self.truth.slow_at} runs call by call", SlowKernelWarning, stacklevel=1)
         if ready.work.lane is Lane.GPU and not self.is_loaded:
             self.is_loaded = True
             self.used_bytes += self.truth.kernels_bytes

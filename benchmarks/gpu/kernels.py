@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.planner.model.workload import read_model
 from penstock.runtime.compute.cross_entropy import add_product, row_losses
+from penstock.runtime.errors import SlowKernelWarning
 from penstock.runtime.host.optimizer import KernelLayout, Master, ParamState, Step, device_kernel, summed
 from penstock.runtime.host.rounding import StochasticRounding, group_bytes
 from penstock.runtime.layers.adapters import use_scaled_products
@@ -269,7 +270,7 @@ def _pointwise(t: Timer, inner: int, n_heads: int, head_dim: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kernels = fastest(t.device, BF16, tuple(GATES))
-    faults = [str(w.message)[:300] for w in caught if w.category is RuntimeWarning]
+    faults = [str(w.message)[:300] for w in caught if issubclass(w.category, SlowKernelWarning)]
     t.note("compiled", faults=faults, seconds=time.perf_counter() - began_s)
     gate, up, gradient = (t.random(t.shapes.wide_tokens * inner) for _ in range(3))
     (n_sequences, seq_len), *_ = t.shapes.contexts

@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any
 
 from penstock.hwprofiles.schema import FORMAT_VERSION, Profile
-from penstock.runtime.errors import ProfileError
+from penstock.runtime.errors import ProfileError, SlowKernelWarning
 from penstock.runtime.units import MiB, show_bytes, show_seconds
 
 from . import host_kernels
@@ -42,7 +42,8 @@ def probed(device: Device, effort: Effort, progress: Progress, name: str = "this
     """Measure a device, its link and its host. Raise ProfileError of one line if the device fails or its memory runs out."""
     probe = _Probe(device, effort, progress)
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns about every kernel that it lacks
+        with warnings.catch_warnings(record=True) as probe.warnings:  # torch warns about every kernel that it lacks
+            warnings.simplefilter("default")
             return probe.profile(name)
     except DeviceOutOfMemory as error:
         raise ProfileError(f"out of memory while measuring {probe.now}: {error}; end other programs and probe again") from None
@@ -61,6 +62,7 @@ class _Probe:
         self.now = "device memory"
         self.results: list[Result] = []
         self.best: dict[tuple[str, str], float] = {}  # highest amount per second, by field and key
+        self.warnings: list[warnings.WarningMessage] = []
         self.left_out: dict[str, str] = {}  # by field: description of an optional benchmark that failed on this device
 
     def profile(self, name: str) -> Profile:
@@ -106,6 +108,9 @@ class _Probe:
         }
         numbers.write(fields)
         cliff_rows = list(cliffs(Profile.from_json(fields, "probe"), facts, numbers, total_bytes - free_before_bytes))
+        slow = {str(warning.message): None for warning in self.warnings if issubclass(warning.category, SlowKernelWarning)}
+        if slow:
+            cliff_rows.append(("slow kernels", f"{'; '.join(slow)}; the profile has the rates without them"))
         if cliff_rows:
             fields["summary"] += f"; cliffs: {', '.join(name for name, _ in cliff_rows)}"
             fields["sources"]["probe"]["detail"] += "".join(MARK + line for _, line in cliff_rows)[:MOST_CHARACTERS]

@@ -71,4 +71,5 @@ def main() -> None:
 
 def _as_note(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """Format warnings of Penstock (RuntimeWarning) as one line, others with their place in the code."""
-    return f"note: {message}\n" if category is RuntimeWarning else f"{filename}:{lineno}: {category.__name__}: {message}\n"
+    is_note = issubclass(category, RuntimeWarning)
+    return f"note: {message}\n" if is_note else f"{filename}:{lineno}: {category.__name__}: {message}\n"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.cuda.nvrtc import ELEMENT, Kernel, checked, compiled_kernel
+from penstock.runtime.errors import SlowKernelWarning
 from penstock.runtime.plan.workload import LOSS_SCRATCH_ELEMENTS, loss_lanes
 from penstock.runtime.units import on_one_line
 
@@ -120,7 +121,8 @@ def add_product(sum_VD: Tensor, gradient_NV: Tensor, rows_ND: Tensor) -> None:
             raise
         except RuntimeError as error:  # unsupported shape; deterministic
             how = f"the output matrix's gradient is a product of fp32 on {sum_VD.device.type} ({on_one_line(str(error), 120)})"
-            warnings.warn(f"{how}: up to ten times slower, a quarter of a step of a large vocabulary", RuntimeWarning, stacklevel=2)
+            slower = "up to ten times slower, a quarter of a step of a large vocabulary"
+            warnings.warn(f"{how}: {slower}", SlowKernelWarning, stacklevel=2)
     n, wide_ND = max(1, LOSS_SCRATCH_ELEMENTS // len(gradient_NV)), rows_ND.float()
     for part_PD, gradient_NP in zip(sum_VD.split(n), gradient_NV.split(n, dim=1), strict=True):
         part_PD.addmm_(gradient_NP.t().float(), wide_ND)

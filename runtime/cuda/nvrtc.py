@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from penstock.runtime.errors import SlowKernelWarning
 from penstock.runtime.units import on_one_line
 
 # C types of the bits; uint8: groups of int8 moments
@@ -44,7 +45,7 @@ def checked(compile_kernel: Callable[[], K], fault_of: Callable[[K], str], conse
             return kernel
     except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler or driver
         fault = f"its kernel cannot be used ({on_one_line(str(error), 120) or type(error).__name__})"
-    warnings.warn(f"{consequence}: {fault}", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"{consequence}: {fault}", SlowKernelWarning, stacklevel=3)
     return None
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import extending, types
+from numba.core import cgutils
 from numpy.typing import NDArray
 
 from penstock.runtime.compiled import compiled_kernel, compiled_loop
@@ -27,11 +28,14 @@ from .rounding import GROUP, HALF, INFINITE, LARGEST, NEAREST, PACK, PACK_BYTES,
 
 Bits = NDArray[Any]
 intrinsic: Callable[..., Callable[..., Any]] = extending.intrinsic  # its type hints describe the Python function, not its calls
+function_of: Callable[..., Any] = cgutils.get_or_insert_function
 BLOCK_ELEMENTS = 2**11  # divides TURN
 SCRATCH_ELEMENTS = 4 * BLOCK_ELEMENTS  # gradient, two moments, scales of groups
 NARROW, EIGHT, NAN = np.uint32(16), np.uint32(8), np.uint32(0x7FC0)
 # Operands, one alias scope each; MOMENT: unpacked elements of either moment, which an update reads as FIRST or SECOND
 WEIGHT, REMAINDER, FIRST, SECOND, GRADIENT, RANDOM, GROUPS, MOMENT = range(8)
+INT = ir.IntType(32)
+VECTOR = ir.VectorType(INT, GROUP)  # elements of a group; LLVM would unroll a loop over them to scalar instructions
 begin = compiled_loop(rounding.begin)
 
 
@@ -186,6 +190,33 @@ def apply_rule(
 # -- groups of int8 codes ------------------------------------------------------------------------------------------------
 
 
+@intrinsic
+def largest_of_group(typing: Any, array: Any, i: Any) -> Any:
+    """Largest bits, without signs, of the group from element i on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.bitcast(_place(context, builder, array, *args), VECTOR.as_pointer())
+        bits = builder.and_(_disjoint(builder, builder.load(place, align=4), MOMENT), VECTOR([0x7FFFFFFF] * GROUP))
+        kind, name = ir.FunctionType(INT, [VECTOR]), f"llvm.vector.reduce.umax.v{GROUP}i32"
+        return builder.call(function_of(builder.module, kind, name), [bits])
+
+    return types.uint32(array, types.intp), generate
+
+
+@intrinsic
+def fill_group(typing: Any, array: Any, i: Any, bits: Any) -> Any:
+    """Store bits to each element of the group from element i on, of the operand GRADIENT."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.bitcast(_place(context, builder, array, *args[:2]), VECTOR.as_pointer())
+        first = builder.insert_element(VECTOR(ir.Undefined), args[2], INT(0))
+        each = builder.shuffle_vector(first, VECTOR(ir.Undefined), VECTOR([0] * GROUP))
+        _disjoint(builder, builder.store(each, place, align=4), GRADIENT)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.uint32), generate
+
+
 @compiled_loop
 def unpack(groups: Any, start: int, n: int, is_root: bool, wide: Any, scales: Bits) -> None:
     """Unpack n elements from `start` on, a multiple of PACK, as `rounding.unpacked` to fp32 bits in `wide`. Scales are first spread
@@ -200,8 +231,7 @@ def unpack(groups: Any, start: int, n: int, is_root: bool, wide: Any, scales: Bi
             store(wide, k * PACK + i, code if is_root else np.uint32(np.int32(code << np.uint32(24)) >> np.int32(24)), MOMENT)
         for j in range(PACK // GROUP):
             low, high = load(block, begin + PACK + 2 * j, GROUPS), load(block, begin + PACK + 2 * j + 1, GROUPS)
-            for i in range(GROUP):
-                store(scales, k * PACK + j * GROUP + i, (low << NARROW) | (high << np.uint32(24)), GRADIENT)
+            fill_group(scales, k * PACK + j * GROUP, (low << NARROW) | (high << np.uint32(24)))
     for i in range(n_packs * PACK):
         code, scale = np.float32(np.int32(load(wide, i, MOMENT))), number(load(scales, i, GRADIENT))
         x = scale * code
@@ -216,10 +246,8 @@ def pack(groups: Any, start: int, n: int, is_root: bool, random: Any, wide: Any,
     n_packs, block = -(-n // PACK), groups[start // PACK * PACK_BYTES :]
     wide[n : n_packs * PACK] = 0  # padding of the last pack
     for g in range(n_packs * PACK // GROUP):
-        first, largest_bits = g * GROUP, SMALLEST
-        for i in range(GROUP):
-            largest_bits = max(largest_bits, load(wide, first + i, MOMENT) & np.uint32(0x7FFFFFFF))
-        largest_bits = min(largest_bits, INFINITE)
+        first = g * GROUP
+        largest_bits = min(max(largest_of_group(wide, first), SMALLEST), INFINITE)
         largest = number(largest_bits)
         if is_root:
             largest_bits, largest = bits_of(largest / np.float32(255)), np.float32(255) / largest
@@ -231,8 +259,7 @@ def pack(groups: Any, start: int, n: int, is_root: bool, random: Any, wide: Any,
         place = first // PACK * PACK_BYTES + PACK + g % (PACK // GROUP) * 2
         store(block, place, scale, GROUPS)
         store(block, place + 1, scale >> np.uint32(8), GROUPS)
-        for i in range(GROUP):
-            store(scales, first + i, bits_of(largest), GRADIENT)
+        fill_group(scales, first, bits_of(largest))
     for k in range(n_packs):
         for i in range(PACK):
             x, factor = number(load(wide, k * PACK + i, MOMENT)), number(load(scales, k * PACK + i, GRADIENT))

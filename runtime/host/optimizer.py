@@ -13,8 +13,9 @@ import torch
 
 from penstock.runtime.compiled import IS_COMPILED
 from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from penstock.runtime.errors import PlanError
+from penstock.runtime.errors import PlanError, SlowKernelWarning
 from penstock.runtime.plan.optimizer import RULES, AdamW
+from penstock.runtime.units import on_one_line
 
 from . import chunks
 from .chunks import Scratch
@@ -172,7 +173,7 @@ def _is_used(name: str, differences: Callable[[], list[str]]) -> bool:
 
 @cache
 def _tell_once(why: str) -> None:
-    warnings.warn(f"the host optimizer runs uncompiled and takes 10 to 60 times as long: {why}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"the host optimizer runs uncompiled and takes 10 to 60 times as long: {why}", SlowKernelWarning, stacklevel=2)
 
 
 def probe_numbers(n: int, spread: int, seed: int) -> torch.Tensor:
@@ -227,12 +228,11 @@ def device_kernel(device: torch.device, layout: KernelLayout) -> Kernel | None:
         kernel = layout.compiled(partial(compiled_kernel, device=device))
         if matches_host(kernel, device, layout):
             return kernel
-        cause = None
+        fault = "its kernel's bits differ"
     except (AttributeError, OSError, RuntimeError) as error:  # of torch's compiler, NVRTC or the driver
-        cause = error
-    raise PlanError(
-        f"{layout.rule} on {device.type} does not give the host's bits here; plan with --policy FILE, one with empty device_blocks"
-    ) from cause
+        fault = on_one_line(str(error), 120)
+    how = "plan with --policy FILE, one with empty device_blocks"
+    raise PlanError(f"{layout.rule} on {device.type} does not give the host's bits here ({fault}); {how}")
 
 
 def matches_host(kernel: Kernel, device: torch.device, layout: KernelLayout) -> bool:

@@ -19,7 +19,7 @@ from .chunks import Scratch
 from .host_state import HostState
 from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
-from .optimizer import KernelLayout, Step, SummedGradient, Task, add_tasks, device_kernel, summed
+from .optimizer import KernelLayout, ParamState, Step, SummedGradient, Task, add_tasks, device_kernel, summed
 from .rounding import StochasticRounding, stochastic_rounding
 from .workers import Workers
 
@@ -60,6 +60,9 @@ class Updates:
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}
         self._cuts = [b.cuts(plan.semantics.n_pieces) for b in blocks]  # by parameter: ranges in which chunks of the norm restart
         self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
+        # By op, made once: views and tasks take a tenth of a norm and a twentieth of an update, without the workers
+        self._operands: dict[Op, list[tuple[Parameter, ParamState, SummedGradient]]] = {}
+        self._square_tasks: dict[Op, list[list[Callable[[Scratch], list[float]]]]] = {}
         self._one_at_a_time = threading.Lock()  # for counters shared by the lanes that change the state
         self.forget()
 
@@ -130,16 +133,20 @@ class Updates:
 
     def norm(self, op: Op) -> None:
         """Compute the sums of squares of a block's gradient: one per parameter, or with several ranks one per tile of the shard."""
-        tasks_by_parameter: list[list[Callable[[Scratch], list[float]]]] = []
-        for p in self.state.owned[op.block]:
-            elements = self.state.part(p)
-            cuts = [range(cut.start - elements.start, cut.stop - elements.start) for cut in self._cuts[op.block][p.name]]
-            cuts = [cut for cut in cuts if cut.start >= 0 and cut.stop <= elements.stop - elements.start]
-            tasks_by_parameter.append(squares_tasks(self._gradient(op, p), cuts))
+        if op not in self._square_tasks:
+            self._square_tasks[op] = [squares_tasks(self._gradient(op, p), self._cuts_here(p)) for p in self.state.owned[op.block]]
+        tasks_by_parameter = self._square_tasks[op]
         results = iter(self.workers.run([task for tasks in tasks_by_parameter for task in tasks]))
         tiles = [[square for _ in tasks for square in next(results)] for tasks in tasks_by_parameter]
         sums = [added(squares) for squares in tiles] if self._shared is None else list(chain.from_iterable(tiles))
         self._squares(op["norm"])[: len(sums)] = torch.tensor(sums, dtype=torch.float64)
+
+    def _cuts_here(self, p: Parameter) -> list[range]:
+        """Ranges of a parameter in this rank's shard, counted from its first element there."""
+        elements = self.state.part(p)
+        every = self._cuts[self.state.block_of(p)][p.name]
+        cuts = [range(cut.start - elements.start, cut.stop - elements.start) for cut in every]
+        return [cut for cut in cuts if cut.start >= 0 and cut.stop <= elements.stop - elements.start]
 
     def clip(self, op: Op, step: int, losses: Callable[[], list[float]]) -> None:
         """Compute the global gradient norm; with several ranks, share sums of squares, losses and stop requests first."""
@@ -232,12 +239,20 @@ class Updates:
 
     def _tasks(self, op: Op, step: int, factor: float, n_updates: int, into_shadow: bool = False) -> list[Task]:
         settings, tasks = self.settings(step), list[Task]()
-        for p in self.state.owned[op.block]:
-            now = self.state.param_state(p)
+        for p, now, gradient in self._operands_of(op):
             target, source = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
-            arguments = self._gradient(op, p), factor, n_updates, settings.for_parameter(p.name, p.shape), source
+            arguments = gradient, factor, n_updates, settings.for_parameter(p.name, p.shape), source
             tasks += Step(target, *arguments, self._rule, self._rounding(p, n_updates)).tasks()
         return tasks
+
+    def _operands_of(self, op: Op) -> list[tuple[Parameter, ParamState, SummedGradient]]:
+        """Parameters of an update with their state and gradient. A commit moves the state of blocks with a shadow."""
+        if (known := self._operands.get(op)) is not None:
+            return known
+        operands = [(p, self.state.param_state(p), self._gradient(op, p)) for p in self.state.owned[op.block]]
+        if op.block not in self.plan.policy.speculate_blocks:
+            self._operands[op] = operands
+        return operands
 
     def _rounding(self, p: Parameter, n_updates: int) -> StochasticRounding | None:
         """Keys for stochastic rounding, which do not depend on plan, rank or restarts; None without low-bit optimizer state."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, VECTOR_BYTES, Kernel, checked, compiled_kernel
+from penstock.runtime.errors import SlowKernelWarning
 
 Function = Callable[..., Any]  # tensors to a tensor or a tuple
 Pair = tuple[Function, Function]  # forward and backward
@@ -129,7 +130,7 @@ class OneKernel:
                 del results, launches, operands  # free memory for the function
                 how = _call_by_call(self._function, inputs[0].device, inputs[0].dtype)
                 fault = f"{n_wrong} of its kernel's numbers differ at shape {tuple(inputs[0].shape)}"
-                warnings.warn(f"{how}: {fault}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{how}: {fault}", SlowKernelWarning, stacklevel=2)
                 return self._function(*inputs)
             self._compared.add(key)
         return results if len(results) > 1 else results[0]

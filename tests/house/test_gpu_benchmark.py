@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.expected_plans import GPU_RATES, SHIPPED, UPDATED_PER_S, expected_fields
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.expected import EXPECTED
 from benchmarks.gpu.harness import ARCHIVE, FAILED, FINISHED, INTERRUPTED, SKIPPED, STREAM, Harness, Results
@@ -23,6 +24,7 @@ from benchmarks.gpu.packages import missing
 from benchmarks.gpu.page import lines
 from benchmarks.gpu.smoke import POLICIES, smoke
 from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, Request, Stage
+from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.runtime.plan.workload import Saved
 from tests.forks import Forked, is_alive
 from tests.tour import ROOT
@@ -172,6 +174,16 @@ def test_every_expected_figure_is_of_a_line_of_a_stage():
     assert {stage for stage, _ in EXPECTED} <= {*NAMES}
     assert {f"update of {gb:g} GB" for gb in SIZES} <= {line for stage, line in EXPECTED if stage == "host"}
     assert all(figure and decision for figure, decision in EXPECTED.values())
+
+
+def test_expected_rates_are_marked_as_assumed_in_a_copy_of_the_profile():
+    shipped, expected = read_profile(SHIPPED), Profile.from_json(expected_fields(), "expected")
+    rates = [getattr(expected.device, name) for name in GPU_RATES] + [expected.host.reduce_bytes_per_s]
+    rates += [rate for point in expected.host.optimizer for rate in (point.params_per_s, point.params_per_s_under_copies)]
+    assert {expected.sources[rate.source].kind for rate in rates} == {"assumed"}
+    assert expected.name != shipped.name
+    assert expected.optimizer_params_per_s(14) == pytest.approx(UPDATED_PER_S)
+    assert read_profile(SHIPPED) == shipped
 
 
 @pytest.mark.slow

@@ -225,6 +225,7 @@ def slow(pinned: float, duplex: float) -> dict[str, Any]:
         ({"cores_fraction": 0.6}, "cores taken", "host copies on 16 threads had 9.6 cores' time"),
         ({"most_params_per_s": 1.5e9}, "optimizer does not scale", "1.5 Gparam/s on 15 threads"),
         ({"bare_context_bytes": 5 * GB}, "shared device", "5 GB of device memory"),
+        ({"slow_at": "activation"}, "slow kernels", "activation runs call by call; the profile has the rates without"),
     ],
 )
 def test_a_cliff_is_named_and_told_and_no_other_is(changes: dict[str, Any], name: str, text: str) -> None:

@@ -19,7 +19,7 @@ from penstock.planner.predict.region import Resource
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
 from penstock.runtime.errors import PlanError
 from penstock.runtime.host import chunks as reference
-from penstock.runtime.host import norms
+from penstock.runtime.host import norms, optimizer
 from penstock.runtime.host.chunks import CHUNK_ELEMENTS
 from penstock.runtime.host.norms import added, squares_at_once, squares_on_device, sum_of_squares
 from penstock.runtime.host.optimizer import SummedGradient
@@ -158,6 +158,9 @@ def test_kernels_that_do_not_compile_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(norms, "compiled_kernel", fail)
     with pytest.raises(PlanError, match=r"cpu does not sum squares to the host's bits here \(no compiler\); plan with --policy"):
         norms.squares_kernels(torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr(optimizer, "compiled_kernel", fail)
+    with pytest.raises(PlanError, match=r"adamw on cuda does not give the host's bits here \(no compiler\); plan with --policy"):
+        optimizer.device_kernel(torch.device("cuda"), optimizer.KernelLayout(torch.bfloat16, True, torch.bfloat16))
 
 
 @pytest.mark.gpu

@@ -72,3 +72,16 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied):
                 machine.perform(index, op, 0)
     assert n_calls > 100
     assert largest <= 256  # a sum of squares for each parameter
+
+
+def test_views_of_an_update_are_made_once(monkeypatch):
+    """Except those of a block with a shadow: a commit moves its state."""
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(update=Update.DEFERRED, speculate_blocks=(2,)))
+    machine, blocks = trained(plan, n_steps=1), set[int]()
+    place = machine.host.place
+    monkeypatch.setattr(machine.host, "place", lambda p: blocks.add(machine.host.block_of(p)) or place(p))
+    with torch.no_grad():
+        for index, op in enumerate(plan.ops):
+            if op.lane == "cpu":
+                machine.perform(index, op, 0)
+    assert blocks == {2}
