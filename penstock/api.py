@@ -24,7 +24,7 @@ from penstock.planner.model.config import without_dropout
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import read_model, spelled_out, supported_attention
 from penstock.planner.search.claim import CUT, claimed
-from penstock.runtime.errors import PlanError, WrongPlanError, user_code
+from penstock.runtime.errors import PlanError, ProfileError, WrongPlanError, user_code
 from penstock.runtime.executor import Stop
 from penstock.runtime.files import read_whole
 from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
@@ -241,7 +241,7 @@ def proven(where: str, file: PlanFile, search: bool) -> str:
         if claim is None:
             return f"{summary(plan)}; without a claim"
         unchecked += check_search(plan, claim) if search else check_claim(plan, claim)
-    except PlanError as error:
+    except (PlanError, ProfileError) as error:
         raise WrongPlanError(f"{where}: {error}") from None
     if not search:
         unchecked.append("the bounds over policies and sizes, and n_simulated (--search repeats the search)")

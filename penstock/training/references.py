@@ -271,6 +271,7 @@ def attach_file(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Map
         stored = read = None
     if not isinstance(stored, dict) or not isinstance(read, dict) or (digest := tensors.pop(DIGEST, None)) is None:
         raise CheckpointError(f"{path}: no file of a reference; {how}")
+    stored = {"products": "compute"} | stored  # files of versions without FP8 products have no such field
     if not extra and stored.get("loss") == "fused" and key.get("loss") == "online":  # a run's file, written before plan format 4
         del key["loss"]
     names = dict.fromkeys([*key, *({"adapter"} & stored.keys() if objective.n_top is None else ())])

@@ -36,8 +36,12 @@ _OF_TIME: dict[str, Any] = {"matmuls": (), "attention": None, "tiers": ()} | dic
 
 def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
     """Check blocks and arenas against the plan's model, semantics and policy, and ranks against the number of hosts; PlanError if
-    they differ. Return the parts that were not verified: for a claim of other code, fields that only affect costs."""
-    n_hosts = _profile_of(plan).n_hosts
+    they differ, ProfileError for FP8 products without their rate. Return the parts that were not verified: for a claim of other
+    code, fields that only affect costs."""
+    profile = _profile_of(plan)
+    if plan.semantics.products == "fp8":
+        _ = profile.fp8_rate_fraction  # raises if the machine has none
+    n_hosts = profile.n_hosts
     if plan.semantics.ranks % n_hosts:
         raise PlanError(f"profile: {plan.semantics.ranks} ranks cannot be divided among {n_hosts} hosts; {AGAIN}")
     try:

@@ -44,6 +44,8 @@ def test_typed_arguments_are_the_fields_of_the_semantics_and_of_a_run() -> None:
     [
         ("plan", "max_seq_length", "plan: no argument 'max_seq_length'; did you mean seq_len?"),
         ("plan", "bf16", "did you mean compute_dtype?"),
+        ("plan", "products", "did you mean compute_dtype?"),
+        ("train", "load_in_fp8", '(..., compute_dtype="fp8")`, for adapters with train="lora", base="fp8-rows"'),
         ("plan", "per_device_train_batch_size", "`penstock.plan(..., batch_size=16, micro_batch=1)`, sequences of a whole step"),
         ("plan", "gradient_accumulation_steps", "batch_size=16"),
         ("plan", "load_in_4bit", 'packed by `penstock.plan(..., base="nf4")`'),
@@ -94,6 +96,7 @@ def test_settings_of_other_trainers_get_true_advice(home: Path) -> None:
         ("warmup_ratio", "warmup_ratio: no such key; there is no ratio: give optimizer.schedule.warmup_steps"),
         ("logging_steps", "every step is logged"),
         ("gradient_accumulation_steps", "batch_size=16"),
+        ("mixed_precision", "give compute_dtype= to `penstock.plan`"),
         ("optimizer.wd", "did you mean optimizer.weight_decay?"),
     ):
         with pytest.raises(RunConfigError, match=f"^settings: .*{re.escape(words)}") as refused:

@@ -305,6 +305,12 @@ def test_a_reference_of_something_else_is_refused(tea):
     one_line(train(tea, plan_in(tea, "--loss", "orpo", name="orpo.json"), "--reference", ref), 2, "the plan's loss takes none")
     one_line(train(tea, plan, "--loss", "dpo"), 2, "leave --loss out")
     one_line(train(tea, plan, "--reference", ref, "--eval-data", tea / "held-out.jsonl"), 2, "holds nothing of this data")
+    fields = safe_open(ref, "pt").metadata()
+    key = json.loads(fields["key"])
+    assert key.pop("products") == "compute"  # absent from files of versions without FP8 products
+    save_file(load_file(ref), older := tea / "older", fields | {"key": json.dumps(key)})
+    succeeded(train(tea, plan, "--reference", older, out="of-older", steps=1))
+    one_line(train(tea, plan_in(tea, *DPO, "--compute", "fp8", name="8.json"), "--reference", older), 2, "another products")
     ref.write_bytes(ref.read_bytes()[:-8])
     one_line(train(tea, plan, "--reference", ref), 2, "not a whole safetensors file")
     save_file({"a": torch.zeros(1)}, ref)

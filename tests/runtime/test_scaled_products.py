@@ -26,7 +26,7 @@ from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
 from penstock.runtime.executor import execute
 from penstock.runtime.layers.adapters import use_scaled_products
 from penstock.runtime.layers.packed_weights import pack, parts
-from penstock.runtime.plan import Kind, Policy, Semantics, Update, saves
+from penstock.runtime.plan import Kind, PlanFile, Policy, Semantics, Update, saves
 from penstock.runtime.plan.footprint import WIDENED, device_needs
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.optimizer import optimizing
@@ -579,6 +579,10 @@ def test_a_machine_without_fp8_products_is_refused(tmp_path) -> None:
         api.plan("qwen2.5-0.5b", "h100-sxm", train="lora", base="fp8-rows", compute_dtype="fp8", products="compute")
     planned = api.plan("qwen2.5-0.5b", "h100-sxm", seq_len=64, batch_size=2, train="lora", base="fp8-rows", compute_dtype="fp8")
     assert (planned.plan.semantics.compute_dtype, planned.plan.semantics.products) == ("bf16", "fp8")
+    device = planned.plan.profile["device"] | {"fp8_rate_fraction": None}
+    PlanFile(replace(planned.plan, profile=planned.plan.profile | {"device": device}), None).write(path := tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=f"^{path}: h100-sxm: the profile of .* has no FP8 products"):
+        api.check(path)
 
 
 @pytest.mark.parametrize("command", [("plan", "--machine"), ("compare", "--machines"), ("fits", "")])
