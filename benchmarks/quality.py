@@ -3,9 +3,9 @@
     python -m benchmarks.quality --home FOLDER [--device cuda --machine h100-16core] [--jobs 6] [--layers 3,10] [--steps 1000]
 
 Byte-level models, the demo's with 3 layers and one with 10 (30 M parameters), trained on the sources of Python's standard library;
-every tenth file is held out. A variant is an optimizer, `adamw fp8`, `lora` or `lora fp8`; these two adapt the model that `adamw`
-with seed 0 trained, to the pages of docs. Runs with one seed start from equal weights and read equal data in equal order. Runs in
-FOLDER are not repeated. A table of all finished runs is printed at the end, or alone with `--jobs 0`.
+every tenth file is held out. A variant is an optimizer or `lora`, in bf16, and with ` fp8` or ` fp32` in that. `lora` adapts the
+model that `adamw` with seed 0 trained, to the pages of docs. Runs with one seed start from equal weights and read equal data in
+equal order. Runs in FOLDER are not repeated. A table of all finished runs is printed at the end, or alone with `--jobs 0`.
 """
 
 import argparse
@@ -88,13 +88,14 @@ def begin(home: Path, run: Run, words: list[str]) -> int:
 def perform(flags: argparse.Namespace, run: Run) -> None:
     import penstock
 
-    (n_layers, variant, seed), fp8 = run, {"compute_dtype": "fp8"} if run[1].endswith(" fp8") else {}
-    optimizer = variant.partition(" ")[0]
+    n_layers, variant, seed = run
+    optimizer, _, compute = variant.partition(" ")
+    other = {"compute_dtype": compute} if compute else {}
     if is_lora := optimizer == "lora":
         (model,) = folder(flags.home, (n_layers, "adamw", 0)).glob("checkpoint-*")
-        options = {"train": "lora:r=8", **fp8, **({"base": "fp8-rows"} if fp8 else {})}
+        options = {"train": "lora:r=8", **other, **({"base": "fp8-rows"} if compute == "fp8" else {})}
     else:
-        model, options = flags.home / f"model-{n_layers}-{optimizer.partition(':')[0]}-{seed}", {"optimizer": optimizer, **fp8}
+        model, options = flags.home / f"model-{n_layers}-{optimizer.partition(':')[0]}-{seed}", {"optimizer": optimizer, **other}
         model.mkdir(exist_ok=True)
         width = {"hidden_size": flags.width, "intermediate_size": 3 * flags.width, "num_attention_heads": flags.width // 64}
         config = CONFIG | {"num_hidden_layers": n_layers, "num_key_value_heads": max(1, flags.width // 128)} | width
