@@ -122,7 +122,7 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
         has_adapters = f.plan.semantics.train.lora is not None
         flags, weights = (IN_FP8_WORDS, "base") if has_adapters else ("--compute fp8", "weights")
         gain = f"{flags}: about {rate:,.0f} tokens/s, {rate / f.tokens_per_s:.2f} times as many"
-        cost = "" if has_adapters else ", and a trial's loss was higher"
+        cost = "" if has_adapters else ", and losses of trials were up to 0.14 higher"
         yield "advice", f"{gain}; it changes results: {weights}, activations and their gradients in 8 bits{cost} (docs/fp8.md)"
     if f.answer is not None and f.answer.clipped_step_s is not None:
         extra = f.answer.clipped_step_s / f.prediction.step_s - 1
