@@ -4,7 +4,6 @@ Values are those of transformers. One weight is dequantised at a time.
 """
 
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
 
 import torch
@@ -78,7 +77,7 @@ def fp8_row_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: 
     """Return the FP8 codes in this shape, and the scale of each row, as compressed-tensors stores them."""
     codes, scales = stored[name], stored[f"{name}{ROW_SCALES}"]
     is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES and tuple(codes.shape) == shape
-    if not is_fp8 or scales.numel() != prod(shape[:-1]) or not bool(scales.isfinite().all()):
+    if not is_fp8 or tuple(scales.shape) not in (shape[:-1], (*shape[:-1], 1)) or not bool(scales.isfinite().all()):
         raise _wrong_format(folder, name, "FP8 with a finite scale for each row")
     return codes, scales
 

@@ -287,7 +287,8 @@ def _merged_experts(
     for matrix, rows in zip(weight.view(-1, *weight.shape[-2:]), piece.outputs, strict=True):
         e = int(rows[0]) // n_out
         delta_oi = (b_ore[rows % n_out, :, e] @ a_eri[e]).mul_(lora.scale)
-        yield _finite(adapter, name, (delta_oi.t() if piece.swaps else delta_oi).add(matrix).to(weight.dtype))
+        swaps = piece.swaps and delta_oi.t().shape == matrix.shape  # transformers swaps some stacks only if shapes differ
+        yield _finite(adapter, name, (delta_oi.t() if swaps else delta_oi).add(matrix).to(weight.dtype))
 
 
 def _finite(adapter: Path, name: str, merged: Tensor) -> Tensor:

@@ -95,9 +95,14 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     workload = _built(key_of(model), replace(semantics, **plain))
     _refuse_untrained(model, semantics.train, workload)
     wide = _wide(_modules(model), semantics)
-    if rounded := [p.name for block in workload.blocks for p in block.trained if p.name in wide]:
-        problem = f"transformers keeps {len(rounded)} of the trained weights in fp32 (first: {rounded[0]})"
-        _fail(model, f"{problem}, and --compute bf16 would round them; plan with --compute fp32, or with --train lora")
+    trained = {
+        f"{p.name.partition('.lora_')[0]}.weight" if is_adapter(p.name) else p.name for b in workload.blocks for p in b.trained
+    }
+    if rounded := sorted(trained & wide):
+        has_adapters = semantics.train.lora is not None
+        kind, instead = ("adapted", "name --train lora:targets without them") if has_adapters else ("trained", "with --train lora")
+        problem = f"transformers keeps {len(rounded)} of the {kind} weights in fp32 (first: {rounded[0]})"
+        _fail(model, f"{problem}, and --compute bf16 would round them; plan with --compute fp32, or {instead}")
     if (semantics.objective.n_top or 0) > (n := workload.blocks[-1].parameters[-1].shape[0]):
         _fail(model, f"--loss distill: k is {semantics.objective.n_top}, but the model has {n} token ids; choose k <= {n}")
     return workload

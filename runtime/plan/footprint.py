@@ -1,5 +1,7 @@
 """Memory of a plan on device and host, by use, for planner, checker and executor. The memory of CUDA and Python is excluded."""
 
+from collections import Counter
+
 from .plan import Plan
 from .setup import Place, Setup
 from .workload import ITEM_BYTES, Attention, Saved, text_of
@@ -61,9 +63,14 @@ def widened_bytes(plan: Setup) -> int:
     def peak_bytes(m: int, k: int, n: int) -> int:
         return max(8 * m * k, 4 * m * k + 5 * k * n + max(4 * k * n, 6 * m * n))
 
-    products = (m for blocks in plan.workload.classes for m in plan.workload.blocks[blocks[0]].matmuls if m.scaled != "no")
-    sizes = ((m.m * (m.count if m.grouped else 1), m.k, m.n) for m in products)
-    return max((max(peak_bytes(rows, k, n), peak_bytes(rows, n, k)) for rows, k, n in sizes), default=0)
+    n_most = 0
+    for blocks in plan.workload.classes:
+        rows = Counter[tuple[int, int]]()  # of all experts, by k and n
+        for m in (m for m in plan.workload.blocks[blocks[0]].matmuls if m.scaled != "no"):
+            rows[m.k, m.n] += m.m * m.count * m.grouped
+            n_rows = rows[m.k, m.n] if m.grouped else m.m
+            n_most = max(n_most, peak_bytes(n_rows, m.k, m.n), peak_bytes(n_rows, m.n, m.k))
+    return n_most
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:

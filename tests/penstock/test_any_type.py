@@ -116,6 +116,9 @@ def test_bf16_does_not_round_trained_weights_that_transformers_keeps_in_fp32(hom
     one_line(penstock("plan", home / "ernie4_5_moe", *SIZES), 2, "keeps 3 of the trained weights in fp32", "--compute fp32")
     plan = plan_in(home, "--train", "lora:r=4", model="ernie4_5_moe")
     succeeded(train(home, plan, "--tokenizer", "bytes", steps=1, scratch=()))
+    published(home, "hunyuan_v1_moe")  # its router is a linear layer
+    adapting = penstock("plan", home / "hunyuan_v1_moe", *SIZES, "--train", "lora:targets=all-linear")
+    one_line(adapting, 2, "4 of the adapted weights in fp32", "lora:targets without them")
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])

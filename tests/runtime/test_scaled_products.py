@@ -526,6 +526,15 @@ def test_the_transposed_copy_of_a_stack_is_booked(name, experts) -> None:
     assert stack <= twice.transient_bytes - fewer.transient_bytes < 1.001 * stack
 
 
+def test_an_expert_with_all_rows_is_booked_also_of_uneven_counts() -> None:
+    """18 rows of 8 experts are products of 2 and of 3 rows."""
+    config, needed_bytes = tiny_config("mixtral", num_local_experts=8, num_experts_per_tok=1), []
+    for n_rows in (16, 18):
+        plan = plan_of(config, semantics_of("mixtral", products="fp8", seq_len=n_rows), Policy())
+        needed_bytes.append(device_needs(plan, False, None)[WIDENED])
+    assert needed_bytes[0] < needed_bytes[1] < needed_bytes[0] * 18 / 16
+
+
 REFUSED = [
     (
         {"train": LORA, "base": "fp8-rows", "products": "compute"},

@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.checkpoint import merging
-from penstock.checkpoint.adapter_files import PREFIX, TENSOR_FILE
+from penstock.checkpoint.adapter_files import PREFIX, TENSOR_FILE, stack_factors
 from penstock.checkpoint.merging import merge
 from penstock.checkpoint.model_files import INDEX_FILE
 from penstock.checkpoint.tensor_files import Shards
@@ -124,6 +125,19 @@ def test_experts_are_matched_without_the_memory_of_a_stack() -> None:
     pieces = merging._pieces(tiny("olmoe"), {"model.layers.0.mlp.experts.gate_up_proj": (8, 192, 2**50)})
     assert len(pieces) == 2 * 8
     assert all(piece.outputs.shape == (1, 96) and not piece.swaps for piece in pieces.values())
+
+
+def test_a_stack_of_experts_is_merged_in_the_layout_of_its_file() -> None:
+    """Published Qwen3-VL files have rows of inputs; those that transformers saves have rows of outputs."""
+    stack, lora, weight = "model.language_model.layers.0.mlp.experts.gate_up_proj", Lora(4, 4.0), torch.randn(8, 96, 64)
+    pieces = merging._pieces(tiny("qwen3_vl_moe"), {stack: (8, 96, 64)})
+    factors = {
+        f"{stack_factors(stack)}.lora_{side}.weight": torch.randn(shape) for side, shape in (("A", (32, 64)), ("B", (96, 32)))
+    }
+    merge_of = partial(merging._merged_experts, Path(), factors=factors, name=stack, lora=lora, piece=pieces[stack])
+    saved, published = (torch.stack([*merge_of(stored={stack: stored})]) for stored in (weight, weight.mT.contiguous()))
+    assert not torch.equal(saved, weight)
+    assert torch.equal(saved, published.mT)
 
 
 @pytest.mark.parametrize("shard", [SHARD, "1GB"], ids=["shards", "one-file"])

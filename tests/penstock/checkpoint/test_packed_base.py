@@ -234,7 +234,7 @@ def test_fp8_with_a_scale_per_row_is_read_as_published(tmp_path):
     assert "plan with --base fp8-rows" in refused(partial(packed_base, folder, DENSE | BY_ROW, shapes, "int8", tmp_path))
     assert "--base fp8-rows --compute fp8, or make" in note_on_weights(Model(DENSE | BY_ROW), "nf4")
     scale = f"{Q}_scale"
-    for wrong in ({scale: torch.ones(8, 1)}, {scale: torch.full((64, 1), torch.inf)}, {Q: torch.zeros(64, 128).char()}):
+    for wrong in ({scale: torch.ones(1, 64)}, {scale: torch.full((64, 1), torch.inf)}, {Q: torch.zeros(64, 128).char()}):
         odd = packed_base(published(tmp_path / "odd", tensors | wrong), DENSE | BY_ROW, shapes, "fp8-rows", tmp_path)
         assert "is not in FP8 with a finite scale for each row" in refused(partial(odd, Q))
     for change in ({"strategy": "tensor"}, {"num_bits": 4}):
