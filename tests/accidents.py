@@ -117,7 +117,7 @@ class LeavesOut(TorchMachine):
 
 
 # -- whole processes ----------------------------------------------------------------------------------------------------
-# Run by itself: `python -m tests.accidents killed|terminated|full_disk|replanned FOLDER SEED N_TRIALS`. The folder holds
+# Run by itself: `python -m tests.accidents killed|full_disk|replanned FOLDER SEED N_TRIALS`. The folder holds
 # plans (plan-*.json) and a folder `data`, and receives the outputs.
 
 N_STEPS = 4
@@ -205,17 +205,22 @@ def run_of(plan: Path, out: Path, *options: object) -> list[object]:
 
 
 def killed(home: Path, rng: random.Random, n_trials: int) -> None:
-    """Kill runs at random times, also after resuming, then resume under another plan; the result must equal an undisturbed run."""
-    plans, ever = sorted(home.glob("plan-*.json")), 0
+    """Send SIGKILL or SIGTERM at random times, also after resuming, then resume under another plan; the result must equal an
+    undisturbed run. After SIGTERM a run saves its step and exits with 0."""
+    plans, ever, n_stopped = sorted(home.glob("plan-*.json")), 0, 0
     forked(run_of(plans[0], home / "undisturbed"))
     expected = left_by(home / "undisturbed")
     for trial in range(n_trials):
         out = home / f"killed-{trial}"
         for _ in range(2):
-            event = rng.choice(["op", "file"])
-            again = run_of(rng.choice(plans), out, "--resume", "--keep", 2)
-            ever += forked(again, event, rng.randrange(200 if event == "op" else 20))
-            stands = whole_checkpoints(out)
+            event, number = rng.choice([("op", signal.SIGKILL), ("file", signal.SIGKILL), ("op", signal.SIGTERM)])
+            every = N_STEPS if number == signal.SIGTERM else 1  # the checkpoint after SIGTERM is then due to the signal only
+            again = run_of(rng.choice(plans), out, "--resume", "--keep", 2, "--save-every", every)
+            died = forked(again, event, rng.randrange(10, 200) if event == "op" else rng.randrange(20), number)
+            stands, ever = whole_checkpoints(out), ever + died
+            if not died:
+                assert stands[-1] == json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"], "a step was lost"
+                n_stopped += stands[-1] < N_STEPS
             if stands[-1:] == [N_STEPS]:
                 break
         if stands[-1:] != [N_STEPS]:
@@ -223,8 +228,8 @@ def killed(home: Path, rng: random.Random, n_trials: int) -> None:
         assert whole_checkpoints(out)[-1] == N_STEPS
         outputs = left_by(out)
         assert outputs == expected, {key for key in expected if expected[key] != outputs.get(key)}
-    assert ever > n_trials, "too few kills for a test"
-    print(f"killed {ever} times")
+    assert ever + n_stopped > n_trials, "too few signals for a test"
+    print(f"killed {ever} times, terminated {n_stopped} times")
 
 
 def instant(plan: Path, predicted: Any = PREDICTED, code: int = 0, errors: str = "", n_looks: int = 0) -> SimpleNamespace:
@@ -276,27 +281,6 @@ def replanned(home: Path, rng: random.Random, n_trials: int) -> None:
     print(f"killed {n_killed} times, {n_named} of {n_trials} runs with another plan")
 
 
-def terminated(home: Path, rng: random.Random, n_trials: int) -> None:
-    """Send SIGTERM at random times; a run must finish its step, save and exit with 0, and the next run must resume."""
-    plans, n_stopped = sorted(home.glob("plan-*.json")), 0
-    forked(run_of(plans[0], home / "undisturbed"))
-    expected = left_by(home / "undisturbed")
-    for trial in range(n_trials):
-        out, stands = home / f"terminated-{trial}", list[int]()
-        while stands[-1:] != [N_STEPS]:
-            again = run_of(rng.choice(plans), out, "--resume", "--keep", rng.randrange(1, 3))
-            again[again.index("--save-every") + 1] = rng.randrange(1, 4)
-            forked(again, "op", rng.randrange(10, 250), signal.SIGTERM)
-            earlier, stands = stands, whole_checkpoints(out)
-            assert stands[-1] > (earlier[-1] if earlier else 0), "the step in progress was not saved"
-            assert stands[-1] == json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-            n_stopped += stands[-1] < N_STEPS
-        outputs = left_by(out)
-        assert outputs == expected, {key for key in expected if expected[key] != outputs.get(key)}
-    assert n_stopped > n_trials / 2, "too few runs were stopped for a test"
-    print(f"terminated {n_stopped} times")
-
-
 def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
     """Run on a disk that is full after a random number of bytes. A run must end with an error of one line, and resume to the same
     bits once the disk has space. The check for free space at the start of a run is disabled."""
@@ -334,6 +318,6 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
 
 
 if __name__ == "__main__":
-    accidents = {"killed": killed, "terminated": terminated, "full_disk": full_disk, "replanned": replanned}
+    accidents = {"killed": killed, "full_disk": full_disk, "replanned": replanned}
     accident = accidents[sys.argv[1]]
     accident(Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4]))

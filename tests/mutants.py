@@ -335,7 +335,7 @@ SAMPLES: tuple[dict[str, Any], ...] = (
     ADAPTED | {"n_layers": 4, "base": "int8", "device_blocks": (1, 2, 3, 4)},
     ADAPTED | BARRIER | {"n_micro_batches": 2, "tied": True, "base": "int8", "resident_blocks": (1,), "boundary_stride": 2},
     ADAPTED | {"n_micro_batches": 2, "tied": True, "device_blocks": (1, 2, 3)},
-    NORMS | {"device_blocks": (1, 2, 3, 4), "boundary_stride": 2},
+    NORMS | BARRIER | {"device_blocks": (1, 2, 3, 4), "boundary_stride": 2},
     ADAPTED | {"n_layers": 4, "n_micro_batches": 2, "base": "int8", "disk_blocks": (1, 2, 4)},
     PARTIAL | BARRIER | {"n_layers": 4, "n_micro_batches": 2, "accumulation_group": 2, "gradient_slots": 2},
     PARTIAL | {"n_layers": 4, "n_micro_batches": 2, "save": saves(all=(4,)), "spill_blocks": (2,), "device_blocks": (2, 4)},

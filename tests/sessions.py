@@ -25,9 +25,9 @@ SAVING = ("every", "keep", "background", "copy_bytes", "minutes", "weights_only"
 
 
 def session_of(folder: Path, policy: Policy = Policy(), machine_type=TorchMachine, model_type: str = "llama", **fields) -> Session:  # noqa: B008 frozen
-    """Return a session of a tiny model with random weights; `fields` are checkpoint settings and fields of the semantics."""
+    """Return a session of a tiny model with random weights; `fields`: checkpoint settings, the semantics', `sizes` of the model."""
     saving = {name: fields.pop(name) for name in SAVING if name in fields}
-    plan = plan_of(tiny_config(model_type), semantics_of(model_type, **fields), policy)
+    plan = plan_of(tiny_config(model_type, **fields.pop("sizes", {})), semantics_of(model_type, **fields), policy)
     ids = np.random.default_rng(5).integers(0, 96, 16 * 50, dtype=np.uint16)
     data = RowOfTokens(ids, seq_len=16, batch_size=4, pad_id=0, shuffle_seed=3)
     machine = machine_type(plan, data.batch, scheduled)

@@ -1,7 +1,7 @@
 """Generated pages: docs/tour.md (one line per folder), docs/imports.md (files by level of imports), docs/api.md (Python interface),
 docs/training-arguments.md (fields of transformers' and TRL's configurations).
 
-`python -m tests.tour` writes them; tests compare them with the code.
+`python -m tests.tour` writes them again below their words, which are in the pages only; tests compare them with the code.
 """
 
 import ast
@@ -26,18 +26,13 @@ READING = (
     *("runtime/host", "runtime/cuda", "penstock", "penstock/arguments", "penstock/data", "penstock/vision"),
     *("penstock/model_checks", "penstock/training", "penstock/checkpoint", "penstock/chat", "penstock/hf", "penstock/cli"),
 )
-_HEAD = """# A tour
 
-```
-config.json ──┐                         ┌── simulate ──► predicted timeline ──┐
-              ├──► search ──► plan ─────┤                                     ├── the same type: compare
-profile.json ─┘      ▲          └ check └── execute  ──► measured timeline  ──┘
-                     └ bounds
-```
 
-Read first: [the ops](../runtime/plan/ops.py), [the compiler](../planner/lower/passes.py) that makes them, their two interpreters,
-[the simulator](../planner/predict/simulate.py) and [the executor](../runtime/executor.py); then their tests. Then folder by folder:
-"""
+def words_before(page: Path, generated: str) -> str:
+    """Return the start of a page, written by hand, up to the line that begins with `generated`."""
+    words, start, _ = page.read_text(encoding="utf-8").partition(f"\n{generated}")
+    assert start, f"{page}: no line begins with {generated}"
+    return f"{words}\n"
 
 
 @cache
@@ -55,77 +50,27 @@ def sources() -> list[Path]:
 def tour() -> str:
     """Return docs/tour.md."""
     lines = [f"- [{folder}](../{folder}) {first_line(ROOT / folder / '__init__.py')}" for folder in READING]
-    return f"{_HEAD}\n" + "\n".join(lines) + "\n"
+    return words_before(PAGE, "- [") + "\n".join(lines) + "\n"
 
 
 # -- arguments of other trainers ---------------------------------------------------------------------------------------
-
-_ARGUMENTS = """# TrainingArguments → Penstock
-
-`penstock.hf` has the classes `Trainer`, `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `RewardTrainer` and `GRPOTrainer` (on given
-rollouts) with the constructors of transformers and TRL. A script changes one line, the import: `from penstock.hf import
-SFTTrainer`. Its configuration, data sets, `peft_config` and callbacks stay. `machine="rtx4090-server"` or `penstock_plan=` (a
-plan or its file) chooses the plan. Without them the machine is probed once, and the plan is printed. TRL and PEFT are not needed.
-
-```python
-from trl import SFTConfig
-from penstock.hf import SFTTrainer
-
-trainer = SFTTrainer("Qwen3-8B", SFTConfig("out", max_length=2048), train_dataset=rows, machine="rtx4090-server")
-trainer.train(resume_from_checkpoint=True)
-trainer.save_model("tuned")
-```
-
-Losses of 20 steps, learning rates and the saved files are [compared with the originals](benchmarks/trainers_2026-11-29.md). Every
-field is in one of these tables. A field that is refused raises an error if it has another value than the default, one line for
-each.
-"""
-_DIFFERENCES = """## Differences on purpose
-
-- Rows are padded to the length of the plan: the longest row, rounded up to 64 tokens, at most `max_length`. Losses do not depend
-  on it.
-- bf16 computes with weights rounded to bf16, from fp32 masters; the original uses autocast.
-- `eval_loss` is a mean over all tokens (pairs, answers). The original averages the means of its batches, which depend on their
-  size.
-- A loss of pairs or answers is a mean over the step. The original averages the means of its micro-batches, which differ for a
-  last smaller batch with `gradient_accumulation_steps`. On several ranks the original fills an epoch's last batch with its first
-  rows.
-- Answers start at the first token with a character of them. TRL compares tokens of the prompt with those of both answers, which
-  differs if a prompt ends with a space. Rows of `SFTTrainer` are tokenised as by TRL in this case, too.
-- The reference of DPO and KTO is the model of the start, an adapter of the model included, and is computed before the first step.
-- KTO leaves out rows at the end that fill no batch of `per_device_train_batch_size`, the group of a baseline.
-- A score of a reward model is that of the last token before the end token, also if padding is another token.
-- GRPO: the old log-probabilities are those of the rows. `rollout_func` and `reward_funcs` are called once for each prompt that a
-  step takes, before training.
-- `weight_decay` leaves out vectors that are neither biases nor norms, such as sinks of attention.
-- A new adapter starts from random numbers of `seed`, not of the program's generator. Give a PeftModel to start from its own.
-- Packing with bfd is first fit over whole documents, isolated in attention, in an order of Penstock.
-- The last step is always saved. A folder with checkpoints of another run is refused, unless resumed. The file
-  `trainer_state.json` of a checkpoint is Penstock's; `hf_trainer_state.json` has the fields of the original.
-- Callbacks get `model=None`, and no events within a step. `should_epoch_stop` is an error. `metrics` have no `total_flos`.
-"""
 
 
 def arguments() -> str:
     """Return docs/training-arguments.md."""
     table = tomllib.loads((ROOT / "penstock" / "other_trainers.toml").read_text(encoding="utf-8"))
     kinds = {"mapped": ("Mapped", "in Penstock"), "same": ("Without an influence", "because"), "refused": ("Refused", "instead")}
-    parts = [_ARGUMENTS]
+    parts: list[str] = []
     for heading, column, entries in [(*kinds[kind], entries) for kind, entries in table["training_arguments"].items()] + [
         ("Parameters of a trainer, refused", "instead", table["trainer_arguments"])
     ]:
         rows = (f"| `{names.replace('|', '`, `')}` | {words.replace('|', chr(92) + '|')} |" for names, words in entries.items())
         parts.append("\n".join([f"## {heading}\n", f"| | {column} |", "|---|---|", *rows]) + "\n")
-    return "\n".join([*parts, _DIFFERENCES])
+    _, differences, words = ARGUMENTS.read_text(encoding="utf-8").partition("## Differences on purpose\n")
+    return words_before(ARGUMENTS, "## Mapped") + "\n".join([*parts, differences + words])
 
 
 # -- imports ------------------------------------------------------------------------------------------------------------
-
-_IMPORTS = """# Imports inside every package
-
-A file imports only files of lower levels, within its package and within the project; a test checks that imports have no cycle, late
-imports and imports for types included. The level of a file is one above the highest level of its imports in the same package.
-"""
 
 
 @cache
@@ -182,7 +127,7 @@ def needs(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
 
 def levels(trees: Mapping[Path, ast.Module]) -> str:
     """Return docs/imports.md: files of each package by level, the highest first."""
-    needed, page = needs(trees), [_IMPORTS.rstrip()]
+    needed, page = needs(trees), [words_before(LEVELS, "## ").rstrip()]
     packages: dict[str, set[str]] = {}
     for path in trees:
         if path.name != "__init__.py":
@@ -207,15 +152,10 @@ def package_trees() -> dict[Path, ast.Module]:
 
 # -- the Python interface -------------------------------------------------------------------------------------------------
 
-_API = """# From Python
-
-What `import penstock` gives a program, as its code has it; `plan` returns a Planned, `train` a Trained. Errors are PenstockErrors.
-"""
-
 
 def api() -> str:
     """Return docs/api.md: signatures and docstrings of public functions and classes."""
-    page = [_API]
+    page: list[str] = []
     for thing in (
         *(getattr(penstock, name) for name in sorted(penstock.__all__, key=str.swapcase)),
         StepOptions,
@@ -235,7 +175,7 @@ def api() -> str:
                 *lines, last = ["", *_header(source, part)][code[-1].endswith(":") :]
                 code += [*lines, last if docstring else f"{last} ...", *([f'        """{docstring}"""'] if docstring else [])]
         page.append(f"## {node.name}\n\n{ast.get_docstring(node)}\n\n```python\n" + "\n".join(code) + "\n```\n")
-    return "\n".join(page)
+    return words_before(API, "## ") + "\n".join(page)
 
 
 def _header(source: str, node: ast.ClassDef | ast.FunctionDef) -> list[str]:

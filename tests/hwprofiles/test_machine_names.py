@@ -1,5 +1,7 @@
 """Names of machines as users write them: one match is taken, several are listed, others get the nearest or a reason."""
 
+from tempfile import gettempdir
+
 import pytest
 
 from penstock.hwprofiles.machine_names import matching, nearest, refusal
@@ -41,6 +43,9 @@ def test_a_name_of_one_machine_is_taken_with_a_note(name: str, machine: str) -> 
         ("Strix Halo", "one memory"),
         ("Ryzen AI Max+ 395", "one memory"),
         ("gaudi3", "no CUDA GPU"),
+        ("h200-pcie4", "nearest is h200-pcie5"),
+        ("x" * 5000, "too long"),
+        *((name, "machines` lists") for name in ("odd", "x\0y", gettempdir(), "", "../gb10", "mine.json")),  # a path is no name
     ],
 )
 def test_any_other_name_is_answered_in_one_line(name: str, words: str) -> None:

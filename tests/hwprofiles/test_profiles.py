@@ -276,14 +276,6 @@ def test_points_that_do_not_rise_are_refused(curve: str) -> None:
     assert f"{curve}: sort the points by rising" in refusal(fields)
 
 
-def test_an_unknown_machine_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    listed = ("odd", "x\0y", str(tmp_path), "", "../gb10", "mine.json")  # a path is no name of a machine
-    pairs = [("h200-pcie4", "nearest is h200-pcie5"), ("x" * 5000, "too long"), *((name, "machines` lists") for name in listed)]
-    for wrong, near in pairs:
-        with pytest.raises(ProfileError, match=near):
-            read_profile(wrong)
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -117,6 +117,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
         ([*SMALL, "--batch-size", "99999999999", "--micro-batch", "99999999999"], "99,999,999,999 x 512 tokens is not planned"),
         ([*SMALL, "--train", "lora:r=0"], "rank is 0"),
         ([*SMALL, "--micro-batch", "300"], "more than the batch"),
+        ([*SMALL, "--sum-groups", "3"], "a step of 2 micro-batches has no 3 sum groups; choose a power of two that divides them"),
         ([*SMALL[:-2], "--tokens-per-step", "1000"], "1024 is"),
         ([*SMALL, "--device-memory", "12 parsecs"], "not a size"),
         ([*SMALL, "--usd", "nan"], "not a number"),
@@ -141,14 +142,6 @@ def test_a_wrong_plan_or_claim_is_exit_code_1(tmp_path, answered):
     one_line(invoke("check", changed(tmp_path / "a.json", answered[1], without_wait)), 1)
     faster = changed(tmp_path / "b.json", answered[1], lambda fields: fields["claim"]["prediction"].update(step_s=1e-3))
     one_line(invoke("check", faster), 1)
-
-
-def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
-    policy, plan = tmp_path / "policy.json", tmp_path / "p.json"
-    policy.write_text('{"prefetch_depth": 2, "gradient_slots": 2, "update": "deferred", "save": {"all": [24]}}')
-    first = json.loads(invoke(*SMALL, "--policy", policy, "--json", "-o", plan).stdout)
-    assert (first["policy"]["prefetch_depth"], first["policy"]["save"]) == (2, {"all": [24]})
-    assert json.loads(invoke(*SMALL, "--policy", plan, "--json").stdout) == first
 
 
 @pytest.mark.parametrize(

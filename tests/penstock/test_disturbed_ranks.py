@@ -15,7 +15,7 @@ from tests.bytes_of_files import write_lines
 from tests.forks import is_alive
 from tests.lanes import mostly_slow
 from tests.rank_runs import begun, contents, is_that_of_one, pid_of, planned, run_to_end, said_by, step_of, wait_for, words
-from tests.running import lines_of, penstock, plan_in, succeeded
+from tests.running import penstock, plan_in, succeeded
 
 
 def test_a_full_disk_ends_all_ranks_in_one_line(home):
@@ -70,33 +70,6 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
     assert is_that_of_one(home, 12, *looks)
 
 
-@pytest.mark.slow
-def test_half_a_checkpoint_of_two_ranks_is_not_resumed(home):
-    out = home / "out"
-    running = begun(words(home, planned(home, 2), "--save-every", 1, "--keep", 3, steps=10**5))
-    wait_for(lambda: step_of(out), running)
-    first = pid_of(running, 0)
-
-    def stands_while_it_writes():
-        if not list(out.glob("*.partial")):
-            return False
-        os.kill(first, signal.SIGSTOP)
-        if list(out.glob("*.partial/config.json")):
-            return True
-        os.kill(first, signal.SIGCONT)
-        return False
-
-    wait_for(stands_while_it_writes, running, look_s=0)
-    os.kill(first, signal.SIGKILL)
-    assert "rank 0 was ended by SIGKILL" in said_by(running)
-    (half,), n = out.glob("*.partial"), step_of(out)
-    assert half.name == f"checkpoint-{n + 1}.partial"
-    succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n + 2)))
-    assert not half.exists()
-    assert [line["step"] for line in lines_of(home, "out")] == list(range(1, n + 3))
-    assert is_that_of_one(home, n + 2)
-
-
 TEXTS = [{"text": ("good " if n % 2 else "bad ") + "x" * (n % 5 + 9), "label": n % 2} for n in range(16)]
 PAIRS = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(8)]
 ANSWERS = [{"prompt": f"tea {n}? ", "completion": "yes" + "!" * n, "label": n % 2 == 0} for n in range(8)]
@@ -116,7 +89,10 @@ def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, extra)
     running = begun(words(home, plans[1], "--save-every", 1, "--keep", 2, steps=10**5))
     wait_for(lambda: step_of(home / "out") > 1, running)
     os.kill(pid_of(running, victim), signal.SIGKILL)
-    assert f"rank {victim} was ended by SIGKILL" in said_by(running)
+    began_s = time.monotonic()
+    assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in said_by(running)
+    assert time.monotonic() - began_s < 30
+    assert running.returncode == 128 + signal.SIGKILL
     n = step_of(home / "out") + 1
     resumed = run_to_end(words(home, plans[1], "--resume", steps=n))
     assert resumed.returncode == 0, resumed.stderr

@@ -9,9 +9,6 @@ from subprocess import PIPE, run
 
 import pytest
 
-from benchmarks.trainers import write_home
-from penstock.hf.start import profile_path
-from penstock.hwprofiles.schema import read_profile
 from tests.bytes_of_files import write_lines
 from tests.chats import write_talker
 from tests.forks import Forked
@@ -84,25 +81,13 @@ def test_the_notebook_runs_cell_by_cell(tmp_path: Path) -> None:
     assert process.stdout.count("shows <iframe ") == 2
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models and rows of each kind, and a profile of this host in the cache."""
-    home = tmp_path_factory.mktemp("home")
-    write_home(home)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PENSTOCK_CACHE", str(home / "cache"))
-        profile_path().parent.mkdir(parents=True)
-        profile_path().write_text(json.dumps(read_profile("cpu-2core").to_json()))
-    return home
-
-
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_script_for_another_trainer_runs_on_a_tiny_model(name: str, rows: Path) -> None:
+def test_a_script_for_another_trainer_runs_on_a_tiny_model(name: str, trainers_home: Path) -> None:
     program = f"import runpy; runpy.run_path({str(ROOT / 'examples' / name)!r} + '.py', run_name='__main__')"
     command = [sys.executable, "-c", program, "scorer" if name == "trl_reward" else "model", f"{TRAINERS[name]}.jsonl", name, "2"]
-    env = os.environ | {"PENSTOCK_CACHE": str(rows / "cache"), "HF_DATASETS_CACHE": str(rows / "datasets"), "HF_HUB_OFFLINE": "1"}
-    process = Forked(command, cwd=rows, env=env, stdout=PIPE, stderr=PIPE)
+    env = os.environ | {"HF_DATASETS_CACHE": str(trainers_home / "datasets"), "HF_HUB_OFFLINE": "1"}
+    process = Forked(command, cwd=trainers_home, env=env, stdout=PIPE, stderr=PIPE)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert re.search(r"loss -?[0-9.]+ -> ", output)
-    assert (rows / name / "final" / "tokenizer.json").exists()
+    assert (trainers_home / name / "final" / "tokenizer.json").exists()

@@ -28,10 +28,6 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     rows = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
     assert rows[0] == ["", "predicted", "measured", "error"]
     assert {row[0] for row in rows[1:]} >= {"step", "busy, gpu", "busy, h2d", "busy, d2h", "busy, cpu", "process, peak"}
-    trace = home / "trace.json"
-    succeeded(penstock("report", home / "plan.json", home / "out", "-o", trace))
-    names = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"}
-    assert names == {"predicted", "measured"}
 
 
 # A user's command; True if the host optimizer's loops are compiled.
@@ -128,6 +124,9 @@ def test_mistakes_are_one_line_and_leave_nothing(home):
     one_line(train(home, plan, out="file/o"), 2, "cannot be written")
     (home / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272, num_hidden_layers=2)))
     one_line(train(home, plan, "--model", home / "model", out="o"), 2, "plan again with this model")
+    fields = json.loads(plan.read_text())
+    plan.write_text(json.dumps(fields | {"ops": [op.split(" ^ ")[0] for op in fields["ops"]]}))  # races
+    one_line(train(home, plan, out="o"), 2, "refused")
     assert not (home / "o").exists()
 
 
@@ -139,16 +138,6 @@ def test_a_second_run_in_a_folder_is_refused_without_resume(home):
     assert weights_sha(home / "out" / "checkpoint-2") == sha
     one_line(train(home, plan, "--resume", "--seed", 5, steps=3), 2, "seed")
     one_line(train(home, plan, "--resume", steps=2), 2, "--steps")
-
-
-def test_a_plan_that_was_edited_into_a_race_is_refused(home):
-    plan = plan_in(home)
-    fields = json.loads(plan.read_text())
-    index = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward gpu b1 m0"))
-    fields["ops"][index] = fields["ops"][index].split(" ^ ")[0]
-    plan.write_text(json.dumps(fields))
-    one_line(train(home, plan, out="o"), 2, "refused")
-    assert not (home / "o").exists()
 
 
 def test_a_plan_that_needs_more_memory_exits_with_3(home):

@@ -1,7 +1,6 @@
 """Several ranks, also on several hosts: same files as one rank, also after faults."""
 
 import os
-import random
 import shutil
 import signal
 import socket
@@ -46,26 +45,6 @@ def test_another_number_of_ranks_goes_on_to_the_same_bytes(home, is_forked):
     assert contents(home / "out" / "checkpoint-4") == contents(home / "alone" / "checkpoint-4")
     assert logged(home, "out") == logged(home, "alone")
     assert (home / "out" / "samples.jsonl").read_text() == (home / "alone" / "samples.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
-    rng = random.Random(5)
-    plan, last = planned(home, 2), 0
-    for victim in (0, 1):
-        running = begun(words(home, plan, "--resume", "--save-every", 5, "--keep", 2, steps=10**5))
-        wait_for(lambda step=last: step_of(home / "out") > step, running)
-        time.sleep(rng.random() / 2)
-        os.kill(pid_of(running, victim), signal.SIGKILL)
-        began_s = time.monotonic()
-        outputs = said_by(running)
-        assert time.monotonic() - began_s < 30
-        assert running.returncode == 128 + signal.SIGKILL
-        assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in outputs
-        last = step_of(home / "out")
-    n = last + 3
-    succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n)))
-    assert is_that_of_one(home, n)
 
 
 LOOP = """

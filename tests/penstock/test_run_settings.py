@@ -161,14 +161,6 @@ def test_a_run_without_plan_or_data_is_told_where_to_name_them(home):
     one_line(penstock("run", home / "plan.json"), 2, "no data", "--data", "--config")
 
 
-def test_streamed_data_need_a_number_of_steps(home):
-    arguments = ["run", plan_in(home), "--data", home / "data", "--out", home / "o", "--streaming", *SCRATCH]
-    one_line(penstock(*arguments), 2, "give --steps")
-    assert not (home / "o").exists()
-    succeeded(penstock(*arguments, "--steps", 3))
-    assert [line["step"] for line in lines_of(home, "o")] == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("epochs", "n_rows", "batch_size", "n_steps", "n_again"),
     [

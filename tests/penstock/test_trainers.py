@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +17,13 @@ import trl
 from peft import LoraConfig, PromptTuningConfig
 from trl.trainer.utils import RepeatSampler
 
-from benchmarks.trainers import write_home
 from penstock import hf
 from penstock.checkpoint.checkpoint import complete_checkpoints
 from penstock.data.formats import learned_tokens
 from penstock.data.sampling import trainer_order
 from penstock.hf.arguments import FIELDS, Job, adapter_of, read_arguments, schedule_of
 from penstock.hf.rows import grouped_order, rows_of
-from penstock.hf.start import profile_path, router_loss_of, start_of
-from penstock.hwprofiles.schema import read_profile
+from penstock.hf.start import router_loss_of, start_of
 from penstock.runtime.errors import DataError, PenstockError, PlanError
 from penstock.runtime.plan.train import parse_train
 from tests.tour import ROOT
@@ -39,15 +36,8 @@ TINY |= {"use_cpu": True}
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Tiny models, rows of each kind, and a profile of this host in the cache."""
-    folder = tmp_path_factory.mktemp("home")
-    write_home(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PENSTOCK_CACHE", str(folder / "cache"))
-        profile_path().parent.mkdir(parents=True)
-        profile_path().write_text(json.dumps(read_profile("cpu-2core").to_json()))
-        yield folder
+def home(trainers_home: Path) -> Path:
+    return trainers_home
 
 
 def rows_in(path: Path) -> datasets.Dataset:

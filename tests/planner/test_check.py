@@ -21,7 +21,7 @@ from penstock.runtime.plan.workload import Block, Parameter, Saved, Tier
 from tests import edits
 from tests.edits import error_of, index, passes, reordered, sizes_of, small, under, with_op, with_profile, with_sizes, with_slots
 from tests.lanes import examples
-from tests.mutants import ADAPTED, MUTATIONS, NORMS, tally
+from tests.mutants import ADAPTED, BARRIER, MUTATIONS, NORMS, tally
 from tests.oracle import needed_bytes, race, same_training, unrolled
 from tests.strategies import MODEL, PROFILE, plans, small_workload, with_smaller
 
@@ -121,6 +121,7 @@ def without_op(plan: Plan, name: str) -> Plan:
     return reordered(plan, [i for i in range(len(plan.ops)) if i != index(plan, name)])
 
 
+ON_DEVICE = NORMS | BARRIER | {"device_blocks": (1, 2, 3, 4)}
 WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
     "a race across steps": (
         lambda: without_wait(small(), "load h2d b2", Kind.UPDATE),
@@ -140,6 +141,10 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
         "no multiple of 256",
     ),
     "a wait of five steps": (lambda: with_op(small(), "load h2d b0", waits=(Wait(1, 5),)), "names no op of another lane"),
+    "an update that the next step overtakes": (
+        lambda: with_op((plan := small(**ON_DEVICE)), "load h2d b0", waits=(Wait(index(plan, "backward gpu b1 m0"), 1),)),
+        "under barrier it must wait for op",
+    ),
     "a wait in its lane": (lambda: with_op(small(), "load h2d b1", waits=(Wait(0),)), "names no op of another lane"),
 }
 
@@ -155,17 +160,6 @@ def _groups_exchanged() -> tuple[Plan, list[int]]:
 def test_a_wrong_plan_is_refused_in_a_line_that_says_what(name: str) -> None:
     make, message = WRONG[name]
     assert message in error_of(make())
-
-
-def test_barrier_waits_for_updates_on_host_and_device() -> None:
-    """The model has some fully trained and some partly trained blocks."""
-    plan = small(**NORMS | {"update": Update.BARRIER, "device_blocks": (1, 2, 3, 4)})
-    check(plan)
-    check(under(plan, update=Update.DEFERRED))
-    load = plan.ops[index(plan, "load h2d b0")]
-    assert Wait(index(plan, "update_on_device gpu b4"), 1) in load.waits
-    earlier = (Wait(index(plan, "backward gpu b1 m0"), 1),)
-    assert "under barrier it must wait for op" in error_of(with_op(plan, load.name, waits=earlier))
 
 
 @law

@@ -14,7 +14,7 @@ from penstock.planner.check.shape import _own_bytes
 from penstock.planner.lower import passes
 from penstock.planner.lower.lower import barrier
 from penstock.planner.lower.op_table import KINDS, NAMES, n_ops
-from penstock.runtime.plan import Kind, Op, Plan, Policy, Slot, Update, Wait
+from penstock.runtime.plan import Kind, Plan, Policy, Update, Wait
 from penstock.runtime.plan.footprint import host_needs
 from penstock.runtime.plan.legality import can_stay
 from penstock.runtime.plan.optimizer import STORED_BYTES
@@ -40,24 +40,6 @@ def test_waits_of_the_second_step_are_those_of_every_later_one(case: Case) -> No
     second, third = (waits_of(plan.ops, extra_waits, n_steps) for n_steps in (2, 3))
     assert second == third
     assert rewaited(plan) == plan
-
-
-def test_an_op_waits_for_the_last_writer_and_all_readers_of_it() -> None:
-    a, b = Slot("weights", 0), Slot("activations", 0)
-    ops = [
-        Op(Kind.LOAD, 0, None, (("weights", a),)),
-        Op(Kind.FORWARD, 0, 0, (("weights", a), ("y", b))),
-        Op(Kind.OFFLOAD_ACTIVATION, 0, 0, (("y", b),)),
-        Op(Kind.LOAD, 0, None, (("weights", a),)),
-        Op(Kind.FORWARD, 0, 0, (("weights", a), ("y", b))),
-    ]
-    assert waits_of(ops, {}, 2) == [
-        (Wait(4, 1),),  # the reader of `a` in the previous step
-        (Wait(0),),
-        (Wait(1),),
-        (Wait(1),),
-        (Wait(2), Wait(3)),  # the reader of `b` and the writer of `a`
-    ]
 
 
 PASSES = [  # pass, kinds of ops that it adds, operands that it adds to existing ops
@@ -126,12 +108,13 @@ def test_an_output_is_computed_again_just_before_it_is_needed() -> None:
     ]  # fmt: skip
 
 
-def test_no_backward_and_no_recompute_go_below_what_is_trained() -> None:
+def test_no_backward_and_no_update_go_below_what_is_trained() -> None:
     """Boundary stride 2: the second layer of (1, 2) is trained, and both layers of (3, 4)."""
     for first, again in ((1, {1, 3}), (2, {3})):
         plan = small(n_layers=5, train=Train(layers=(first, 4)), boundary_stride=2)
         assert {b for _, b in walk(plan, Kind.RECOMPUTE)} == again
-        assert {b for _, b in walk(plan, Kind.BACKWARD)} == {*range(first + 1, 6)}
+        for kind in (Kind.BACKWARD, Kind.OFFLOAD_GRADIENT, Kind.NORM, Kind.UPDATE):
+            assert {b for _, b in walk(plan, kind)} == {*range(first + 1, 6)}
 
 
 def test_a_layer_that_comes_packed_is_unpacked_where_it_is_used() -> None:
@@ -175,6 +158,7 @@ def test_slots_have_the_size_of_what_is_trained_or_uploaded() -> None:
     assert sizes_of(plan, "packed") == (2 * trained[2] + frozen[2],) * 2
     assert sizes_of(plan, "gradients") == (0, 0, *(4 * n for n in trained))
     assert sizes_of(plan, "host_gradients") == (0,) * 5
+    assert {op.kind for op in plan.ops}.isdisjoint({Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.UPDATE}), "no work of the host"
     on_host = small(train=plan.semantics.train, base="int8")
     state = [12 * n + f for n, f in zip(trained, frozen, strict=True)]
     assert sizes_of(on_host, "state") == (vocabulary[0], *state, vocabulary[1])

@@ -194,22 +194,6 @@ def test_the_machine_bound_names_what_is_slow():
     assert named == links | {"slow memory": "host DRAM", "slow reduction": "host cores"}
 
 
-@pytest.mark.slow
-def test_the_answer_is_never_worse_than_a_static_candidate():
-    for name, clip in (("rtx4090-server", None), ("gh200", 1.0)):
-        model, profile = read_model("qwen2.5-7b"), read_profile(name)
-        answer = search(model, sizes_of(model, Semantics(1024, 8, 1, clip_norm=clip), profile), profile)
-        s, workload = answer.plan.semantics, answer.plan.workload
-        assert set(answer.baselines) == set(BASELINES)
-        for result in answer.baselines.values():
-            assert answer.prediction.step_s <= result.get("step_s", inf)
-    for name in BASELINES:
-        fixed = search(model, [(s, workload)], profile, name)
-        assert fixed.plan.policy == baseline(name, s, workload)
-        assert fixed.certificate.n_families == 0
-        assert fixed.prediction.step_s == fixed.baselines[name]["step_s"]
-
-
 @mostly_slow("opens", [False, True])
 def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     """The result is the best baseline; the certificate has the lowest family bound, recomputed here."""
@@ -343,15 +327,6 @@ def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     assert search(model, [(semantics, workload)], tight).needs.fits
 
 
-def test_adapters_updated_on_the_device_need_no_host_ops():
-    model, workload, semantics = setup_of("llama", "lora:r=8")
-    policy = Policy(device_blocks=workload.mixed, update=Update.DEFERRED)
-    result = search(model, [(semantics, workload)], DESKTOP, policy)
-    kinds = {str(op.kind) for op in result.plan.ops}
-    assert kinds.isdisjoint({"offload_gradient", "accumulate", "update", "speculate", "settle"})
-    assert {"offload_squares", "update_on_device"} <= kinds
-
-
 def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
     """Duplex use slows both directions of the link: uploads take longer than alone, and the bound includes it."""
     model, train = read_model("llama-3.1-8b"), parse_train("lora")
@@ -406,3 +381,9 @@ def test_no_plan_is_slower_than_a_baseline(name: str, machine: str, n_tokens: in
     assert "resident" in steps_s
     assert not answer.resident.is_estimate
     assert answer.step_s <= min(steps_s.values()) * (1 + NEAR_FRACTION)
+    assert {*answer.baselines} == {*BASELINES}
+    one_size = answer.plan.semantics, answer.plan.workload
+    rival = min(steps_s.keys() - {"resident"}, key=lambda name: steps_s[name])
+    fixed = search(model, [one_size], profile, rival)
+    assert (fixed.plan.policy, fixed.certificate.n_families) == (baseline(rival, *one_size), 0)
+    assert fixed.step_s == steps_s[rival]

@@ -39,7 +39,7 @@ NOT_BESIDE = {
     "gemma3n_text": {"correction_coefs"},
 }
 OUTSIDE = re.compile(r"model\.(?:altup_(?:un)?embed_projections\.\d|altup_projections\.\d|per_layer_model_projection)")
-# Differences of fp32 sums over many steps, in which PEFT adds the adapter in another order: measured 3.3e-4 and 1.4e-4
+# Differences of fp32 sums over many steps; PEFT adds the adapter in another order: measured 3.3e-4 and 1.4e-4
 WITHIN = {"bailing_hybrid": 1e-3, "qwen3_5_moe_text": 1e-3}
 EAGER = ("flint", "granite_swa", "granitemoe_swa")  # sinks, computed by transformers in eager attention alone
 SAMPLED = ("phi3", "deepseek_v3", "qwen3_next", "gpt2", "falcon", "llama4_text", "ctrl")
@@ -138,7 +138,7 @@ def adapted_names(text: str, model_type: str) -> set[str]:
 
 
 def test_targets_are_module_names_or_an_expression() -> None:
-    """As in PEFT: a name is the end of a module's, an expression matches all of it."""
+    """PEFT's rule: a name is the end of a module's, an expression matches all of it."""
     layers = "model.layers"
     assert adapted_names("lora:targets=qkv_proj", "phi3") == {f"{layers}.{i}.self_attn.qkv_proj" for i in range(4)}
     assert adapted_names("lora:targets=mlp.down_proj", "deepseek_v3") == {f"{layers}.0.mlp.down_proj"}

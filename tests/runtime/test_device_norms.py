@@ -1,7 +1,6 @@
 """Gradient norms on the device: cost, bounds, training bits, and non-finite squares."""
 
 import math
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -26,19 +25,10 @@ from penstock.runtime.host.optimizer import SummedGradient
 from penstock.runtime.plan import Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_square
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
-from tests.edits import error_of, small
 from tests.lanes import examples, mostly_slow
 from tests.reference import halved
 from tests.tiny import tiny_config
 from tests.training import clip_some_steps, differences, semantics_of, streamed
-
-
-def test_gradients_that_the_host_sums_are_not_squared_on_device():
-    plan = small(n_micro_batches=2)
-    policy, line = replace(plan.policy, square_on_device=True), "square_on_device needs all micro-batches in one group"
-    with pytest.raises(PlanError, match=line):
-        lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert line in error_of(replace(plan, policy=policy))
 
 
 @pytest.mark.parametrize("tied", [False, True])

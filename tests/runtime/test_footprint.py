@@ -1,12 +1,18 @@
-"""Footprints: a run allocates the bytes that its plan booked."""
+"""Footprints: a run allocates the bytes that its plan booked, also after many steps of chats of any length."""
 
 import dataclasses
 import json
+import os
+import random
+import re
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.hwprofiles.probe.probe import BEYOND_TORCH_BYTES
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.check.check import check
 from penstock.planner.lower.lower import lower
@@ -18,13 +24,15 @@ from penstock.planner.predict.memory import footprint
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.host import memory
 from penstock.runtime.machines import streams
-from penstock.runtime.plan import Plan, Policy
-from penstock.runtime.plan.footprint import document_bytes, planned_device_needs
+from penstock.runtime.plan import Plan, PlanFile, Policy
+from penstock.runtime.plan.footprint import document_bytes, host_needs, planned_device_needs
 from penstock.runtime.plan.workload import Model
 from penstock.training.device import refuse_what_does_not_fit
 from tests.lanes import examples
+from tests.running import SCRATCH, penstock
 from tests.strategies import PROFILE, cases, policies
 from tests.tiny import MODEL_TYPES, tiny_config
+from tests.tour import ROOT
 from tests.training import plan_of, semantics_of
 
 MACHINES = ("h100-sxm", "rtx4090-desktop", "gh200", "cpu-2core")
@@ -118,3 +126,55 @@ def test_deterministic_attention_books_a_sum_per_processor() -> None:
         one_sum_bytes = n_sequences * 32 * 4 * 8 * 4
         assert scratch_bytes["deterministic"] == scratch_bytes["flash"] + (n_sums - 1) * one_sum_bytes
         assert scratch_bytes["cudnn"] == scratch_bytes["flash"]
+
+
+SEQ_LEN = 256
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32, "vocab_size": 272}
+# A user's command; resident memory with torch alone, as probed (torch for CUDA takes more than the shipped profile), and the
+# system's peak: `ru_maxrss` begins with the parent's value. Packages for tests are not installed there: transformers imports
+# every package that it finds.
+RUN = """
+import re, sys
+from pathlib import Path
+import torch
+from penstock.hwprofiles.probe.cpu import resident_bytes
+print("resident bytes", resident_bytes(), file=sys.stderr)
+sys.modules |= dict.fromkeys(("accelerate", "bitsandbytes", "peft", "psutil"))
+from penstock.cli.main import main
+try:
+    main()
+finally:
+    kibibytes = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]
+    print("resident bytes", int(kibibytes) * 1024, file=sys.stderr)
+"""
+
+
+def write_chats(path, n_chats):
+    """Write chats of any length up to a sequence's, in letters, which are one byte-level token each."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(n_chats):
+            texts = ["".join(rng.choices("abcdefgh ", k=rng.randint(1, 90))) for _ in range(2)]
+            messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path):
+    """Allow a tenth, in a separate process; the compiler takes memory only if its cache is empty. Without length classes the matrix
+    library alone takes twice that."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
+    write_chats(tmp_path / "chats.jsonl", 300)
+    sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)
+    result = penstock("plan", tmp_path, "--machine", "cpu-2core", *sizes, "--policy", "megatrain", "-o", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    plan = PlanFile.read(tmp_path / "plan.json").plan
+    words = ["run", tmp_path / "plan.json", "--data", tmp_path / "chats.jsonl", "--packing", "documents", "--steps", 30]
+    command = [sys.executable, "-c", RUN, *map(str, words), *SCRATCH, "--lr", "1e-3", "--out", str(tmp_path / "out")]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    torch_bytes, most_bytes = map(int, re.findall(r"resident bytes (\d+)", run.stderr))
+    on_device = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
+    needs = host_needs(plan)
+    planned_bytes = on_device + sum(needs.values()) + torch_bytes + BEYOND_TORCH_BYTES
+    assert 0.9 * (planned_bytes - needs["compiler"]) <= most_bytes <= 1.1 * planned_bytes

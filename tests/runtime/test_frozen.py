@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.planner.model.workload import build_workload
-from penstock.runtime.plan import Kind, Policy, Update, saves
+from penstock.runtime.plan import Policy, Update, saves
 from penstock.runtime.plan.train import Lora, Train
-from penstock.runtime.plan.workload import Model, aligned_elements
+from penstock.runtime.plan.workload import Model
 from tests import training
 from tests.lanes import examples, mostly_slow
 from tests.strategies import policies
@@ -23,7 +23,6 @@ from tests.training import (
     initial_masters,
     kept_whole,
     plain,
-    plan_of,
     same_bits,
     semantics_of,
     streamed,
@@ -108,18 +107,6 @@ def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataOb
     machine = streamed(config, semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays"))
     drops = way.lora is not None and way.lora.dropout > 0
     assert differences(machine, kept_whole(model_type, semantics, overrides) if drops else None) == []
-
-
-def test_blocks_below_what_is_trained_have_no_backward_or_update() -> None:
-    """Frozen blocks have no master and no moments."""
-    config = tiny_config("llama", num_hidden_layers=3)
-    ops = plan_of(config, semantics_of("llama", train=Train(layers=(1, 1)), gradient_dtype="fp32"), Policy()).ops
-    assert {op.block for op in ops if op.kind in (Kind.UPDATE, Kind.NORM, Kind.OFFLOAD_GRADIENT)} == {2}
-    assert {op.block for op in ops if op.kind is Kind.BACKWARD} == {2, 3}
-    plan = plan_of(config, semantics_of("llama", train=LORA), Policy())
-    state, blocks = plan.arena("state"), plan.workload.blocks
-    assert state is not None
-    assert state.n_bytes == sum(aligned_elements(p) * (2 if p.frozen else 12) for b in blocks for p in b.parameters)
 
 
 def test_forwards_that_no_backward_follows_leave_nothing() -> None:

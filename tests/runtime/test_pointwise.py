@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.cuda.nvrtc import MOST_ELEMENTS
 from penstock.runtime.layers import pointwise
@@ -22,6 +21,7 @@ from penstock.runtime.layers.pointwise import (
 )
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.lanes import diagonal
+from tests.real_layers import Traffic
 from tests.training import same_bits
 
 CPU = torch.device("cpu")
@@ -185,19 +185,6 @@ def test_a_kernel_whose_bits_differ_is_not_used(monkeypatch: pytest.MonkeyPatch,
     assert isinstance(kernels[ROTATE][0], OneKernel)
 
 
-class Traffic(TorchDispatchMode):
-    """Count elements that calls read and write."""
-
-    n_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            read = args[0] if isinstance(args[0], (list, tuple)) else args
-            self.n_elements += sum(x.numel() for x in (*read, out) if isinstance(x, torch.Tensor))
-        return out
-
-
 @pytest.mark.parametrize("name", TIMES_THE_BYTES)
 def test_what_a_warning_says_of_traffic_is_counted(name: str) -> None:
     """Use cosines and sines shared by many heads, and attention's layout of queries."""
@@ -207,4 +194,4 @@ def test_what_a_warning_says_of_traffic_is_counted(name: str) -> None:
     with Traffic() as traffic:
         results = several(function_of(name)(*inputs))
     by_kernel = sum(t.numel() for t in (*inputs, *results))
-    assert traffic.n_elements / by_kernel == pytest.approx(TIMES_THE_BYTES[name], rel=0.01)
+    assert traffic.n_bytes / (4 * by_kernel) == pytest.approx(TIMES_THE_BYTES[name], rel=0.01)

@@ -219,15 +219,6 @@ def test_a_sum_waits_for_its_right_part_and_no_longer(log_groups, of_a_group):
     assert semantics.n_sums >= deepest
 
 
-def test_groups_that_a_step_cannot_have_are_one_line(tmp_path):
-    with pytest.raises(PlanError, match="12 micro-batches has no 8 sum groups; choose a power of two that divides them"):
-        lower(MODEL, small_workload(1, tied=False), Semantics(4, 12, 1, sum_groups=8), Policy(), PROFILE)
-    home = make_home(tmp_path)
-    for sizes in (("--sum-groups", 3), ("--sum-groups", 4, "--micro-batch", 2)):
-        result = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, *sizes)
-        one_line(result, 2, f"no {sizes[1]} sum groups; choose a power of two that divides them")
-
-
 def test_a_run_is_resumed_with_the_same_sum_groups_only(tmp_path):
     """A checkpoint without groups has one."""
     home = make_home(tmp_path)

@@ -24,13 +24,13 @@ from penstock.runtime.host.memory import Arenas
 from penstock.runtime.host.optimizer import Master
 from penstock.runtime.host.slabs import host_slab, register_for_dma
 from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan import Arena, Lane, Place, Policy, Slot, Update, saves
+from penstock.runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from penstock.runtime.units import MiB
 from tests.fake_cuda import Driver
 from tests.lanes import mostly_slow
 from tests.tiny import tiny_config
 from tests.tour import ROOT
-from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, streamed, trained
+from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, streamed
 
 PAGE_BYTES = resource.getpagesize()
 CPU = torch.device("cpu")
@@ -242,19 +242,11 @@ from pathlib import Path
 import torch
 from penstock.checkpoint import tensor_files
 from penstock.checkpoint.checkpoint import load_state
-from penstock.settings import CheckpointSettings, DataSettings, RunSettings
-from penstock.run_config import RunRequest
-from penstock.training.inputs import RunInputs
-from penstock.training.session import Session, predicted
 from penstock.training.trainer import Trainer
 from penstock.training.build import load_model
 from penstock.runtime.host.slabs import give_back_freed
 from tests.checkpoints import save
-from tests.sessions import resumed
-from penstock.runtime.machines.torch_machine import TorchMachine
-from penstock.runtime.plan import PlanFile, Policy
-from tests.tiny import tiny_config
-from tests.training import machine_for, plan_of, semantics_of
+from tests.sessions import resumed, session_of
 
 torch.set_num_threads(1)
 out = Path(sys.argv[1])
@@ -282,18 +274,11 @@ def growth(work):
     return 1024 * (max(most[0], kib("RssAnon")) - before)
 
 
-class Text:  # the part of the data that a checkpoint needs
-    fingerprint, position = "none", staticmethod(lambda step: {"step": step})
-    resume = staticmethod(lambda step, position: True)
-
-
-config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=3)
-first = machine_for(plan_of(config, semantics_of("llama"), Policy()), TorchMachine)
+sizes = {"hidden_size": 768, "intermediate_size": 1536, "vocab_size": 4000, "num_hidden_layers": 3}
+session = session_of(out, background=False, sizes=sizes)
+first = session.store
 owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned[b]]
 found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
-settings = RunSettings(DataSettings("text"), out=str(out), checkpoint=CheckpointSettings(background=False))
-inputs = RunInputs(RunRequest(settings, PlanFile(first.plan, None)), first.plan, "cpu", Text())
-session = Session(inputs, first.plan, "cpu", first, first, 4, predicted(first.plan)[2])
 trainer, warm = Trainer(session, validations=()), out / "checkpoint-1"
 trainer.saver().save(1)
 load_model(first, warm, out)
@@ -348,14 +333,3 @@ def test_writing_a_view_keeps_what_autograd_saved_of_another():
     y = (x * x).sum()
     arenas.view(slot, "fp32", (4,)).fill_(5.0)
     assert torch.autograd.grad(y, x)[0].tolist() == [10.0] * 4, "the slot's content now, as the plan says, and no error"
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_steps():
-    """Python does not see autograd graphs: if 20 steps leak theirs, the process grows by 20 times `kept_bytes`."""
-    config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)
-    plan = plan_of(config, semantics_of("llama", seq_len=128), Policy(save=saves(all=(1, 2)), accumulation_group=4))
-    machine = trained(plan, TorchMachine, n_steps=10)
-    before_bytes = resident_bytes()
-    execute(plan, machine, 20, first_step=10)
-    assert resident_bytes() - before_bytes < 20 * plan.kept_bytes / 3

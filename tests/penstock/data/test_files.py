@@ -179,14 +179,6 @@ def test_a_table_that_expands_without_end_is_refused(tmp_path):
     assert len(texts_of(read(tmp_path / "large.parquet", max_row_mb=8))[0]) == 7 * 10**6
 
 
-def test_arguments_of_a_tool_are_not_filled_from_other_rows(tmp_path):
-    """A schema for a whole file would fill them."""
-    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls])
-    parsed = [rows.parse_line(row, "") for _, row in rows.rows_of(path, "lines")]
-    assert [row["messages"][0]["tool_calls"] for row in parsed] == [[call] for call in calls]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
