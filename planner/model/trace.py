@@ -331,10 +331,10 @@ class _Replay:
         if not (call.weights and self.semantics.products == "fp8" and call.weights[0] in scaled_weights(self.trace)):
             return {"matmuls": _grouped(call.shapes, frozen)}
         (n_rows, k), (n_experts, *_, n) = call.shapes[:2]
-        packed = self.semantics.base != "bf16"
-        scratch_bytes = scaled_scratch_bytes(n_rows, k, n, self.tape.item_bytes, packed, n_experts)
-        matmuls = [replace(m, scaled="turned" if self.trace.has_rows_of_inputs else "own") for m in _grouped(call.shapes, frozen)]
-        return {"matmuls": matmuls, "scratch": scratch_bytes, "n_calls": 2 + (not packed)}
+        scratch_bytes = scaled_scratch_bytes(n_rows, k, n, self.tape.item_bytes, self.semantics.base != "bf16", n_experts)
+        products, is_transposed = _grouped(call.shapes, frozen), self.trace.has_rows_of_inputs
+        matmuls = [replace(product, scaled="transposed" if is_transposed else "own") for product in products]
+        return {"matmuls": matmuls, "scratch": scratch_bytes, "n_calls": 2 + (self.semantics.base == "bf16")}
 
     def _adapted(self, call: LibraryCall, rank: int, x: Tensor, how: dict[str, Any]) -> dict[str, Any]:
         """Return the step fields that change if a grouped product of experts has adapters (`runtime/layers/adapters.py`)."""

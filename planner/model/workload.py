@@ -99,10 +99,9 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         f"{p.name.partition('.lora_')[0]}.weight" if is_adapter(p.name) else p.name for b in workload.blocks for p in b.trained
     }
     if rounded := sorted(trained & wide):
-        has_adapters = semantics.train.lora is not None
-        kind, instead = ("adapted", "name --train lora:targets without them") if has_adapters else ("trained", "with --train lora")
+        kind, flag = ("trained", "lora") if semantics.train.lora is None else ("adapted", "lora:targets=... without them")
         problem = f"transformers keeps {len(rounded)} of the {kind} weights in fp32 (first: {rounded[0]})"
-        _fail(model, f"{problem}, and --compute bf16 would round them; plan with --compute fp32, or {instead}")
+        _fail(model, f"{problem}, and --compute bf16 would round them; plan with --compute fp32, or with --train {flag}")
     if (semantics.objective.n_top or 0) > (n := workload.blocks[-1].parameters[-1].shape[0]):
         _fail(model, f"--loss distill: k is {semantics.objective.n_top}, but the model has {n} token ids; choose k <= {n}")
     return workload

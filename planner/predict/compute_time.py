@@ -110,12 +110,12 @@ class ComputeTime:
         per_element, factored = (QUANTISED_BYTES_BY_CALLS, FACTORED_BYTES_BY_CALLS) if is_cpu else (QUANTISED_BYTES, 0)
         for m in (m for m in matmuls if m.scaled != "no"):
             each_bytes = per_element * m.k * m.n * (semantics.base == "bf16")
-            turned, turning_bytes = m.scaled == "turned", 0 if is_cpu else 2 * m.k * m.n
+            transposed, transposing_bytes = m.scaled == "transposed", 0 if is_cpu else 2 * m.k * m.n
             if backward:
-                each_bytes += (per_element + factored * (not turned)) * m.m * m.n + turning_bytes * (not turned)
+                each_bytes += (per_element + factored * (not transposed)) * m.m * m.n + transposing_bytes * (not transposed)
                 each_bytes += 3 * item * m.m * m.k * (m.scaled == "shared")
             elif m.scaled != "shared":
-                each_bytes += (per_element + factored * turned) * m.m * m.k + turning_bytes * turned
+                each_bytes += (per_element + factored * transposed) * m.m * m.k + transposing_bytes * transposed
             n_bytes += m.count * each_bytes
         return n_bytes / self._memory_bytes_per_s
 

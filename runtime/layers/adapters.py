@@ -179,10 +179,10 @@ class _AdaptedStack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], turned: bool, a: Tensor, b: Tensor, scale: float
+        ctx: Any, x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], transposed: bool, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
-        y_NO, h_NR = torch.ops.penstock.adapted_stack(x_NI, offs, weight, shape, turned, a, b, scale)
-        ctx.scale, ctx.shape, ctx.turned = scale, shape, turned
+        y_NO, h_NR = torch.ops.penstock.adapted_stack(x_NI, offs, weight, shape, transposed, a, b, scale)
+        ctx.scale, ctx.shape, ctx.transposed = scale, shape, transposed
         ctx.save_for_backward(x_NI, weight, offs, a, b, h_NR)
         return y_NO  # type: ignore[no-any-return]
 
@@ -195,7 +195,7 @@ class _AdaptedStack(torch.autograd.Function):
         db_EOR = grouped(gradient_NO.t(), h_NR).mul_(ctx.scale)
         dx_NI = None
         if ctx.needs_input_grad[0]:
-            dx_NI = _stack_product(gradient_NO, offs, weight, ctx.shape, not ctx.turned).add_(grouped(dh_NR, a_ERI))
+            dx_NI = _stack_product(gradient_NO, offs, weight, ctx.shape, not ctx.transposed).add_(grouped(dh_NR, a_ERI))
         da, db = grouped(dh_NR.t(), x_NI).view_as(a), db_EOR.permute(1, 2, 0).reshape(b.shape)
         return dx_NI, None, None, None, None, da, db, None
 
@@ -225,27 +225,27 @@ class _ScaledStack(torch.autograd.Function):
     """FP8 products of all experts, as `_AdaptedStack` without adapters. The gradient of a trained weight is computed in bf16."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], turned: bool) -> Tensor:
-        ctx.shape, ctx.turned = shape, turned
+    def forward(ctx: Any, x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], transposed: bool) -> Tensor:
+        ctx.shape, ctx.transposed = shape, transposed
         ctx.save_for_backward(offs, weight, *([x_NI] if ctx.needs_input_grad[2] else []))
-        return torch.ops.penstock.scaled_stack(x_NI, offs, weight, shape, turned)  # type: ignore[no-any-return]
+        return torch.ops.penstock.scaled_stack(x_NI, offs, weight, shape, transposed)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (g_NO,), (offs, weight, *saved), dx_NI, d_weight = gradients, ctx.saved_tensors, None, None
         if ctx.needs_input_grad[0]:
-            dx_NI = _stack_product(g_NO, offs, weight, ctx.shape, not ctx.turned)
+            dx_NI = _stack_product(g_NO, offs, weight, ctx.shape, not ctx.transposed)
         for x_NI in saved:
-            first, second = (x_NI, g_NO) if ctx.turned else (g_NO, x_NI)
+            first, second = (x_NI, g_NO) if ctx.transposed else (g_NO, x_NI)
             d_weight = F.grouped_mm(first.t(), second, offs=offs)
         return dx_NI, None, d_weight, None, None
 
 
-def _stack_product(rows: Tensor, offs: Tensor, weight: Tensor, shape: list[int], turned: bool) -> Tensor:
-    """Grouped product of rows with a stack: sums over its last dimension, or if `turned` over the one before. `shape`: in FP8."""
+def _stack_product(rows: Tensor, offs: Tensor, weight: Tensor, shape: list[int], transposed: bool) -> Tensor:
+    """Product of rows with a stack, summed over its last dimension, or if `transposed` the one before. `shape`: in FP8."""
     if not shape:
-        return F.grouped_mm(rows, weight if turned else weight.transpose(1, 2), offs=offs)
-    return grouped_product(rows, *_codes(weight, shape), offs, turned)
+        return F.grouped_mm(rows, weight if transposed else weight.transpose(1, 2), offs=offs)
+    return grouped_product(rows, *_codes(weight, shape), offs, transposed)
 
 
 def factors_of_stack(a: Tensor, b: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
@@ -396,11 +396,11 @@ def _adapted_linear(
 
 
 def _adapted_stack(
-    x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], turned: bool, a: Tensor, b: Tensor, scale: float
+    x_NI: Tensor, offs: Tensor, weight: Tensor, shape: list[int], transposed: bool, a: Tensor, b: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and low-rank product (N, R). The frozen product is first, because grouped products cannot accumulate."""
     a_ERI, b_EOR = factors_of_stack(a, b, len(offs))
-    y_NO, h_NR = _stack_product(x_NI, offs, weight, shape, turned), F.grouped_mm(x_NI, a_ERI.transpose(1, 2), offs=offs)
+    y_NO, h_NR = _stack_product(x_NI, offs, weight, shape, transposed), F.grouped_mm(x_NI, a_ERI.transpose(1, 2), offs=offs)
     return y_NO.add_(F.grouped_mm(h_NR, b_EOR.transpose(1, 2), offs=offs), alpha=scale), h_NR
 
 
@@ -412,7 +412,7 @@ LIBRARY.define(f"scaled_linear({_SCALED}) -> Tensor[]")
 LIBRARY.define(f"scaled_linear.out({_SCALED}, *, Tensor(a!)[] out) -> ()")
 LIBRARY.impl("scaled_linear", _scaled_linear, "CompositeExplicitAutograd")
 LIBRARY.impl("scaled_linear.out", _scaled_linear_out, "CompositeExplicitAutograd")
-_STACK = "Tensor x, Tensor offs, Tensor weight, int[] shape, bool turned"
+_STACK = "Tensor x, Tensor offs, Tensor weight, int[] shape, bool transposed"
 LIBRARY.define(f"adapted_stack({_STACK}, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
 LIBRARY.impl("adapted_stack", _adapted_stack, "CompositeExplicitAutograd")
 LIBRARY.define(f"scaled_stack({_STACK}) -> Tensor")

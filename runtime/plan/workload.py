@@ -51,8 +51,8 @@ class Matmul:
     frozen: bool = False
     grouped: bool = False  # a product per expert, all in one call
     # In FP8, except a weight gradient: own quantises its input; shared uses an earlier product's codes, and adds its input gradient
-    # to that product's; turned quantises its input, and its weight has a row per input, so that the forward transposes it
-    scaled: Literal["no", "own", "shared", "turned"] = "no"
+    # to that product's; transposed quantises its input, and its weight has a row per input, so that the forward transposes it
+    scaled: Literal["no", "own", "shared", "transposed"] = "no"
 
     @property
     def flop(self) -> int:

@@ -55,7 +55,7 @@ MOST_FILES = 13  # per folder; raised only in a commit that states the reason
 MOST_KNOBS = 15  # fields of a policy; the last one selects blocks with gradient sums on the device
 MOST_KINDS = 23  # kinds of ops; three are collectives, one unpacks weights, one reads a disk
 # Maximum lines of *.py per package. A commit that raises one does nothing else, and names the issue that grants the lines.
-MOST_LINES = {"runtime/plan": 2_669, "runtime": 8_796, "planner": 12_371, "hwprofiles": 2_839, "penstock": 15_225}
+MOST_LINES = {"runtime/plan": 2_669, "runtime": 8_796, "planner": 12_370, "hwprofiles": 2_839, "penstock": 15_225}
 MOST_LINES |= {"tests": 33_368, "benchmarks": 10_442}
 
 # Folders and files that may import a third-party library, so that replacing it affects only these

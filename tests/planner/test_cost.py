@@ -175,7 +175,7 @@ def test_products_of_experts_take_a_grouped_kernel_or_a_call_each():
     assert products_s("rtx5090-desktop", *small, grouped=False)[0] < 128 * EXPERT_CALL_S
     assert products_s("rtx5090-desktop", *large, grouped=True)[0] == products_s("rtx5090-desktop", *large, grouped=False)[0]
     assert products_s("cpu-2core", *small, grouped=True)[0] == products_s("cpu-2core", *small, grouped=False)[0]
-    for scaled in ("own", "turned"):  # torch's kernel of all experts in FP8 is Hopper's alone
+    for scaled in ("own", "transposed"):  # torch's kernel of all experts in FP8 is Hopper's alone
         in_fp8 = products_s("h100-sxm", *large, grouped=True, scaled=scaled)[0]
         assert in_fp8 == pytest.approx(seconds / read_profile("h100-sxm").fp8_rate_fraction)
         assert products_s("b200", *small, grouped=True, scaled=scaled)[0] == pytest.approx(128 * EXPERT_CALL_S)

@@ -445,7 +445,7 @@ def test_a_trained_product_has_the_weight_gradients_of_a_linear_layer() -> None:
     [
         ("llama-3.1-8b", ["own", "shared", "shared", "own", "own", "shared", "own"]),
         ("qwen3-30b-a3b", ["own", "shared", "shared", "own", "own", "own"]),
-        ("gpt-oss-20b", ["own", "shared", "shared", "own", "turned", "turned"]),
+        ("gpt-oss-20b", ["own", "shared", "shared", "own", "transposed", "transposed"]),
     ],
 )
 def test_a_block_takes_a_byte_a_weight_on_link_host_and_device(name, scaled) -> None:
@@ -480,8 +480,8 @@ def test_time_of_a_product_is_that_of_bf16_over_the_fraction_and_quantising_is_c
     expected = 8192 * 29568 * (3 + 2)
     assert cost._quantising_s([own], packed, backward=True) == pytest.approx(per_byte * expected)
     assert cost._quantising_s([shared], packed, backward=True) == pytest.approx(per_byte * (expected + 6 * 8192 * 8192))
-    turned = replace(own, scaled="turned", count=3)  # a stack with a row per input is transposed in forward
-    forward_s, backward_s = (cost._quantising_s([turned], packed, backward) for backward in (False, True))
+    transposed = replace(own, scaled="transposed", count=3)  # a stack with a row per input is transposed in forward
+    forward_s, backward_s = (cost._quantising_s([transposed], packed, backward) for backward in (False, True))
     assert forward_s == pytest.approx(3 * per_byte * (8192 * 8192 * 3 + 2 * 8192 * 29568))
     assert backward_s == pytest.approx(3 * per_byte * 8192 * 29568 * 3)
     assert ComputeTime(read_profile("cpu-2core"))._quantising_s([own], packed, backward=False) > 0
